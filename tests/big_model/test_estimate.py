@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate_big_model.estimate import by_backend, largest_layer, shapes_of
-from accelerate_core.cli import cli
+from accelerate_launch.cli import cli
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accelerate_core import Accelerator
-from accelerate_core.cli import cli
 from accelerate_core.utils import ProjectConfiguration
+from accelerate_launch.cli import cli
 
 
 def call(*arguments: object) -> Any:

@@ -281,7 +281,8 @@ for name in HOOKS:
         plugins = {"backend": "raiser"} if HOOKS.get(name) == "owner" else {}
         accelerator = Accelerator(cpu=True, **plugins)
         if HOOKS.get(name) == "owner":
-            count = len(inspect.signature(getattr(Backend, name)).parameters) - 1
+            # Without `self`, and without what the hook is bound to.
+            count = len(inspect.signature(getattr(Backend, name)).parameters) - 2
             getattr(accelerator.hooks, name)(*[None] * count)
         else:
             with accelerator:

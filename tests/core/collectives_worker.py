@@ -31,7 +31,7 @@ from accelerate_core.distributed.collectives import (
     reduce,
 )
 from accelerate_core.distributed.communicator import Communicator
-from accelerate_core.distributed.torch_collectives import TorchCollectives
+from accelerate_core.distributed.torch_collectives import TorchCollectives, bind_collectives
 from accelerate_core.errors import DistributedOperationException
 from accelerate_drop_in.verbs import broadcast_object_list, copy_tensor_to_devices
 
@@ -164,7 +164,9 @@ def flat_verbs_take_float8(comm: Communicator) -> None:
 
 @case
 def mean_without_avg(comm: Communicator) -> None:
-    plain = Communicator(rank=comm.rank, size=comm.size, device=comm.device, hooks=WithoutAvg())
+    plain = Communicator(
+        rank=comm.rank, size=comm.size, device=comm.device, hooks=bind_collectives(WithoutAvg())
+    )
     for dtype in FLOATS:
         own = torch.full((3,), float(comm.rank * 2), dtype=dtype)
         same(plain.reduce(own, "mean"), torch.full((3,), comm.size - 1.0, dtype=dtype))
@@ -181,7 +183,9 @@ def a_scope_has_its_own_group(comm: Communicator) -> None:
             return pair if scope == "data" else None
 
     scoped = Scoped()
-    inner = Communicator(rank=comm.rank, size=2, device=comm.device, hooks=scoped, scope="data")
+    inner = Communicator(
+        rank=comm.rank, size=2, device=comm.device, hooks=bind_collectives(scoped), scope="data"
+    )
     same(gather(torch.tensor([comm.rank]), inner), torch.tensor([0, 1]))
     assert inner.gather_object(comm.rank) == [0, 1]
 
@@ -192,7 +196,10 @@ def a_reversed_group_counts_ranks_in_its_own_order(comm: Communicator) -> None:
     group = dist.new_group(order, use_local_synchronization=False)
     rank = dist.get_rank(group)
     inner = Communicator(
-        rank=rank, size=comm.size, device=comm.device, hooks=TorchCollectives(group)
+        rank=rank,
+        size=comm.size,
+        device=comm.device,
+        hooks=bind_collectives(TorchCollectives(group)),
     )
     same(inner.broadcast(torch.tensor([rank]), src=1), torch.tensor([1]))
     assert inner.broadcast_object(rank, src=1) == 1
@@ -630,7 +637,9 @@ def main(rank: int, size: int, store: str, report: str) -> None:
         world_size=size,
         timeout=timedelta(seconds=30),
     )
-    comm = Communicator(rank=rank, size=size, device=torch.device("cpu"), hooks=TorchCollectives())
+    comm = Communicator(
+        rank=rank, size=size, device=torch.device("cpu"), hooks=bind_collectives(TorchCollectives())
+    )
     results = {}
     for name, function in CASES.items():
         try:

@@ -31,7 +31,11 @@ from accelerate_core.data.dispatch.transport import CollectiveTransport, GroupTr
 from accelerate_core.data.loader import DataLoaderDispatcher
 from accelerate_core.data.prepare import skip_first_batches
 from accelerate_core.distributed.communicator import Communicator
-from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
+from accelerate_core.distributed.torch_collectives import (
+    TorchCollectives,
+    bind_collectives,
+    host_group,
+)
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_drop_in.data_loader import prepare_data_loader
 
@@ -67,7 +71,7 @@ def comm(ahead=False):
         rank=RANK,
         size=WORLD,
         device=torch.device("cpu"),
-        hooks=TorchCollectives(),
+        hooks=bind_collectives(TorchCollectives()),
         new_group=(lambda ranks: host_group(ranks, TIMEOUT)) if ahead else None,
     )
 

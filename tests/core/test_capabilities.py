@@ -109,14 +109,14 @@ def test_what_is_needed_is_accepted_or_named(
 
 
 ASK = """
-from accelerate_core.accelerator.construction import construct
+from accelerate_core.accelerator.construction import resolve
 from accelerate_core.contract.topology import Topology
 import inspect
 from accelerate_core import Accelerator
 own = {name: one.default for name, one in inspect.signature(Accelerator.__init__).parameters.items()}
 del own["self"], own["plugin_arguments"]
 try:
-    built = construct({**own, "cpu": True, "backend": BACKEND}, {}, Topology(0, COUNT, 0, COUNT))
+    built = resolve({**own, "cpu": True, "backend": BACKEND}, {}, Topology(0, COUNT, 0, COUNT))
 except Exception as error:
     out([type(error).__name__, str(error)])
 else:

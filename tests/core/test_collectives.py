@@ -302,7 +302,7 @@ def test_alone_reduce_copies_and_gives_the_dtypes_of_a_larger_run() -> None:
 
 def test_a_backend_may_answer_with_a_slice_of_something_larger() -> None:
     class Odd(Silent):
-        def gather(self, accelerator: Any, tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
+        def gather(self, tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
             return torch.cat([tensor.new_zeros(1), tensor, tensor])[1:]
 
     checked = {"gather"}  # as after the first call

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate_compile import compile_model, compile_regions
 from accelerate_core import Accelerator, TorchDynamoPlugin
-from accelerate_core.builtin.compile import (
+from accelerate_core.builtin.compiled import (
     canonical_key,
-    compile_model,
-    compile_regions,
     is_compiled_module,
     strip_compiled,
     uncompiled,
@@ -316,7 +315,7 @@ def test_nothing_compiled_is_the_model_itself() -> None:
 def test_asking_does_not_import_the_compiler() -> None:
     code = (
         "import sys, torch\n"
-        "from accelerate_core.builtin.compile import *\n"
+        "from accelerate_core.builtin.compiled import *\n"
         "m = torch.nn.Linear(2, 2)\n"
         "assert strip_compiled(m) is m and not is_compiled_module(m)\n"
         "assert 'torch._dynamo' not in sys.modules\n"
@@ -341,7 +340,7 @@ def test_settings_that_ask_for_nothing_compile_nothing(monkeypatch: pytest.Monke
 def test_a_compiler_that_is_asked_for_is_chosen_like_any_plugin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    because = "torch_compile (accelerate-core 0.1.0)  (the compiler 'eager' is asked for)"
+    because = "torch_compile (accelerate-compile 0.1.0)  (the compiler 'eager' is asked for)"
     for arguments in ({"dynamo_backend": "eager"}, {"dynamo_plugin": dynamo()}):
         assert because in Accelerator(cpu=True, **arguments).explain()
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")

@@ -22,7 +22,7 @@ class OnDevices(Backend):
     reduces_gradients = "never"
     supports = {"devices": ("cuda", "xpu")}
 
-    def init_process_group(self, accelerator, start):
+    def init_process_group(self, setup, start):
         raise AssertionError("started before it was refused")
 
     needs_group = True

@@ -98,7 +98,7 @@ def test_settings_of_two_plugins_of_one_name_stay_apart(tmp_path: Path) -> None:
     code = """
     from accelerate_core import Accelerator
     made = Accelerator(cpu=True, backend="twin")
-    facts = {key: value for key, value in made._built.facts().items() if "twin." in key}
+    facts = {key: value for key, value in made._setup.facts().items() if "twin." in key}
     out([facts, [line for line in made.explain().splitlines() if "twin." in line]])
     """
     facts, lines = run(tmp_path, code, {"ACCELERATE_PLUGINS": "twin"})

@@ -56,8 +56,8 @@ class Quarters(Halves):
 class Broken(Quarters):
     name = "broken"
 
-    def device(self, accelerator: Any, topology: Any, cpu: bool) -> Any:
-        self.mesh(accelerator)
+    def device(self, setup: Any, topology: Any, cpu: bool) -> Any:
+        self.mesh(setup)
         raise OSError("no such device")
 
 

@@ -354,7 +354,9 @@ def test_a_wrong_answer_names_the_backend(hook: str, answer: Any, ask: Any) -> N
     wrong = {"name": "wrong", hook: lambda self, accelerator: answer}
     with Accelerator(cpu=True, backend=type("Wrong", (Plain,), wrong)) as accelerator:
         accelerator.prepare(nn.Linear(4, 2))
-        with pytest.raises(PluginError, match=f"{hook} of backend 'wrong' returned .*; it returns"):
+        with pytest.raises(
+            PluginError, match=f"{hook} of backend 'wrong' returned .*; it must return"
+        ):
             ask(accelerator)
 
 

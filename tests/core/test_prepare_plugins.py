@@ -128,7 +128,7 @@ class Forgets(Recorder):
     [
         (Renames, PrepareError, "'head.weight' is held by an optimizer"),
         (Adds, PrepareError, "extra.weight"),
-        (Forgets, PluginError, "a stage returns the model"),
+        (Forgets, PluginError, "a stage must return the model"),
     ],
 )
 def test_a_stage_that_would_leave_something_untrained_is_refused(

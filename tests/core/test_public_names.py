@@ -59,7 +59,8 @@ def test_public_names_are_the_peers_and_those_documented_as_ours() -> None:
         for row in re.findall(r"^\| (`.+?) \|", table, re.M)
         for name in re.findall(r"`(\w+)`", row)
     }
-    view = {name for name in vars(AcceleratorView) if not name.startswith("_")}
+    views = [cls for cls in AcceleratorView.__mro__ if cls.__module__ == AcceleratorView.__module__]
+    view = {name for cls in views for name in vars(cls) if not name.startswith("_")}
     accelerator = Accelerator(cpu=True)
     names = {name for name in {*dir(Accelerator), *vars(accelerator)} if name[0] != "_"}
     assert names - PEER - view == documented
@@ -99,4 +100,6 @@ def test_verbs_know_the_part_that_does_the_work_and_nothing_else(verbs: type) ->
             assert len(statements) == 1, method.name
             call = statements[0].value
             assert isinstance(call, ast.Call), method.name
-            assert ast.unparse(call.func).endswith(f".{method.name}")
+            # `accumulate` makes its context itself, which spares a call in each micro-batch.
+            made = ast.unparse(call.func) == "MicroBatch" and method.name == "accumulate"
+            assert made or ast.unparse(call.func).endswith(f".{method.name}")

@@ -488,7 +488,7 @@ def test_a_hook_that_forgets_to_return_is_named():
     with (
         Accelerator(cpu=True, backend=Forgetful) as accelerator,
         pytest.raises(
-            PluginError, match=r"prepare_model of backend 'forgetful' returned None; it returns"
+            PluginError, match=r"prepare_model of backend 'forgetful' returned None; it must return"
         ),
     ):
         accelerator.prepare(torch.nn.Linear(1, 1))

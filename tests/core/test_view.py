@@ -13,7 +13,8 @@ from accelerate_core import Accelerator, Backend
 from accelerate_core.contract.view import AcceleratorView
 
 ROOT = Path(__file__).parents[2]
-NAMES = {name for name in vars(AcceleratorView) if not name.startswith("_")}
+VIEWS = [cls for cls in AcceleratorView.__mro__ if cls.__module__ == AcceleratorView.__module__]
+NAMES = {name for cls in VIEWS for name in vars(cls) if not name.startswith("_")}
 PLUGINS = [
     # Functions of the peer's take what scripts have, an Accelerator with all its names.
     *(path for path in ROOT.glob("backends/*/src/**/*.py") if path.stem != "peer"),

@@ -17,9 +17,9 @@ from click.testing import CliRunner
 from launched import run_cli
 from support import clean_environment
 
-from accelerate_core.cli import cli
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import PluginRecord, installed
+from accelerate_launch.cli import cli
 from accelerate_launch.commands.env import environment_report
 from accelerate_launch.commands.launch import EXAMPLES
 
@@ -31,7 +31,7 @@ HELP = [[], *([name] for name in COMMANDS)]
 def test_help_never_imports_torch_and_is_quick(command: list[str]) -> None:
     code = (
         "import sys\n"
-        "from accelerate_core.cli import cli\n"
+        "from accelerate_launch.cli import cli\n"
         f"cli.main({[*command, '--help']!r}, standalone_mode=False)\n"
         "heavy = {'torch', 'numpy', 'pydantic'} & set(sys.modules)\n"
         "sys.exit(f'imported: {heavy}' if 'torch' in heavy else 0)\n"
@@ -96,7 +96,7 @@ def test_options_are_spelt_with_dashes_or_underscores(tmp_path: Path) -> None:
 def test_plugins_lists_what_is_installed_without_torch() -> None:
     code = (
         "import sys\n"
-        "from accelerate_core.cli import cli\n"
+        "from accelerate_launch.cli import cli\n"
         "cli.main(['plugins', '--json'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
     )
@@ -185,7 +185,7 @@ def test_help_lists_what_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> No
         gone = ("accelerate-big-model", "accelerate-testing", "accelerate-wandb")
         return tuple(one for one in found if one.distribution not in gone)
 
-    monkeypatch.setattr("accelerate_core.cli.installed", lambda: SimpleNamespace(of_kind=without))
+    monkeypatch.setattr("accelerate_launch.cli.installed", lambda: SimpleNamespace(of_kind=without))
     monkeypatch.setattr(catalog, "pip_command", lambda extra: f"pip install {extra}")
     said = CliRunner().invoke(cli, ["--help"]).output
     listed = said.split("Not installed; pip install NAME adds them:\n")[1]

@@ -13,11 +13,11 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accelerate_core.cli import cli
 from accelerate_core.config.files import parse_config, read_config
 from accelerate_core.errors import AccelerateError
 from accelerate_core.plugins import catalog
 from accelerate_launch import devices
+from accelerate_launch.cli import cli
 from accelerate_launch.options import LAUNCH_OPTIONS
 from accelerate_launch.planning import decide, make_plan
 

@@ -14,7 +14,7 @@ from launched import run_cli
 from support import clean_environment
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from accelerate_core.distributed import failures
+from accelerate_core import failures
 from accelerate_launch.failures import describe, describe_function, held
 
 HEAD = "Traceback (most recent call last):"

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 from launched import run_cli
 from support import clean_environment
 
-from accelerate_core.cli import cli
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
 from accelerate_launch import peer
+from accelerate_launch.cli import cli
 from accelerate_launch.paths import cache_directory
 from accelerate_launch.schemas import plugin_schemas
 

@@ -47,7 +47,7 @@ LISTINGS = (
 #: Runs each line of the input as a command: one interpreter for all.
 MAIN = """
 import shlex, sys
-from accelerate_core.cli import cli
+from accelerate_launch.cli import cli
 for line in sys.argv[1:]:
     print("#####", line, flush=True)
     try:

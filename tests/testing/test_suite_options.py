@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 import accelerate_testing
-from accelerate_core.cli import cli
 from accelerate_core.errors import ConfigurationError
+from accelerate_launch.cli import cli
 from accelerate_testing import (
     BackendSuite,
     CheckpointerSuite,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from accelerate_core.cli import cli
+from accelerate_launch.cli import cli
 from accelerate_tracking import TrackerHub
 from accelerate_tracking.runs import read_run, sparkline
 

@@ -5,25 +5,18 @@ Everything is imported on first use: `import accelerate_core` does not import to
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import sys
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from accelerate_core._exports import read_stub
+
 __version__ = "0.1.0"
 
-_STUB = Path(__file__).with_suffix(".pyi")
-#: Public name -> the module that defines it; said once, for type checkers and for us.
-_HOMES = {
-    name.name: str(line.module)
-    for line in ast.parse(_STUB.read_text(encoding="utf-8")).body
-    if isinstance(line, ast.ImportFrom)
-    for name in line.names
-    if name.name != "*"  # what plugins offer, for type checkers
-}
+#: Public name -> the module that defines it.
+_HOMES = read_stub(__file__)
 
 __all__ = [*sorted(_HOMES), "__version__"]
 

@@ -3,7 +3,6 @@
 from accelerate_core.accelerator import Accelerator as Accelerator
 from accelerate_core.backend import Backend as Backend
 from accelerate_core.backend.precision import Precision as Precision
-from accelerate_core.builtin.compile import compile_regions as compile_regions
 from accelerate_core.builtin.seed import set_seed as set_seed
 from accelerate_core.config.enums import DistributedType as DistributedType
 from accelerate_core.config.enums import LoggerType as LoggerType
@@ -27,6 +26,7 @@ from accelerate_core.config.schema import settings as settings
 from accelerate_core.contract.hooks import API_VERSION as API_VERSION
 from accelerate_core.contract.hooks import hookimpl as hookimpl
 from accelerate_core.contract.view import AcceleratorView as AcceleratorView
+from accelerate_core.contract.view import SetupView as SetupView
 from accelerate_core.data.prepare import skip_first_batches as skip_first_batches
 from accelerate_core.distributed.process import once as once
 from accelerate_core.logging import get_logger as get_logger

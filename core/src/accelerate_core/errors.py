@@ -287,6 +287,35 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any
 _previous_hook: _Hook | None = None
 
 
+class WarnOnce:
+    """Warns once per text, on the main process.
+
+    Args:
+        main: whether this is the main process.
+    """
+
+    def __init__(self, main: bool) -> None:
+        self._main = main
+        self._warned: set[str] = set()
+
+    def __call__(self, text: str, *, every_rank: bool = False) -> None:
+        if text not in self._warned and (every_rank or self._main):
+            self._warned.add(text)
+            warn(text)
+
+
+def call_all(first: Callable[[], object], *rest: Callable[[], object]) -> None:
+    """Call each in turn, whatever the ones before raised; then raise the last exception.
+
+    Its `__context__` leads to the exceptions before it.
+    """
+    try:
+        first()
+    finally:
+        if rest:
+            call_all(*rest)
+
+
 def shorten_uncaught() -> None:
     """Shorten tracebacks of uncaught errors from now on. Calling this again has no effect."""
     global _previous_hook

@@ -15,7 +15,7 @@ from accelerate_core.config.enums import DistributedType
 from accelerate_core.delegation import attribute
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
-from accelerate_core.distributed.torch_collectives import TorchCollectives
+from accelerate_core.distributed.torch_collectives import TorchCollectives, bind_collectives
 from accelerate_core.errors import (
     AssignmentError,
     RuntimeConflictError,
@@ -44,7 +44,7 @@ def current_communicator() -> Communicator:
         rank=runtime.process_index,
         size=runtime.num_processes,
         device=runtime.device,
-        hooks=TorchCollectives(),
+        hooks=bind_collectives(TorchCollectives()),
         debug=runtime.debug,
         verified=runtime.verified,
     )

@@ -185,7 +185,7 @@ def a_missing_weight_is_none_of_another_layer() -> None:
         save_file(state, path)
     state = {key: value for key, value in before.items() if key != name}
     with pytest.raises(CheckpointError, match=r"missing 'blocks\.1\.mix\.weight'"):
-        run.accelerator.hooks.load_model_state(run.accelerator, run.model, state, True)
+        run.accelerator.hooks.load_model_state(run.model, state, True)
     run.end()
     # Distributed weights have no address by which two of them could be told to be one.
     for layers in (4, 6):

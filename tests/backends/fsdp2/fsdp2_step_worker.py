@@ -187,7 +187,7 @@ def logits_may_stay_in_parts() -> None:
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
     accelerator = Accelerator(cpu=True, parallelism_config=config, process_group_timeout=PG_TIMEOUT)
     model = accelerator.prepare(copy.deepcopy(plain).requires_grad_())
-    index, count = accelerator.hooks.data_shard(accelerator)
+    index, count = accelerator.hooks.data_shard()
     part = rows.chunk(count)[index]
     loss = loss_of(model, part[:, :-1], places[: len(part)], part[:, 1:])
     assert isinstance(loss, DTensor)
@@ -209,7 +209,7 @@ def one_step(model: Any, accelerator: Any) -> tuple[float, float, dict[str, torc
         grads = {n: p.grad.clone() for n, p in model.named_parameters()}
         norm = nn.utils.clip_grad_norm_(model.parameters(), 100.0)
         return float(loss.detach()), float(norm), grads
-    index, count = accelerator.hooks.data_shard(accelerator)
+    index, count = accelerator.hooks.data_shard()
     part = rows.chunk(count)[index]
     loss = loss_of(model, part[:, :-1], places[: len(part)], part[:, 1:])
     accelerator.backward(loss)
@@ -256,7 +256,7 @@ def gradients_of_parts_of_the_heads_are_added_up() -> None:
     plan = {"q": "colwise", "o": "rowwise", "norm": "replicated_with_grad_allreduce"}
     accelerator = fsdp(sizes, plan=plan)
     model = accelerator.prepare(sharded)
-    index, count = accelerator.hooks.data_shard(accelerator)
+    index, count = accelerator.hooks.data_shard()
     for _ in range(2):
         accelerator.backward(mse_loss(model(x.chunk(count)[index]), y.chunk(count)[index]))
     got = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
@@ -410,7 +410,7 @@ def a_model_of_transformers_by_its_own_plan() -> None:
     def loss_and_norm(model: Any, accelerator: Any) -> tuple[float, float]:
         rows = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(3))
         if accelerator is not None:
-            index, count = accelerator.hooks.data_shard(accelerator)
+            index, count = accelerator.hooks.data_shard()
             rows = rows.chunk(count)[index]
         tokens, labels = rows[:, :-1].clone(), rows[:, 1:].clone()
         places = torch.arange(16).expand_as(tokens).clone()

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from accelerate_core.cli import cli
+from accelerate_launch.cli import cli
 
 OLD = """
 distributed_type: FSDP

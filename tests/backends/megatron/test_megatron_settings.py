@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner
 from support import case_names, check_case, run_workers
 
-from accelerate_core.cli import cli
 from accelerate_core.config.files import read_config
 from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.config.schema import settings_fields
 from accelerate_core.errors import ConfigurationError
+from accelerate_launch.cli import cli
 from accelerate_megatron import MegatronLMDummyDataLoader, build_datasets
 from accelerate_megatron import settings as ours
 from accelerate_megatron.settings import (

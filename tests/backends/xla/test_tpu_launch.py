@@ -16,10 +16,10 @@ from click.testing import CliRunner, Result
 from launched import run_cli
 from support import clean_environment
 
-from accelerate_core.cli import cli
 from accelerate_core.config.files import read_config
 from accelerate_core.config.provenance import Because
 from accelerate_core.errors import ConfigurationError
+from accelerate_launch.cli import cli
 from accelerate_launch.plan import LaunchPlan, Target
 from accelerate_launch.planning import make_plan
 from accelerate_launch.start import child_environment, command_of

@@ -12,8 +12,7 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_core import AcceleratorView, Backend, Claim, Request
-from accelerate_core.contract.capabilities import NEEDS
+from accelerate_core.plugin import NEEDS, AcceleratorView, Backend, Claim, Request
 from accelerate_ddp.hooks import let_go
 from accelerate_ddp.settings import DistributedDataParallelKwargs
 

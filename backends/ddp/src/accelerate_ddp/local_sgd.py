@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError
 
 if TYPE_CHECKING:
     import torch
 
-    from accelerate_core import Accelerator
+    from accelerate_core.plugin import Accelerator
 
 
 class LocalSGD:

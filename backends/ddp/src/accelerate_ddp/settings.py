@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate_core import KwargsHandler, option, settings
-from accelerate_core.errors import ConfigurationError, listing, warn
+from accelerate_core.plugin import (
+    ConfigurationError,
+    KwargsHandler,
+    listing,
+    option,
+    settings,
+    warn,
+)
 from accelerate_ddp.hooks import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate_ddp.hooks import register
 

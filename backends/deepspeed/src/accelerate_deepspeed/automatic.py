@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate_core import GradScalerKwargs, origin_of
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError, GradScalerKwargs, origin_of
 from accelerate_deepspeed.config import AUTO, HfDeepSpeedConfig
 from accelerate_deepspeed.optimizers import DummyOptim, DummyScheduler
 from accelerate_deepspeed.settings import DeepSpeedPlugin

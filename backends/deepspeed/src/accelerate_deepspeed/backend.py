@@ -12,18 +12,23 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate_core import (
+from accelerate_compile import compile_model
+from accelerate_core.plugin import (
     AcceleratorView,
     Backend,
     Claim,
+    ConfigurationError,
     GradScalerKwargs,
     ParallelismConfig,
+    PrepareError,
     Request,
+    SetupView,
+    Sources,
+    did_you_mean,
+    listing,
+    resolve_settings,
+    wrap_forward,
 )
-from accelerate_core.builtin.compile import compile_model
-from accelerate_core.config.lookup import Sources, resolve_settings
-from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
-from accelerate_core.training.forward import wrap_forward
 from accelerate_deepspeed import automatic, checkpoint, library, pending
 from accelerate_deepspeed.config import HfDeepSpeedConfig
 from accelerate_deepspeed.engines import (
@@ -128,17 +133,17 @@ class DeepSpeedBackend(Backend):
             found["parallelism_config"] = ParallelismConfig(tp_size=tensor)
         return found
 
-    def check(self, accelerator: AcceleratorView) -> None:
+    def check(self, setup: SetupView) -> None:
         """Refuse what contradicts the Accelerator, or what DeepSpeed gets wrong."""
-        steps = accelerator.because["gradient_accumulation_steps"]
-        precision = accelerator.mixed_precision
-        origin = accelerator.because["mixed_precision"].origin
+        steps = setup.because["gradient_accumulation_steps"]
+        precision = setup.mixed_precision
+        origin = setup.because["mixed_precision"].origin
         does: set[bool] = set()
         for plugin in self.plugins.values():
             config = plugin.hf_ds_config
             does.add(automatic.settle_precision(config, precision, origin, self._scaling))
             automatic.check_accumulation(config, steps)
-            self._check_parallel(accelerator.parallelism_config, config)
+            self._check_parallel(setup.parallelism_config, config)
         if len(does) > 1:
             raise ConfigurationError(
                 "Of several DeepSpeed plugins one leaves precision to the core and another one "
@@ -248,7 +253,7 @@ class DeepSpeedBackend(Backend):
             library.check_disks(plugin.hf_ds_config)
         tell_transformers(self.plugin)
         sizes = accelerator.parallelism_config
-        if sizes.sp_size > 1:
+        if sizes is not None and sizes.size("sp") > 1:
             self._ulysses = TransformersUlysses(sizes, accelerator.process_index)
 
     def on_free(self, accelerator: AcceleratorView) -> None:
@@ -330,7 +335,7 @@ class DeepSpeedBackend(Backend):
         return False
 
     def _sizes(self, accelerator: AcceleratorView, plan: Any) -> automatic.RunSizes:
-        _, count = accelerator.hooks.data_shard(accelerator)
+        _, count = accelerator.hooks.data_shard()
         loaders = [*plan.values("loader"), *accelerator.loaders]
         parts = count if accelerator.split_batches else 1
         origin = accelerator.because["gradient_accumulation_steps"].origin

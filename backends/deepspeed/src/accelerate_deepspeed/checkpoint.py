@@ -8,21 +8,31 @@ import io
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from accelerate_core import AcceleratorView
-from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_mean, listing
+from accelerate_core.plugin import (
+    AcceleratorView,
+    CheckpointError,
+    ConfigurationError,
+    did_you_mean,
+    listing,
+)
 from accelerate_deepspeed.checkpoint_files import beside_the_optimizer, check_file, read_file
 from accelerate_deepspeed.zero import GatheredParameters
 
 _SAVE_OPTIONS = ("exclude_frozen_parameters",)
 _LOAD_OPTIONS = ("strict", "load_module_strict", "load_optimizer_states", "load_module_only")
 _NOTE = "engines.json"
+
+
+def _engines(accelerator: AcceleratorView) -> Sequence[Any]:
+    """Return the prepared models: DeepSpeed's engines, which are untyped, and models without one."""
+    return accelerator.models
 
 
 def whole_state(accelerator: AcceleratorView, model: Any) -> dict[str, Any]:
@@ -45,7 +55,7 @@ def save(accelerator: AcceleratorView, directory: Path, options: Mapping[str, An
     accelerator.wait_for_everyone()
     told: list[dict[str, Any]] = []
     trouble: BaseException | None = None
-    for index, model in enumerate(accelerator.models):
+    for index, model in enumerate(_engines(accelerator)):
         told.append({"engine": _trains(model)})
         if not _trains(model):
             state = whole_state(accelerator, model)
@@ -73,14 +83,14 @@ def load(accelerator: AcceleratorView, directory: Path, options: Mapping[str, An
         raise CheckpointError(
             f"{directory} has no {_NOTE}: it was not written with DeepSpeed ({error})."
         ) from None
-    if len(told) != len(accelerator.models):
+    if len(told) != len(_engines(accelerator)):
         raise CheckpointError(
-            f"{directory} has {len(told)} models, and {len(accelerator.models)} are prepared."
+            f"{directory} has {len(told)} models, and {len(_engines(accelerator))} are prepared."
         )
     names = {"load_optimizer_states", "load_module_only"} & options.keys()
     strict = bool(options.get("load_module_strict", options.get("strict", True)))
     arguments = {name: options[name] for name in names} | {"load_module_strict": strict}
-    for index, (model, saved) in enumerate(zip(accelerator.models, told, strict=True)):
+    for index, (model, saved) in enumerate(zip(_engines(accelerator), told, strict=True)):
         trains = _trains(model)
         if trains != saved["engine"]:
             was = "was not" if trains else "was"

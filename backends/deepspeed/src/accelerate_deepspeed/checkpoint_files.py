@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import CheckpointError
 
 
 class _Opaque:

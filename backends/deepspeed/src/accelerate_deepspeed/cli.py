@@ -18,9 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from accelerate_checkpoint import save_weights
-from accelerate_core.builtin.console import console
-from accelerate_core.config.lookup import Sources, resolve_core, resolve_settings
-from accelerate_core.errors import AccelerateError
+from accelerate_core.plugin import AccelerateError, Sources, console, resolve_core, resolve_settings
 from accelerate_deepspeed import automatic, library
 from accelerate_deepspeed.checkpoint import to_universal
 from accelerate_deepspeed.checkpoint_files import merge

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.plugin import ConfigurationError, did_you_mean, listing
 
 #: The value that means "as the run needs it".
 AUTO = "auto"

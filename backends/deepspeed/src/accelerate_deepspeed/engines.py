@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError
 from accelerate_deepspeed.settings import DeepSpeedPlugin
 
 #: Where stage 3 has this rank's part of each parameter's gradient.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError
 
 #: DeepSpeed's runner exports these to other machines by itself.
 _EXPORTED = ("MLFLOW", "NCCL", "PYTHON", "MV2", "UCX")

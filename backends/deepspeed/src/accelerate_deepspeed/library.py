@@ -13,7 +13,7 @@ import pydantic
 import torch
 import torch.distributed as dist
 
-from accelerate_core.errors import ConfigurationError, MissingPluginError, did_you_mean, listing
+from accelerate_core.plugin import ConfigurationError, MissingPluginError, did_you_mean, listing
 from accelerate_deepspeed.config import AUTO, HfDeepSpeedConfig
 
 _groups_at_first: dict[str, Any] = {}

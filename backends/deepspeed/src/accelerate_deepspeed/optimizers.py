@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError
 from accelerate_deepspeed.config import HfDeepSpeedConfig
 
 

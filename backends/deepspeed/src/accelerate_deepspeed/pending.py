@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import CheckpointError
 from accelerate_deepspeed.engines import STAGE_3_PARTS, TrainedEngine
 
 _COUNT = "micro_step"

@@ -11,9 +11,15 @@ import pydantic
 import torch
 from torch import nn
 
-from accelerate_core import AcceleratorView
-from accelerate_core.distributed.tree import convert_to_fp32, map_tensors
-from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
+from accelerate_core.plugin import (
+    AcceleratorView,
+    ConfigurationError,
+    PrepareError,
+    convert_to_fp32,
+    did_you_mean,
+    listing,
+    map_tensors,
+)
 from accelerate_deepspeed import automatic
 from accelerate_deepspeed.config import HfDeepSpeedConfig
 from accelerate_deepspeed.library import rank_environment
@@ -178,7 +184,9 @@ def make_engine(
         raise ConfigurationError(
             f"DeepSpeed refuses the config ({config.origin}): {str(error) or 'no reason is given'}"
         ) from error
-    if accelerator.num_processes > 1 and accelerator.parallelism_config.tp_size == 1:
+    sizes = accelerator.parallelism_config
+    tensor_parallel = 1 if sizes is None else sizes.size("tp")
+    if accelerator.num_processes > 1 and tensor_parallel == 1:
         # It makes the ranks' parameters alike, and leaves buffers as each rank has them.
         for buffer in model.buffers():
             if not buffer.is_meta:

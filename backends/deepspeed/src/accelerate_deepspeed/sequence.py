@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core import ParallelismConfig
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError, ParallelismConfig
 from accelerate_deepspeed.config import HfDeepSpeedConfig
 from accelerate_deepspeed.settings import DeepSpeedSequenceParallelConfig
 

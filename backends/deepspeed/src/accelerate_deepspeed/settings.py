@@ -8,8 +8,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Literal, get_args
 
-from accelerate_core import AcceleratorState, BackendSettings, option, settings
-from accelerate_core.errors import ConfigurationError, RuntimeConflictError
+from accelerate_core.plugin import (
+    AcceleratorState,
+    BackendSettings,
+    ConfigurationError,
+    RuntimeConflictError,
+    option,
+    settings,
+)
 from accelerate_deepspeed.config import NO_MSAMP, HfDeepSpeedConfig
 
 _Device = Literal["none", "cpu", "nvme"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate_core.errors import PrepareError
+from accelerate_core.plugin import PrepareError
 
 #: `(module, name) -> bool`: whether a layer is converted.
 Filter = Callable[[nn.Module, str], bool]

@@ -13,8 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate_core import AcceleratorView
-from accelerate_core.errors import ConfigurationError, MissingPluginError, PrepareError
+from accelerate_core.plugin import (
+    AcceleratorView,
+    ConfigurationError,
+    MissingPluginError,
+    PrepareError,
+)
 from accelerate_fp8.layers import carry_attributes, converted, survey
 from accelerate_fp8.precision import FP8
 

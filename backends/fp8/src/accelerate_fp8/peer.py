@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError
 from accelerate_fp8 import transformer_engine as engine
 from accelerate_fp8.layers import converted
 from accelerate_fp8.settings import TERecipeKwargs

@@ -10,10 +10,16 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from accelerate_core import AcceleratorView, Precision, origin_of
-from accelerate_core.config.lookup import Sources, resolve_settings
-from accelerate_core.errors import ConfigurationError, listing
-from accelerate_core.truth import flag
+from accelerate_core.plugin import (
+    AcceleratorView,
+    ConfigurationError,
+    Precision,
+    Sources,
+    flag,
+    listing,
+    origin_of,
+    resolve_settings,
+)
 from accelerate_fp8.layers import Layer, linear, table
 from accelerate_fp8.settings import (
     AORecipeKwargs,

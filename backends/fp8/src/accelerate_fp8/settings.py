@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
-from accelerate_core import KwargsHandler, option, settings
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
-from accelerate_core.truth import truth
+from accelerate_core.plugin import (
+    ConfigurationError,
+    KwargsHandler,
+    did_you_mean,
+    listing,
+    option,
+    settings,
+    truth,
+    warn,
+)
 
 _NAMES: dict[str, Any] = {
     "env_prefix": "ACCELERATE_FP8_",

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accelerate_core import AcceleratorView
-from accelerate_core.errors import ConfigurationError, MissingPluginError
+from accelerate_core.plugin import AcceleratorView, ConfigurationError, MissingPluginError
 from accelerate_fp8.layers import Filter, Layer, converted, note_replaced, survey
 from accelerate_fp8.precision import FP8
 
@@ -108,7 +107,7 @@ class TorchAO(FP8):
         layers = survey(model, self.recipe.module_filter_func)
         if self._gathers:  # torchao gathers its rows as they are, and torch pads those it knows
             sizes = accelerator.parallelism_config
-            ranks = accelerator.num_processes // (sizes.dp_replicate_size if sizes else 1)
+            ranks = accelerator.num_processes // (sizes.size("dp_replicate") if sizes else 1)
             whole = f"fp8, gathered in bf16: its rows do not divide over {ranks} ranks"
             layers = [
                 one if one.rows % ranks == 0 else dataclasses.replace(one, becomes=whole)

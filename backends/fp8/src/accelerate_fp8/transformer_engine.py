@@ -13,9 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from accelerate_core import AcceleratorView, origin_of
-from accelerate_core.distributed.process import once
-from accelerate_core.errors import ConfigurationError, MissingPluginError, PrepareError, warn
+from accelerate_core.plugin import (
+    AcceleratorView,
+    ConfigurationError,
+    MissingPluginError,
+    PrepareError,
+    once,
+    origin_of,
+    warn,
+)
 from accelerate_fp8.layers import (
     ALREADY,
     Layer,

@@ -16,16 +16,25 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate_checkpoint.rng_state import capture, restore
-from accelerate_core import AcceleratorView, Backend, Claim, Request
-from accelerate_core.config.lookup import Sources, resolve_settings
-from accelerate_core.contract.capabilities import NEEDS
-from accelerate_core.errors import ConfigurationError, PrepareError
+from accelerate_checkpoint import capture_rng_state, restore_rng_state
+from accelerate_core.plugin import (
+    NEEDS,
+    AcceleratorView,
+    Backend,
+    Claim,
+    ConfigurationError,
+    PrepareError,
+    Request,
+    SetupView,
+    Sources,
+    resolve_settings,
+)
 from accelerate_fsdp2 import pending, sequence, states, tensor_parallel, testing, units, weights
 from accelerate_fsdp2.gradients import (
     Layouts,
@@ -35,6 +44,7 @@ from accelerate_fsdp2.gradients import (
     locals_with_grads,
     scale,
 )
+from accelerate_fsdp2.mesh import mesh_of, sizes_of
 from accelerate_fsdp2.settings import (
     FullyShardedDataParallelPlugin,
     TorchContextParallelConfig,
@@ -136,9 +146,9 @@ class FSDP2Backend(Backend):
 
     # --- start --------------------------------------------------------------------------------
 
-    def mesh(self, accelerator: AcceleratorView) -> Any | None:
+    def mesh(self, accelerator: AcceleratorView) -> DeviceMesh | None:
         """Make the mesh; refuse ring attention where torch has no kernel for it."""
-        config = accelerator.parallelism_config
+        config = sizes_of(accelerator)
         on_cpu = accelerator.device.type == "cpu"
         if config.cp_enabled and on_cpu and not testing.ring_runs_on_cpu():
             raise ConfigurationError(
@@ -148,9 +158,9 @@ class FSDP2Backend(Backend):
             )
         return super().mesh(accelerator)
 
-    def check(self, accelerator: AcceleratorView) -> None:
+    def check(self, setup: SetupView) -> None:
         """Complete the details of the mesh, and refuse those that are another backend's."""
-        config = accelerator.parallelism_config
+        config = sizes_of(setup)
         if config.sp_backend not in (None, "torch"):
             raise ConfigurationError(
                 f"sp_backend={config.sp_backend!r} is not of this backend; fsdp2 has Ulysses of its "
@@ -177,13 +187,13 @@ class FSDP2Backend(Backend):
     def _shard_mesh(self, accelerator: AcceleratorView) -> Any:
         """Return the mesh over which gradients are reduced: shards, and copies of them."""
         if self._shards is None:
-            config = accelerator.parallelism_config
+            config = sizes_of(accelerator)
             shards = "dp_shard_cp" if config.cp_enabled or config.sp_enabled else "dp_shard"
             if config.dp_replicate_enabled:
                 with warnings.catch_warnings():
                     # Of a flattened dimension and another one there is no mesh but this slice.
                     warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
-                    self._shards = accelerator.torch_device_mesh["dp_replicate", shards]
+                    self._shards = mesh_of(accelerator)["dp_replicate", shards]
             else:
                 self._shards = self.sub_mesh(shards)
         return self._shards
@@ -214,14 +224,14 @@ class FSDP2Backend(Backend):
             raise PrepareError(
                 "The model is a DistributedDataParallel already; pass the module inside of it."
             )
-        config = accelerator.parallelism_config
+        config = sizes_of(accelerator)
         self._refuse_shared(model)
         self._align_generators(accelerator)
         self._agree_on_weights(accelerator, model)
         if config.tp_enabled:
             handler = config.tp_handler
             self._added_names[model] = tensor_parallel.parallelise(
-                model, accelerator.torch_device_mesh["tp"], handler.plan
+                model, mesh_of(accelerator)["tp"], handler.plan
             )
             if handler.loss_parallel and self._loss_parallel is None:
                 from torch.distributed.tensor.parallel import loss_parallel
@@ -248,16 +258,16 @@ class FSDP2Backend(Backend):
 
         They must agree on dropout in a layer that they share, and on augmentation of what they read.
         """
-        config, mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
+        config, mesh = sizes_of(accelerator), mesh_of(accelerator)
         if self._aligned or not config.non_dp_dim_names:
             return
         self._aligned = True
         for name in config.non_dp_dim_names:
-            own = capture([accelerator.device])
+            own = capture_rng_state([accelerator.device])
             sent: list[Any] = [own]
             dist.broadcast_object_list(sent, group_src=0, group=mesh[name].get_group())
             if not _alike(own, sent[0]):
-                restore(sent[0])
+                restore_rng_state(sent[0])
                 accelerator.note_once(
                     f"Ranks of one {name} group had different random states; they have those of its "
                     "first rank now. Seed them alike: set_seed(seed) without device_specific.",
@@ -304,7 +314,7 @@ class FSDP2Backend(Backend):
         """Shard the units and then the model, and fill the shards of what was on meta."""
         if isinstance(model, FSDPModule):
             return model
-        sizes = accelerator.parallelism_config
+        sizes = sizes_of(accelerator)
         if sizes is not None and (sizes.cp_enabled or sizes.sp_enabled):
             sequence.refuse_recurrent(model)
         mesh = self._shard_mesh(accelerator)
@@ -374,7 +384,7 @@ class FSDP2Backend(Backend):
             return
         model.to_empty(device=device)
         held = source if isinstance(source, dict) else None
-        weights.fill_from_rank_0(model, held, accelerator.parallelism_config, accelerator.device)
+        weights.fill_from_rank_0(model, held, sizes_of(accelerator), accelerator.device)
 
     def prepare_optimizer(self, accelerator: AcceleratorView, optimizer: Any) -> Any:
         """Refuse what needs whole parameters, and shard the state it has already."""
@@ -400,7 +410,7 @@ class FSDP2Backend(Backend):
                         f"{kind}({option}=True) is switched off: its parameters are on several "
                         "meshes."
                     )
-        config, rank = accelerator.parallelism_config, accelerator.process_index
+        config, rank = sizes_of(accelerator), accelerator.process_index
         for parameter, values in getattr(optimizer, "state", {}).items():
             states.shard_state(parameter, values, config, rank)
         return optimizer
@@ -487,7 +497,7 @@ class FSDP2Backend(Backend):
                 before.update(sharded.added_gradients())
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         if before:
-            add_up(before, accelerator.torch_device_mesh["tp"].get_group())
+            add_up(before, mesh_of(accelerator)["tp"].get_group())
         for sharded in models:
             if sharded.waiting or not sharded.synced:
                 sharded.look_for_unreduced()
@@ -566,13 +576,13 @@ class FSDP2Backend(Backend):
         no_restore_buffers: set[torch.Tensor] | None,
     ) -> AbstractContextManager[Any]:
         """Share the sequences in the buffers over `cp` or `sp`; nothing without them."""
-        config = accelerator.parallelism_config
+        config = sizes_of(accelerator)
         given = (buffers or (), buffer_seq_dims or (), no_restore_buffers or set())
         if config.cp_enabled:
             strategy = config.cp_handler.cp_comm_strategy
-            return sequence.ring(accelerator.torch_device_mesh["cp"], strategy, *given)
+            return sequence.ring(mesh_of(accelerator)["cp"], strategy, *given)
         if config.sp_enabled:
-            return sequence.ulysses(accelerator.torch_device_mesh["sp"], *given)
+            return sequence.ulysses(mesh_of(accelerator)["sp"], *given)
         return nullcontext()
 
     # --- keep ---------------------------------------------------------------------------------
@@ -585,7 +595,7 @@ class FSDP2Backend(Backend):
         self, accelerator: AcceleratorView, model: nn.Module, state: Mapping[str, Any], strict: bool
     ) -> None:
         """Take this rank's parts of a whole state dict."""
-        config = accelerator.parallelism_config
+        config = sizes_of(accelerator)
         kind = type(accelerator.unwrap_model(model)).__name__
         states.load_full_model(_plain_state(accelerator, model), state, config, strict, kind)
 
@@ -597,7 +607,7 @@ class FSDP2Backend(Backend):
         self, accelerator: AcceleratorView, optimizer: Any, state: Mapping[str, Any]
     ) -> None:
         """Take this rank's parts of a whole state."""
-        states.load_full_optimizer(optimizer, state, accelerator.parallelism_config)
+        states.load_full_optimizer(optimizer, state, sizes_of(accelerator))
 
     def save_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any], later: bool

@@ -9,9 +9,7 @@ from typing import Any
 import click
 import yaml
 
-from accelerate_core.config.files import read_config
-from accelerate_core.errors import ConfigurationError
-from accelerate_core.plugins.catalog import pip_command
+from accelerate_core.plugin import ConfigurationError, pip_command, read_config
 from accelerate_fsdp2.settings import strategy_name
 
 #: Keys of FSDP1 that FSDP2 has no choice about.

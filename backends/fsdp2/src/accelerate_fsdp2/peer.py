@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from accelerate_checkpoint import SafeReader, merge_weights, read_metadata
-from accelerate_core import PartialState
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import CheckpointError, PartialState
 from accelerate_fsdp2 import units
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"

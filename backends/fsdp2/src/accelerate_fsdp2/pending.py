@@ -22,7 +22,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import CheckpointError
 from accelerate_fsdp2.gradients import local, unreduced
 
 _SHARDED = "sharded"

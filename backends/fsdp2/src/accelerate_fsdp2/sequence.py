@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from accelerate_core.errors import ConfigurationError, warn
+from accelerate_core.plugin import ConfigurationError, warn
 
 
 def refuse_recurrent(model: Any) -> None:

@@ -9,9 +9,17 @@ from typing import Any, Literal
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from accelerate_core import BackendSettings, KwargsHandler, option, settings
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
-from accelerate_core.truth import truth
+from accelerate_core.plugin import (
+    BackendSettings,
+    ConfigurationError,
+    KwargsHandler,
+    did_you_mean,
+    listing,
+    option,
+    settings,
+    truth,
+    warn,
+)
 
 _WRAP = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 _STATE = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")

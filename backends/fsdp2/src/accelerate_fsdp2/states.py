@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from accelerate_checkpoint import SafeReader, read_metadata
-from accelerate_core import ParallelismConfig
-from accelerate_core.errors import CheckpointError, listing
+from accelerate_core.plugin import CheckpointError, ParallelismConfig, listing
 from accelerate_fsdp2.gradients import local
 from accelerate_fsdp2.weights import cut, local_part, whole
 

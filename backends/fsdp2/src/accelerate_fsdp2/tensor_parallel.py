@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.plugin import ConfigurationError, did_you_mean, listing
 
 _STYLES: dict[str, Any] = {
     "colwise": ColwiseParallel,

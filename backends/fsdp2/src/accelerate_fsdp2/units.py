@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
+from accelerate_core.plugin import ConfigurationError, PrepareError, did_you_mean, listing
 from accelerate_fsdp2.settings import FullyShardedDataParallelPlugin
 
 #: Parameters from which a unit of its own is worth its collectives; torch's own default.

@@ -11,8 +11,7 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from accelerate_core import ParallelismConfig
-from accelerate_core.errors import PrepareError
+from accelerate_core.plugin import ParallelismConfig, PrepareError
 from accelerate_fsdp2.gradients import local
 
 

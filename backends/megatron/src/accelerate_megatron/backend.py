@@ -13,16 +13,21 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate_core import (
+from accelerate_core.plugin import (
     AcceleratorView,
     Backend,
     Claim,
+    ConfigurationError,
     GradScalerKwargs,
     ParallelismConfig,
+    PrepareError,
     Request,
+    ScheduleResult,
+    ScheduleStep,
+    SetupView,
+    did_you_mean,
+    listing,
 )
-from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
-from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
 from accelerate_megatron import checkpoint, library, models
 from accelerate_megatron.data import IndexedLoader, MegatronLMDummyDataLoader, place_loaders
 from accelerate_megatron.engine import Engine, build_optimizer
@@ -114,9 +119,10 @@ class MegatronBackend(Backend):
             "scheduler_steps": "per_step",
         }
 
-    def check(self, accelerator: AcceleratorView) -> None:
+    def check(self, setup: SetupView) -> None:
         """Refuse sizes that contradict each other, or that cannot be."""
-        sizes = accelerator.parallelism_config
+        sizes = setup.parallelism_config
+        assert sizes is not None  # `core_defaults` has one
         wanted = self.plugin.sizes()
         for name in ("tp", "pp"):
             said = getattr(wanted, name)
@@ -255,7 +261,7 @@ class MegatronBackend(Backend):
                     "scheduler_steps='per_process' is for schedulers of torch: megatron's own, which "
                     "MegatronLMDummyScheduler stands for, counts samples. Leave scheduler_steps out."
                 )
-            _, count = accelerator.hooks.data_shard(accelerator)
+            _, count = accelerator.hooks.data_shard()
             scheduler = build_scheduler(
                 self.plugin,
                 mine[0].optimizer,

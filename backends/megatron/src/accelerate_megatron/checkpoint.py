@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from accelerate_checkpoint import Box, BoxReader, BoxWriter, SafeReader, read_metadata
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import CheckpointError
 from accelerate_megatron.engine import Engine
 from accelerate_megatron.shards import Part
 

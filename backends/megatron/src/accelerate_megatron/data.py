@@ -14,14 +14,15 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from accelerate_core import AcceleratorView
-from accelerate_core.data.loader import DataLoaderShard, LoaderOptions
-from accelerate_core.data.prepare import prepare_loader
-from accelerate_core.errors import (
+from accelerate_core.plugin import (
+    AcceleratorView,
     ConfigurationError,
+    DataLoaderShard,
+    LoaderOptions,
     PrepareError,
     did_you_mean,
     listing,
+    prepare_loader,
     warn,
 )
 from accelerate_megatron.library import imported
@@ -472,7 +473,7 @@ class MegatronLMDummyDataLoader:
             steps: optimizer steps of the training, if the plugin has no `train_samples`.
             on_device: whether the batches of each are moved to the device.
         """
-        rank, ranks = accelerator.hooks.data_shard(accelerator)
+        rank, ranks = accelerator.hooks.data_shard()
         batch = self.micro_batch_size * (plugin.num_micro_batches or 1)
         wanted = self._samples(
             plugin, steps, batch * ranks, accelerator.gradient_accumulation_steps
@@ -614,7 +615,7 @@ def _steps(accelerator: AcceleratorView, plan: Any, plugin: MegatronLMPlugin) ->
     """Return the optimizer steps of the training, None if nobody says."""
     if plugin.train_iters is not None:
         return plugin.train_iters
-    _, ranks = accelerator.hooks.data_shard(accelerator)
+    _, ranks = accelerator.hooks.data_shard()
     for scheduler in plan.values("scheduler"):
         if isinstance(scheduler, MegatronLMDummyScheduler) and scheduler.total_num_steps:
             return -(-scheduler.total_num_steps // (1 if accelerator.split_batches else ranks))

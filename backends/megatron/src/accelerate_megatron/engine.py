@@ -12,8 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate_core import GradScalerKwargs
-from accelerate_core.errors import CheckpointError, ConfigurationError, PrepareError, warn
+from accelerate_core.plugin import (
+    CheckpointError,
+    ConfigurationError,
+    GradScalerKwargs,
+    PrepareError,
+    warn,
+)
 from accelerate_megatron.library import imported
 from accelerate_megatron.settings import Sizes
 from accelerate_megatron.shards import Part, parts_of, parts_of_plain

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core.distributed.process import once
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError, once
 from accelerate_megatron.settings import Sizes
 
 _NVTE = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from accelerate_core.errors import ConfigurationError, listing
+from accelerate_core.plugin import ConfigurationError, listing
 from accelerate_megatron.engine import Engine
 from accelerate_megatron.library import imported
 

@@ -8,9 +8,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from accelerate_core.errors import ConfigurationError
-from accelerate_core.training.optimizer import AcceleratedOptimizer
-from accelerate_core.training.scheduler import AcceleratedScheduler
+from accelerate_core.plugin import AcceleratedOptimizer, AcceleratedScheduler, ConfigurationError
 from accelerate_megatron.library import imported
 from accelerate_megatron.module import MegatronModel
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate_core import AcceleratorView
-from accelerate_core.errors import ConfigurationError, PrepareError
+from accelerate_core.plugin import AcceleratorView, ConfigurationError, PrepareError
 from accelerate_megatron import models
 from accelerate_megatron.engine import Engine, cuts, is_expert
 from accelerate_megatron.library import imported, interleave

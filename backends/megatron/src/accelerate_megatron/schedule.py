@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError, ScheduleResult, ScheduleStep
 from accelerate_megatron.library import imported
 from accelerate_megatron.module import MegatronModel
 from accelerate_megatron.settings import Sizes, check_batch

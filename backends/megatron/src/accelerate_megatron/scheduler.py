@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
+from accelerate_core.plugin import ConfigurationError, did_you_mean, listing, warn
 from accelerate_megatron.library import imported
 from accelerate_megatron.settings import MegatronLMPlugin
 

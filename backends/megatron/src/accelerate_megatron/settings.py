@@ -7,9 +7,16 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from accelerate_core import BackendSettings, option, settings
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
-from accelerate_core.truth import truth
+from accelerate_core.plugin import (
+    BackendSettings,
+    ConfigurationError,
+    did_you_mean,
+    listing,
+    option,
+    settings,
+    truth,
+    warn,
+)
 
 _ATTENTION = ("auto", "flash", "fused", "unfused", "local")
 _LR_DECAY = Literal["constant", "linear", "cosine", "inverse-square-root"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import CheckpointError
 from accelerate_megatron.library import imported
 
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError
 from accelerate_megatron.module import IGNORED, read_batch
 
 

@@ -10,13 +10,22 @@ from typing import Any, ClassVar
 
 import torch
 
-from accelerate_core import AcceleratorView, Backend, Claim, ParallelismConfig, Request
-from accelerate_core.contract.topology import Process, Topology
-from accelerate_core.data.feeding import look_ahead
-from accelerate_core.data.rng import GENERATORS
-from accelerate_core.distributed.torch_collectives import host_group
-from accelerate_core.distributed.tree import map_tensors, send_to_device
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import (
+    GENERATORS,
+    AcceleratorView,
+    Backend,
+    Claim,
+    ConfigurationError,
+    ParallelismConfig,
+    Process,
+    Request,
+    SetupView,
+    Topology,
+    host_group,
+    look_ahead,
+    map_tensors,
+    send_to_device,
+)
 from accelerate_xla import guards, library
 from accelerate_xla.collectives import XLACollectives
 from accelerate_xla.library import imported
@@ -82,13 +91,13 @@ class XLABackend(XLACollectives, Backend):
             return {}
         return {"parallelism_config": ParallelismConfig(dp_replicate_size=library.spmd_devices())}
 
-    def check(self, accelerator: AcceleratorView) -> None:
+    def check(self, setup: SetupView) -> None:
         """Refuse what XLA cannot do."""
-        fitting = accelerator.mixed_precision in ("bf16", "downcast_bf16")
+        fitting = setup.mixed_precision in ("bf16", "downcast_bf16")
         if self.settings.downcast_bf16 and not fitting:
             raise ConfigurationError(
-                f"downcast_bf16 is for mixed_precision='bf16', and it is {accelerator.mixed_precision!r} "
-                f"({accelerator.because['mixed_precision'].origin})."
+                f"downcast_bf16 is for mixed_precision='bf16', and it is {setup.mixed_precision!r} "
+                f"({setup.because['mixed_precision'].origin})."
             )
 
     def distributed_type(self, accelerator: AcceleratorView) -> str:
@@ -97,30 +106,30 @@ class XLABackend(XLACollectives, Backend):
 
     # --- start ------------------------------------------------------------------------------------
 
-    def device(self, accelerator: AcceleratorView, topology: Topology, cpu: bool) -> torch.device:
+    def device(self, setup: SetupView, topology: Topology, cpu: bool) -> torch.device:
         """Take this process's device; under SPMD the one that stands for all."""
         guards.refuse_lonely_group()
         library.refuse_blind_processes(topology.num_processes)
         guards.refuse_device_tensors()
-        sizes = self._sizes(accelerator)
+        sizes = self._sizes(setup)
         if sizes:
             library.start_spmd(sizes)
         device: torch.device = imported().device()
         return device
 
-    def _sizes(self, accelerator: AcceleratorView) -> dict[str, int]:
-        config = accelerator.parallelism_config
+    def _sizes(self, setup: SetupView) -> dict[str, int]:
+        config = setup.parallelism_config
         every = {} if config is None else {name: config.size(name) for name in _MESH}
         return {name: size for name, size in every.items() if size > 1}
 
-    def init_process_group(self, accelerator: AcceleratorView, start: Process) -> None:
+    def init_process_group(self, setup: SetupView, start: Process) -> None:
         """Start a group in host memory; tensors of XLA never go over it."""
         if start.comm_backend not in (None, "gloo"):
             raise ConfigurationError(
                 f"InitProcessGroupKwargs(backend={start.comm_backend!r}): under XLA tensors of devices go "
                 "by torch_xla's own collectives, and the group in host memory is gloo's. Leave it out."
             )
-        super().init_process_group(accelerator, replace(start, comm_backend="gloo"))
+        super().init_process_group(setup, replace(start, comm_backend="gloo"))
 
     def device_count(self, accelerator: AcceleratorView) -> int:
         """All devices of the mesh, or one per process."""
@@ -174,7 +183,7 @@ class XLABackend(XLACollectives, Backend):
         if self.settings.downcast_bf16:
             model = model.to(torch.bfloat16)
         if self._sharding is not None:
-            handler = accelerator.parallelism_config.tp_handler
+            handler = getattr(accelerator.parallelism_config, "tp_handler", None)
             plan = handler if isinstance(handler, Mapping) else getattr(handler, "plan", None)
             self._sharding.place(model, plan)
         elif self._apart(accelerator):

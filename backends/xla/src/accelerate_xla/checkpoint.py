@@ -15,8 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from accelerate_checkpoint import Box, BoxReader, BoxWriter, SafeReader, read_metadata
-from accelerate_core import AcceleratorView
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import AcceleratorView, CheckpointError
 from accelerate_xla.library import imported
 
 _PLAIN = "plain.json"
@@ -172,10 +171,10 @@ def load(
         state = {
             key.removeprefix(prefix): one for key, one in read.items() if key.startswith(prefix)
         }
-        accelerator.hooks.load_model_state(accelerator, model, state, strict)
+        accelerator.hooks.load_model_state(model, state, strict)
     for number, wrapper in enumerate(accelerator.optimizers if optimizers else ()):
         state = _optimizer_state(number, plain[number], read, wrapper.optimizer)
-        accelerator.hooks.load_optimizer_state(accelerator, wrapper.optimizer, state)
+        accelerator.hooks.load_optimizer_state(wrapper.optimizer, state)
 
 
 def _compare(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerate_core.distributed.torch_collectives import ReduceOp, Scope, TorchCollectives
+from accelerate_core.plugin import ReduceOp, Scope, TorchCollectives
 from accelerate_xla.library import imported
 
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from accelerate_core.errors import ConfigurationError, DistributedOperationException
+from accelerate_core.plugin import ConfigurationError, DistributedOperationException
 from accelerate_xla import library
 
 _NAMESPACE = "c10d::"

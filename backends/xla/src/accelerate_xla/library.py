@@ -16,8 +16,12 @@ from typing import Any
 
 import torch
 
-from accelerate_core.distributed.process import once
-from accelerate_core.errors import ConfigurationError, MissingPluginError, RuntimeConflictError
+from accelerate_core.plugin import (
+    ConfigurationError,
+    MissingPluginError,
+    RuntimeConflictError,
+    once,
+)
 
 #: The torch that each torch_xla is built for has its number.
 _PAIR = "Run: pip install torch=={0} torch_xla=={0}"

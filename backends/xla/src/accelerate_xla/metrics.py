@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core.distributed.tree import flatten
+from accelerate_core.plugin import flatten
 from accelerate_xla.library import imported
 
 #: So often it is told by itself.

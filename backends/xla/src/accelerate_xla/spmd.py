@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate_core.distributed.tree import map_tensors
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.plugin import ConfigurationError, did_you_mean, listing, map_tensors
 from accelerate_xla.library import imported
 
 #: Style -> which dimension of a Linear's weight, and of an Embedding's, lies over `tp`.

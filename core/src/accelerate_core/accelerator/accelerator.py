@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, TypeVarTuple, Unpack, cast, overload
 
 import torch
 
+from accelerate_core import failures
 from accelerate_core.accelerator.assignment import Assignable
 from accelerate_core.accelerator.checkpoint_verbs import CheckpointVerbs
 from accelerate_core.accelerator.collective_verbs import CollectiveVerbs
-from accelerate_core.accelerator.collectives import Collectives
-from accelerate_core.accelerator.construction import construct, start_process
+from accelerate_core.accelerator.collectives import make_collectives
+from accelerate_core.accelerator.construction import check, resolve, start_process
 from accelerate_core.accelerator.preparing_verbs import PreparedVerbs
-from accelerate_core.accelerator.saving import Saving, run_parts
 from accelerate_core.accelerator.signature import MeshVerbs, ShowsPluginArguments
 from accelerate_core.accelerator.tracking_verbs import TrackingVerbs
 from accelerate_core.accelerator.training_verbs import TrainingVerbs
 from accelerate_core.backend import Backend
+from accelerate_core.backend.precision import Precision
 from accelerate_core.builtin.memory import clear_device_cache
-from accelerate_core.builtin.no_tracking import NoTracking, asks
 from accelerate_core.config.enums import DistributedType
 from accelerate_core.config.handlers import (
-    AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     GradScalerKwargs,
@@ -36,23 +34,24 @@ from accelerate_core.config.handlers import (
     TorchDynamoPlugin,
 )
 from accelerate_core.config.parallelism import ParallelismConfig
+from accelerate_core.config.provenance import Because
 from accelerate_core.config.shown import Shown
 from accelerate_core.contract.hooks import wrong_answer
-from accelerate_core.contract.parts import Tracking
-from accelerate_core.data.rng import check_rng_types
+from accelerate_core.contract.parts import LoaderMaker, RunParts
 from accelerate_core.delegation import attribute
-from accelerate_core.distributed import failures
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.process import agree
-from accelerate_core.errors import warn
+from accelerate_core.errors import WarnOnce, call_all
 from accelerate_core.plugins.discovery import lent, why_without
-from accelerate_core.plugins.manager import blaming
+from accelerate_core.plugins.factory import blaming
+from accelerate_core.plugins.manager import BoundHooks, SharedHooks, bind
 from accelerate_core.prepare import run
-from accelerate_core.prepare.prepared import Prepared
+from accelerate_core.prepare.prepared import Prepared, PreparedObjects
 from accelerate_core.state import AcceleratorState, ProcessVerbs, absent_attribute
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.loop import TrainingLoop
+from accelerate_core.training.loss_scaler import LossScaler
 
 if TYPE_CHECKING:
     from accelerate_core.plugins.contributed import PluginArguments, PluginAttributes
@@ -62,14 +61,8 @@ else:  # what plugins add follows from what is installed
 #: Per object given to `prepare`: whether it is moved to the device.
 Placement = Sequence[bool | None] | None
 
-T1 = TypeVar("T1")
-T2 = TypeVar("T2")
-T3 = TypeVar("T3")
-T4 = TypeVar("T4")
-T5 = TypeVar("T5")
-T6 = TypeVar("T6")
-T7 = TypeVar("T7")
-T8 = TypeVar("T8")
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class Accelerator(
@@ -164,86 +157,96 @@ class Accelerator(
         del arguments["self"], arguments["plugin_arguments"]
         failures.install()
         topology = runtimes.running() or runtimes.launched_topology()
-        built = construct(arguments, plugin_arguments, topology)
-        self._built = built
+        self._setup = resolve(arguments, plugin_arguments, topology)
+        self._options = dataclasses.replace(self._setup.options)  # a script may change them
+        self._saving, loader_maker = check(self._setup)
         self._closed = False
-        self._noted: set[str] = set()
-        self.because = built.because
-        self.backend = built.backend
-        self.precision = built.precision
-        self._plugins = built.plugins
-        self.hooks = self._plugins.bind_owner(built.backend, built.backend_record, Backend)
-        self.device_placement = device_placement
-        self.rng_types = check_rng_types(rng_types)
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.scheduler_steps: str = built.because["scheduler_steps"].value
-        self.dataloader_config = built.dataloader
-        self.project_configuration = built.project
-        self.dynamo_plugin = built.dynamo
-        handler = built.handlers.get
-        self.autocast_handler: AutocastKwargs | None = handler(AutocastKwargs)
-        self.init_handler: InitProcessGroupKwargs | None = handler(InitProcessGroupKwargs)
-        self.scaler_handler: GradScalerKwargs | None = handler(GradScalerKwargs)
-        said = self.autocast_handler and self.autocast_handler.upcast_outputs
-        self.upcast_outputs = bool(self.because["upcast_outputs"].value if said is None else said)
-        with blaming("check", built.backend_record):
-            self.backend.check(self)
-        # One that is named is made at once: what is impossible is told before anything is trained.
-        needed = self.because["checkpointer"].value is not None
-        signals = self.because["preemption_signals"]
-        self._saving = Saving(built.parts["checkpointer"], built.project, signals, needed)
-        # Made before the ranks compare: its settings have to be alike.
-        self._loader_maker = (part := built.parts["loaders"]) and part.make()
-        self._process = start_process(self, built)
+        handlers = self._setup.handlers
+        self.init_handler: InitProcessGroupKwargs | None = handlers.get(InitProcessGroupKwargs)
+        self.scaler_handler: GradScalerKwargs | None = handlers.get(GradScalerKwargs)
+        self._process = start_process(self, self._setup)
         try:
-            self.precision.check(self)
-            agree(self._process, built.facts())
-            self._make_parts(log_with)
-            if built.unasked:
-                self.note_once(built.unasked)
-            self._plugins.call_each("on_start", accelerator=self)
-            self._saving.attach(partial(run_parts, weakref.ref(self)))
+            self._build(loader_maker, log_with)
+            self._shared_hooks.call_each("on_start")
         except BaseException:
             runtimes.release(self)
             raise
 
-    def _make_parts(self, log_with: Any) -> None:
-        built = self._built
-        self.hooks.mesh(self)  # all ranks make its groups now, in the same order
-        self.gradient_state = GradientState(**built.accumulation.to_dict())
-        self._collectives = Collectives(self, self.gradient_state, self.dataloader_config)
-        self._prepared = Prepared(
-            self,
-            self._plugins,
-            config=self.dataloader_config,
-            rng_types=self.rng_types,
-            device_placement=self.device_placement,
-            data_comm=self._collectives.data_comm,
-            loader_maker=self._loader_maker,
+    def _build(self, loader_maker: LoaderMaker | None, log_with: Any) -> None:
+        """Build the parts, each from those before it."""
+        setup, process, options = self._setup, self._process, self._options
+        self._warn_once = WarnOnce(main=process.process_index == 0)
+        setup.precision.check(self)
+        agree(process, setup.facts())
+        self.hooks = BoundHooks(setup.owner_methods, self)
+        self._shared_hooks: SharedHooks = SharedHooks(setup.plugins, self)
+        self.hooks.mesh()  # all ranks make its groups now, in the same order
+        self.gradient_state = GradientState(**setup.accumulation.to_dict())
+        self._collectives = make_collectives(
+            self.hooks, setup, process, options, self.gradient_state
         )
-        self.scaler: Any | None = None
-        if "precision" not in self.backend.owns:
-            options = self.scaler_handler.to_kwargs() if self.scaler_handler else {}
-            self.scaler = self.precision.scaler(self, options)
-        loss_comm = self._collectives.loss_comm
-        defers_sync = type(self.backend).no_sync is not Backend.no_sync
+        objects = PreparedObjects()
+        self.scaler = setup.make_scaler(self)
+        loss_scaler = None
+        if self.scaler is not None:
+            unscale = self.hooks.unscale_gradients
+            loss_scaler = LossScaler(self.scaler, objects.optimizers, unscale)
+        self._prepared = Prepared(
+            hooks=self.hooks,
+            shared_hooks=self._shared_hooks,
+            backend=setup.backend,
+            precision=setup.precision,
+            prepare_precision=bind(setup.precision.prepare, self),
+            objects=objects,
+            options=options,
+            process=process,
+            world=self._collectives.comm,
+            data=self._collectives.data_comm,
+            gradient_state=self.gradient_state,
+            loss_scaler=loss_scaler,
+            make_loader=None if loader_maker is None else bind(loader_maker.make_loader, self),
+            loader_plugin=setup.parts["loaders"],
+            warn_once=self._warn_once,
+        )
         self._training = TrainingLoop(
-            self, self.gradient_state, loss_comm, self.scaler, defers_sync
+            self.hooks,
+            setup.backend,
+            self.gradient_state,
+            self._collectives.loss_comm,
+            distributed=process.num_processes > 1,
+            defers_sync=type(setup.backend).no_sync is not Backend.no_sync,
+            models=objects.models,
+            optimizers=objects.optimizers,
+            scaler=loss_scaler,
         )
         DistributedType.register(self.distributed_type)
-        part = built.parts["tracking"] if asks(log_with) else None
-        make: Callable[..., Tracking] = NoTracking if part is None else part.make
-        rank = self.process_index, self.num_processes, self.is_main_process
-        self._tracking = make(log_with, self.logging_dir, *rank)
+        self._tracking = setup.make_tracking(log_with, process)
+        self._saving.attach(bind(Accelerator._run_parts, self))
+        if setup.unasked:
+            self.note_once(setup.unasked)
 
     # --- the setup ----------------------------------------------------------------------------
 
     _runtime: runtimes.Runtime = attribute("_process", "Ranks, device and group.")
 
+    because: Mapping[str, Because] = attribute("_setup.because", "Settings and their sources.")
+    backend: Backend = attribute("_setup.backend", "The active backend.")
+    precision: Precision = attribute("_setup.precision", "The active precision.")
+    mixed_precision: str = attribute("_setup.mixed_precision", "Name of the precision.")
+    mixes_precision: bool = attribute("precision.mixes", "Whether forward runs under autocast.")
+    native_amp: bool = mixes_precision
+    parallelism_config: ParallelismConfig | None = attribute(
+        "_setup.parallelism_config", "The sizes of the mesh's dimensions, None without a mesh."
+    )
+    communicator: Communicator = attribute("_collectives.comm", "The world, on flat tensors.")
+    multi_device: bool = attribute("use_distributed", "Whether more than one device is in use.")
+    local_process_count: int = attribute("_process.local_num_processes", "Processes on a machine.")
+    group_timeout: timedelta | None = attribute("_process.timeout", "Of a collective, or None.")
+
     @property
     def distributed_type(self) -> DistributedType:
         """Which kind of setup runs, as the active backend names it."""
-        with blaming("distributed_type", self._built.backend_record):
+        with blaming("distributed_type", self._setup.backend_record):
             return cast(DistributedType, DistributedType(self.backend.distributed_type(self)))
 
     @property
@@ -254,88 +257,19 @@ class Accelerator(
     @property
     def device_count(self) -> int:
         """How many devices this world computes on; one per process, unless the backend has more."""
-        if not isinstance(count := self.hooks.device_count(self), int) or count < 1:
-            raise wrong_answer("device_count", self, count, "a whole number above 0")
+        count = self.hooks.device_count()
+        if not isinstance(count, int) or count < 1:
+            raise wrong_answer("device_count", self.backend.name, count, "a whole number above 0")
         return count
-
-    communicator: Communicator = attribute("_collectives.comm", "The world, on flat tensors.")
-    mixed_precision: str = attribute("_built.precision_name", "Name of the precision.")
-    mixes_precision: bool = attribute("precision.mixes", "Whether forward runs under autocast.")
-    native_amp: bool = mixes_precision
-    parallelism_config: ParallelismConfig | None = attribute(
-        "_built.parallelism", "The sizes of the mesh's dimensions, None where there is no mesh."
-    )
-    multi_device: bool = attribute("use_distributed", "Whether more than one device is in use.")
-    local_process_count: int = attribute("_process.local_num_processes", "Processes on a machine.")
-    group_timeout: timedelta | None = attribute(
-        "_process.timeout", "How long a collective may take; None is torch's default."
-    )
 
     # --- preparing ----------------------------------------------------------------------------
 
     @overload
-    def prepare(self, o1: T1, /, *, device_placement: Placement = None) -> T1: ...
+    def prepare(self, one: T, /, *, device_placement: Placement = None) -> T: ...
     @overload
-    def prepare(
-        self, o1: T1, o2: T2, /, *, device_placement: Placement = None
-    ) -> tuple[T1, T2]: ...
-    @overload
-    def prepare(
-        self, o1: T1, o2: T2, o3: T3, /, *, device_placement: Placement = None
-    ) -> tuple[T1, T2, T3]: ...
-    @overload
-    def prepare(
-        self, o1: T1, o2: T2, o3: T3, o4: T4, /, *, device_placement: Placement = None
-    ) -> tuple[T1, T2, T3, T4]: ...
-    @overload
-    def prepare(
-        self, o1: T1, o2: T2, o3: T3, o4: T4, o5: T5, /, *, device_placement: Placement = None
-    ) -> tuple[T1, T2, T3, T4, T5]: ...
-    @overload
-    def prepare(
-        self,
-        o1: T1,
-        o2: T2,
-        o3: T3,
-        o4: T4,
-        o5: T5,
-        o6: T6,
-        /,
-        *,
-        device_placement: Placement = None,
-    ) -> tuple[T1, T2, T3, T4, T5, T6]: ...
-    @overload
-    def prepare(
-        self,
-        o1: T1,
-        o2: T2,
-        o3: T3,
-        o4: T4,
-        o5: T5,
-        o6: T6,
-        o7: T7,
-        /,
-        *,
-        device_placement: Placement = None,
-    ) -> tuple[T1, T2, T3, T4, T5, T6, T7]: ...
-    @overload
-    def prepare(
-        self,
-        o1: T1,
-        o2: T2,
-        o3: T3,
-        o4: T4,
-        o5: T5,
-        o6: T6,
-        o7: T7,
-        o8: T8,
-        /,
-        *,
-        device_placement: Placement = None,
-    ) -> tuple[T1, T2, T3, T4, T5, T6, T7, T8]: ...
-    @overload
-    def prepare(self, *args: Any, device_placement: Placement = None) -> Any: ...
-    def prepare(self, *args: Any, device_placement: Placement = None) -> Any:
+    def prepare(self, *args: *Ts, device_placement: Placement = None) -> tuple[*Ts]: ...
+    # mypy does not see that the implementation takes all arguments of both.
+    def prepare(self, *args: Any, device_placement: Placement = None) -> Any:  # type: ignore[misc]
         """Prepare models, optimizers, schedulers and loaders; return them in the same order.
 
         Args:
@@ -350,9 +284,9 @@ class Accelerator(
         """
         result = run.prepare(self._prepared, args, device_placement)
         never = self.backend.reduces_gradients == "never" and self.num_processes > 1
-        if self._prepared.optimizers and never:
+        if self.optimizers and never:
             self.note_once(f"Each rank trains its own model: {self.backend.name!r} never reduces.")
-        if self._prepared.optimizers and self._built.parts["checkpointer"] is None:
+        if self.optimizers and not self._saving.possible:
             self.note_once(f"This run cannot be saved: {why_without('checkpointer')}")
         return result[0] if len(result) == 1 else tuple(result)
 
@@ -379,7 +313,7 @@ class Accelerator(
     @property
     def profile_handler(self) -> Any:
         """The `ProfileKwargs` among `kwargs_handlers`, None if there is none."""
-        return self._built.handlers.get(lent("ProfileKwargs"))
+        return self._setup.handlers.get(lent("ProfileKwargs"))
 
     def profile(self, profile_handler: Any = None) -> AbstractContextManager[Any]:
         """Return a context that profiles with `torch.profiler` and yields its profiler.
@@ -419,11 +353,12 @@ class Accelerator(
             self._tracking.finish(failed)
             return
         self._closed = True
-        # The other ranks may be waiting for this one: leave without meeting them.
-        with ExitStack() as rest:  # is called backwards, whatever the one before has raised
-            rest.callback(self._tracking.finish, failed)
-            rest.callback(self._plugins.call_each, "on_error", accelerator=self, error=error)
-            self._saving.close(failed=True)
+        # The other ranks may be waiting for this one, so nothing here waits for them.
+        call_all(
+            lambda: self._saving.close(failed=True),
+            lambda: self._shared_hooks.call_each("on_error", error=error),
+            lambda: self._tracking.finish(failed),
+        )
 
     def end_training(self) -> None:
         """Finish trackers and plugins; the last Accelerator ends the process group.
@@ -436,18 +371,19 @@ class Accelerator(
             self._tracking.finish(failed)  # of a run that was started after the first end
             return
         self._closed = True
-        with ExitStack() as rest:
-            rest.callback(runtimes.release, self)
-            rest.callback(self._plugins.call_each, "on_end", accelerator=self)
-            rest.callback(self._tracking.finish, failed)
-            self._saving.close(failed=False)
+        call_all(
+            lambda: self._saving.close(failed=False),
+            lambda: self._tracking.finish(failed),
+            lambda: self._shared_hooks.call_each("on_end"),
+            lambda: runtimes.release(self),
+        )
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Release everything prepared, reset `step`, and return None for each object given."""
         self._saving.release()
-        self._plugins.call_each("on_free", accelerator=self)
+        self._shared_hooks.call_each("on_free")
         self._prepared.forget()
-        self._training.settle()
+        self._training.update_scale()
         self.gradient_state.forget()
         self.step = 0
         objects = (None,) * len(objects)
@@ -458,28 +394,47 @@ class Accelerator(
 
     def explain(self) -> str:
         """Tell every value in force and where it came from, one per line, and what plugins say."""
-        lines = [f"{name} = {value}  ({origin})" for name, value, origin in self._built.rows()]
-        return "\n".join([*lines, *self._plugins.call_each("explain", accelerator=self)])
+        lines = [f"{name} = {value}  ({origin})" for name, value, origin in self._setup.rows()]
+        return "\n".join([*lines, *self._shared_hooks.call_each("explain")])
 
     def _rows(self) -> list[tuple[str, str, str]]:
         first = ("rank", f"{self.process_index} of {self.num_processes}", self._runtime.because)
-        return [first, ("device", str(self.device), ""), *self._built.rows()]
+        return [first, ("device", str(self.device), ""), *self._setup.rows()]
 
     def __repr__(self) -> str:
         names = ("mixed_precision", "num_processes", "process_index", "device")
         said = "".join(f", {name}={getattr(self, name, None)!s}" for name in names)
-        return f"Accelerator(backend={getattr(self.__dict__.get('backend'), 'name', None)}{said})"
+        return f"Accelerator(backend={getattr(getattr(self, 'backend', None), 'name', None)}{said})"
 
     def note_once(self, text: str, *, every_rank: bool = False) -> None:
         """Warn, once per text, on the main process, or with `every_rank` on each."""
-        if text not in self._noted and (every_rank or self.is_main_process):
-            self._noted.add(text)
-            warn(text)
+        self._warn_once(text, every_rank=every_rank)
+
+    def _run_parts(self) -> RunParts:
+        """Return what a checkpointer saves and restores."""
+        saving = self._saving
+        return RunParts(
+            accelerator=self,
+            process=self._process,
+            project=lambda: saving.project,
+            registered=saving.registered,
+            save_hooks=saving.save_hooks,
+            load_hooks=saving.load_hooks,
+            tokens=self._training.tokens,
+            update_scale=self._training.update_scale,
+            restore_positions=lambda: self.dataloader_config.restore_positions is not False,
+            inner_model=self._prepared.inner_model,
+            whole_state=self._prepared.get_state_dict,
+            plugins=[record.identity for record, _, _ in self._setup.plugins.plugins],
+            shared_hooks=self._shared_hooks,
+            tracking=self._tracking,
+            end_training=self.end_training,
+        )
 
     if not TYPE_CHECKING:  # it would hide every misspelt name from type checkers
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("_") or "_plugins" not in self.__dict__:
+            if name.startswith("_") or "_shared_hooks" not in self.__dict__:
                 raise AttributeError(f"no {name!r} yet: ranks and parts are there from on_start on")
             if hasattr(type(self), name):
                 # A property of ours failed inside with an AttributeError: let that one be seen.
@@ -489,7 +444,7 @@ class Accelerator(
     def _plugin_attribute(self, name: str, owner: str) -> Any:
         """Return an attribute that an active plugin serves, or what stands for its absence."""
         served: dict[str, Any] = {}
-        for attributes in self._plugins.call_each("state_attributes", accelerator=self):
+        for attributes in self._shared_hooks.call_each("state_attributes"):
             served.update(attributes)
         if name in served:
             return served[name]

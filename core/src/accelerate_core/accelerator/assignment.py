@@ -10,21 +10,16 @@ from accelerate_core.data.rng import check_rng_types
 from accelerate_core.errors import AssignmentError
 from accelerate_core.plugins import catalog
 
-#: What can be assigned, for what is done from then on -> where parts of the Accelerator have it, too.
-_ASSIGNABLE: dict[str, tuple[str, ...]] = {
-    "dataloader_config": ("_prepared.dataloader_config", "_collectives._loaders"),
-    "device_placement": ("_prepared.device_placement",),
-    "project_configuration": ("_saving.project",),
-    "rng_types": ("_prepared._rng_types",),
-    **dict.fromkeys(("autocast_handler", "step_scheduler_with_optimizer", "upcast_outputs"), ()),
-}
-#: Made by construction and shared by parts that hold it.
+#: What can be assigned, for what is prepared, saved or loaded from then on.
+_ASSIGNABLE = {"dataloader_config", "device_placement", "project_configuration", "rng_types"}
+_ASSIGNABLE |= {"autocast_handler", "step_scheduler_with_optimizer", "upcast_outputs"}
+#: What follows from construction, and is shared by parts that hold it.
 _FIXED = {"backend", "because", "gradient_state", "hooks", "init_handler", "precision", "scaler"}
 _FIXED |= {"dynamo_plugin", "scaler_handler", "scheduler_steps"}
 
 
 class Assignable:
-    """Passes what is assigned after construction on to the part that uses it, or refuses it."""
+    """Checks what is assigned after construction, and refuses what nothing would use."""
 
     if not TYPE_CHECKING:  # type checkers would accept every misspelt name
 
@@ -32,26 +27,23 @@ class Assignable:
             # `_tracking` is the last attribute that construction sets.
             if "_tracking" in self.__dict__ and not name.startswith("_"):
                 if name in _ASSIGNABLE:
-                    value = self._pass_on(name, value)
-                elif not hasattr(type(self), name):  # a property has a setter, or refuses by itself
+                    value = self._checked(name, value)
+                elif name in _FIXED or not hasattr(type(self), name):
                     self._refuse_to_replace(name, value)
             super().__setattr__(name, value)
 
-    def _pass_on(self, name: str, value: Any) -> Any:
-        """Put a value where it is used; return it as the attribute is to have it.
+    def _checked(self, name: str, value: Any) -> Any:
+        """Return a value as the attribute is to have it.
 
         Raises:
             AssignmentError: it is of another type than the value before it.
             ConfigurationError: `rng_types` names a generator that there is not.
         """
-        kind = AutocastKwargs if name == "autocast_handler" else type(self.__dict__[name])
+        kind = AutocastKwargs if name == "autocast_handler" else type(getattr(self, name))
         if name == "rng_types":
             value = check_rng_types(value)
         elif not isinstance(value, kind) and not (value is None and kind is AutocastKwargs):
             raise AssignmentError(f"accelerator.{name} takes a {kind.__name__}, not {value!r}.")
-        for place in _ASSIGNABLE[name]:
-            holder, attribute = place.split(".")
-            setattr(self.__dict__[holder], attribute, value)
         return value
 
     def _refuse_to_replace(self, name: str, value: Any) -> None:
@@ -61,7 +53,7 @@ class Assignable:
             AssignmentError: the Accelerator, its constructor or a plugin has the name.
         """
         arguments = inspect.signature(type(self)).parameters
-        plugins = self.__dict__["_plugins"].call_each("state_attributes", accelerator=self)
+        plugins = self.__dict__["_shared_hooks"].call_each("state_attributes")
         served = set().union(*plugins)
         if name not in _FIXED | served | catalog.ABSENT_ATTRIBUTES.keys() | arguments.keys():
             return

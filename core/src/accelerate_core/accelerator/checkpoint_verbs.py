@@ -19,7 +19,9 @@ class CheckpointVerbs:
 
     _saving: Saving
     #: Where checkpoints and logs go.
-    project_configuration: ProjectConfiguration
+    project_configuration: ProjectConfiguration = attribute(
+        "_saving.project", "Where checkpoints and logs go.", settable=True
+    )
 
     checkpointer: Any = shared("_saving", Saving.checkpointer)
     project_dir: Any = attribute("project_configuration.project_dir", "Root of checkpoints.")

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
-from accelerate_core.config.handlers import DataLoaderConfiguration
-from accelerate_core.contract.hooks import Scope, wrong_answer
-from accelerate_core.contract.view import AcceleratorView
+from accelerate_core.accelerator.construction import Setup
+from accelerate_core.contract.hooks import wrong_answer
+from accelerate_core.contract.members import Scope
+from accelerate_core.contract.topology import Process
 from accelerate_core.data.batch import gather_samples
 from accelerate_core.distributed import collectives, tree
 from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.plugins.manager import BoundHooks
+from accelerate_core.prepare.prepared import PrepareOptions
 from accelerate_core.training.gradient_state import GradientState
 
 
@@ -20,44 +23,30 @@ class Collectives:
     """Collectives on nested structures.
 
     Args:
-        accelerator: for the hooks.
+        world, data, loss: all ranks; those that read different samples; those over which a loss
+            is summed.
         state: which batch was served last.
-        loaders: how data is shared out.
+        options: how data is split between ranks.
+        has_mesh: whether tensors may be distributed over a device mesh.
     """
 
     def __init__(
-        self, accelerator: AcceleratorView, state: GradientState, loaders: DataLoaderConfiguration
+        self,
+        world: Communicator,
+        data: Communicator,
+        loss: Communicator,
+        *,
+        state: GradientState,
+        options: PrepareOptions,
+        has_mesh: bool,
     ) -> None:
-        hooks = accelerator.hooks
-
-        def communicator(scope: Scope, shard: Any) -> Communicator:
-            match shard:
-                case (int(index), int(count)) if 0 <= index < count:
-                    pass
-                case _:
-                    wanted = "(index, count) with 0 <= index < count"
-                    raise wrong_answer(f"{scope}_shard", accelerator, shard, wanted)
-            made = Communicator(
-                rank=shard[0],
-                size=shard[1],
-                device=accelerator.device,
-                hooks=hooks,
-                scope=scope,
-                debug=bool(accelerator.because["debug"].value),
-            )
-            if made.size > 1:  # alone it calls no hook, and must not keep the Accelerator alive
-                made.accelerator = accelerator
-                made.new_group = lambda ranks: hooks.new_group(accelerator, ranks, "cpu")
-            return made
-
-        #: All ranks; those that read different samples; those over which a loss is summed.
-        self.comm = communicator("world", (accelerator.process_index, accelerator.num_processes))
-        self.data_comm = communicator("data", hooks.data_shard(accelerator))
-        self.loss_comm = communicator("loss", hooks.loss_shard(accelerator))
+        self.comm = world
+        self.data_comm = data
+        self.loss_comm = loss
         self.flag_tensor: torch.Tensor | None = None
         self._state = state
-        self._loaders = loaders
-        self._has_mesh = accelerator.parallelism_config is not None
+        self._options = options
+        self._has_mesh = has_mesh
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate each tensor of a nested structure over the ranks, along dimension 0."""
@@ -74,7 +63,7 @@ class Collectives:
             real = max(self._state.remainder, 0)  # a short last batch, should it be repeated
         if as_objects:
             return gather_samples(input_data, real, whole, comm)
-        if comm.size > 1 and not self._loaders.even_batches:
+        if comm.size > 1 and not self._options.dataloader_config.even_batches:
             # Sizes may differ at any step: a rank's last batch is not another's.
             return collectives.gather_uneven(input_data, comm)
         gathered = collectives.gather(input_data, comm)
@@ -121,3 +110,47 @@ class Collectives:
         return tree.map_tensors(
             lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, data
         )
+
+
+def make_collectives(
+    hooks: BoundHooks,
+    setup: Setup,
+    process: Process,
+    options: PrepareOptions,
+    state: GradientState,
+) -> Collectives:
+    """Return the collectives of the ranks that share data, losses, or the world.
+
+    Raises:
+        PluginError: the backend's `data_shard` or `loss_shard` returned something else than an
+            index and a number of ranks.
+    """
+
+    def communicator(scope: Scope, shard: Any) -> Communicator:
+        match shard:
+            case (int(index), int(count)) if 0 <= index < count:
+                pass
+            case _:
+                wanted = "(index, count) with 0 <= index < count"
+                raise wrong_answer(f"{scope}_shard", setup.backend.name, shard, wanted)
+        # A script may keep a loader, which uses these, longer than the Accelerator. Alone, a
+        # process calls no hook.
+        bound = hooks if count == 1 else hooks.holding()
+        return Communicator(
+            rank=index,
+            size=count,
+            device=process.device,
+            hooks=bound,
+            scope=scope,
+            debug=bool(setup.because["debug"].value),
+            new_group=lambda ranks: bound.new_group(ranks, "cpu"),
+        )
+
+    return Collectives(
+        communicator("world", (process.process_index, process.num_processes)),
+        communicator("data", hooks.data_shard()),
+        communicator("loss", hooks.loss_shard()),
+        state=state,
+        options=options,
+        has_mesh=setup.parallelism_config is not None,
+    )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate_core.accelerator import arguments
 from accelerate_core.accelerator.compatibility import (
@@ -18,14 +17,16 @@ from accelerate_core.accelerator.compatibility import (
     parallelism,
     refuse_unasked,
 )
-from accelerate_core.accelerator.sections import add_section_mistakes
+from accelerate_core.accelerator.saving import Saving
 from accelerate_core.backend import Backend
 from accelerate_core.backend.precision import Precision
+from accelerate_core.builtin.no_tracking import NoTracking, asks
 from accelerate_core.config import lookup
 from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.config.handlers import (
-    DataLoaderConfiguration,
+    AutocastKwargs,
     GradientAccumulationPlugin,
+    GradScalerKwargs,
     InitProcessGroupKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
@@ -34,55 +35,84 @@ from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.config.provenance import Because
 from accelerate_core.config.schema import settings_fields
 from accelerate_core.contract.capabilities import check_declarations
+from accelerate_core.contract.parts import LoaderMaker, Tracking
 from accelerate_core.contract.topology import Topology
 from accelerate_core.contract.view import AcceleratorView
+from accelerate_core.data.rng import check_rng_types
 from accelerate_core.distributed import process
 from accelerate_core.distributed.process import Runtime
-from accelerate_core.errors import ConfigurationError, Mistakes, did_you_mean, listing, warn
+from accelerate_core.errors import Mistakes, did_you_mean, warn
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import (
     OWN_DISTRIBUTION,
     PluginRecord,
-    check_api_version,
     disabled_names,
     find,
     installed,
 )
-from accelerate_core.plugins.manager import PARTS, ActivePlugins, Part, blame_methods, blaming
+from accelerate_core.plugins.factory import PARTS, Part, PluginFactory, blame_methods, blaming
+from accelerate_core.plugins.manager import ActivePlugins, BoundHooks, OwnerMethod
+from accelerate_core.plugins.sections import add_section_mistakes
 from accelerate_core.plugins.selection import (
     DETECTED,
     RULES,
     Request,
+    Selection,
     check_arguments,
     check_owners,
     select,
 )
+from accelerate_core.prepare.prepared import PrepareOptions
+
+if TYPE_CHECKING:
+    import torch
 
 
-@dataclass
-class Construction:
-    """All that is known before the process group starts."""
+@dataclass(frozen=True)
+class Setup:
+    """What an Accelerator was asked for and what was chosen: all that is known before it starts."""
 
-    because: dict[str, Because]
-    backend: Any
+    because: Mapping[str, Because]
+    backend: Backend
     backend_record: PluginRecord
-    precision: Any
-    precision_name: str
+    #: The backend's answers to the owner hooks.
+    owner_methods: Mapping[str, OwnerMethod]
+    precision: Precision
+    mixed_precision: str
     #: Backend, precision and extensions.
     plugins: ActivePlugins
     #: The plugins' settings: plugin -> field -> value and where it came from.
     settings: dict[PluginRecord, dict[str, Because]]
-    #: Kind of part -> the plugin that is to make it; None where there is none.
-    parts: dict[str, Part | None]
+    #: Kind of part -> the plugin that is to make it; None without one.
+    parts: Mapping[str, Part | None]
+    #: The objects of `kwargs_handlers` by class.
     handlers: dict[type, Any]
-    dataloader: DataLoaderConfiguration
+    options: PrepareOptions
     accumulation: GradientAccumulationPlugin
     project: ProjectConfiguration
-    dynamo: TorchDynamoPlugin
-    parallelism: ParallelismConfig | None
+    dynamo_plugin: TorchDynamoPlugin
+    parallelism_config: ParallelismConfig | None
     timeout: timedelta | None
-    #: What to tell about a backend that runs without having been asked for.
-    unasked: str = ""
+    #: A warning about a backend that runs without having been asked for; "" without one.
+    unasked: str
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no {name!r} yet: ranks and parts are there from on_start on")
+
+    def make_scaler(self, accelerator: AcceleratorView) -> torch.amp.GradScaler | None:
+        """Return the gradient scaler, None if the core does not scale losses."""
+        if "precision" in self.backend.owns:
+            return None
+        handler = self.handlers.get(GradScalerKwargs)
+        options = {} if handler is None else handler.to_kwargs()
+        return self.precision.scaler(accelerator, options)
+
+    def make_tracking(self, log_with: Any, process: Runtime) -> Tracking:
+        """Return what feeds the trackers of `log_with`."""
+        part = self.parts["tracking"] if asks(log_with) else None
+        make: Callable[..., Tracking] = NoTracking if part is None else part.make
+        rank, size = process.process_index, process.num_processes
+        return make(log_with, self.project.logging_dir, rank, size, rank == 0)
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return every value in force with its name and where it came from; and the plugins."""
@@ -94,10 +124,9 @@ class Construction:
 
     def plugin_settings(self) -> dict[str, Because]:
         """Return the settings of all active plugins as `kind plugin.field`, with their origins."""
-        parts = {part.record: part.settings for part in self.parts.values() if part}
         return {
             f"{record.kind} {record.name}.{name}": value
-            for record, settings in {**parts, **self.settings}.items()
+            for record, settings in self.settings.items()
             for name, value in settings.items()
         }
 
@@ -108,22 +137,23 @@ class Construction:
             **{kind: label for kind, label in labels if kind != "extension"},
             "extensions": [label for kind, label in labels if kind == "extension"],
             "gradient_accumulation_steps": self.accumulation.num_steps,
-            "compiler": self.dynamo.backend if self.dynamo.enabled else "no",
+            "compiler": self.dynamo_plugin.backend if self.dynamo_plugin.enabled else "no",
         }
         for kind, part in self.parts.items():
             facts[kind] = part.record.label if part is not None else "none"
-        if self.parallelism is not None:
-            facts["parallelism_config"] = self.parallelism.arithmetic()
-        for one in dataclasses.fields(self.dataloader):
-            facts[f"dataloader_config.{one.name}"] = getattr(self.dataloader, one.name)
+        if self.parallelism_config is not None:
+            facts["parallelism_config"] = self.parallelism_config.arithmetic()
+        loading = self.options.dataloader_config
+        for one in dataclasses.fields(loading):
+            facts[f"dataloader_config.{one.name}"] = getattr(loading, one.name)
         for name, value in self.plugin_settings().items():
             if isinstance(value.value, str | int | float | bool | None):
                 facts[name] = value.value
         return facts
 
 
-def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topology) -> Construction:
-    """Resolve every argument of `Accelerator`.
+def resolve(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topology) -> Setup:
+    """Resolve every argument of `Accelerator`, and choose and make its plugins.
 
     Args:
         own: the arguments of its signature.
@@ -143,7 +173,7 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
     known = [name for setting in CORE_SETTINGS for name in setting.env]
     lookup.warn_near_misses(environ, [*known, *installed().triggers, *catalog.VARIABLES])
     _warn_of_unknown_plugins(environ)
-    # The default of the signature for `cpu` is no wish; a backend may be a class.
+    # `cpu=False` is only the default, not a request; a backend may be a class.
     passed = {**given, "cpu": given["cpu"] or None, "backend": None}
     mistakes = Mistakes()
     with mistakes:
@@ -160,8 +190,11 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
     if (has := getattr(selection.plugin, "Settings", None)) is not None:
         fields = settings_fields(has, owner=record.name)
         lookup.warn_near_misses(environ, [name for field in fields for name in field.env])
-    maker = _Maker(given, sources, arguments.sort_handlers(given["kwargs_handlers"]))
-    backend = maker.make(record, selection.plugin, selection.because)
+    handlers = arguments.sort_handlers(given["kwargs_handlers"])
+    factory = PluginFactory(sources, handlers, given)
+    plugins = ActivePlugins({"backend": Backend, "precision": Precision})
+    backend: Backend = factory.create(record, plugin=selection.plugin)
+    plugins.add(backend, record, selection.because)
     check_declarations(backend, f"the backend plugin {record.label}")
     with blaming("core_defaults", record):
         defaults = {**backend.core_defaults(), "parallelism_config": None}
@@ -170,52 +203,99 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
     values["backend"] = Because(record.name, selection.because)
     wanted = values["mixed_precision"]
     chosen = select("precision", request, wanted).settled().record
-    found = chosen.load()
-    check_api_version(chosen, found)
-    precision = maker.make(chosen, found, wanted.origin)
+    precision: Precision = factory.create(chosen)
+    plugins.add(precision, chosen, wanted.origin)
     check_needs(precision, chosen)
     if chosen.distribution != OWN_DISTRIBUTION:  # the core's own need no note, and cost no call
         methods = ("check", "scaler", "autocast", "prepare", "plain_state", "recompute")
         blame_methods(precision, chosen, methods)
     for one in select("extension", request).settled().active:
-        maker.make(one.record, one.record.load(), one.because)
+        plugins.add(factory.create(one.record), one.record, one.because)
     dynamo = lookup.resolve_compiler(given, sources)
     if dynamo.enabled:  # one that is kept out is an error
         find("extension", "torch_compile", because=f"the compiler {dynamo.backend!r}")
-    check_owners({k: v for k, v in lent.items() if k not in core}, selection, set(maker.settings))
-    active = [plugin for _, plugin, _ in maker.plugins.plugins]
-    arguments.refuse_unclaimed(maker.handlers, active)
-    refuse_unasked({one.label for one, _, _ in maker.plugins.plugins}, sources)
-    group = maker.handlers.get(InitProcessGroupKwargs)
-    made = Construction(
+    check_owners({k: v for k, v in lent.items() if k not in core}, selection, set(factory.settings))
+    active = [plugin for _, plugin, _ in plugins.plugins]
+    arguments.refuse_unclaimed(handlers, active)
+    refuse_unasked({one.label for one, _, _ in plugins.plugins}, sources)
+    group = handlers.get(InitProcessGroupKwargs)
+    setup = Setup(
         because=values,
         backend=backend,
         backend_record=record,
+        owner_methods=plugins.owner_methods(backend, record, Backend),
         precision=precision,
-        precision_name=chosen.name,
-        plugins=maker.plugins,
-        settings=maker.settings,
+        mixed_precision=chosen.name,
+        plugins=plugins,
+        settings=factory.settings,
         accumulation=arguments.accumulation(given, values),
-        dataloader=arguments.dataloader(given),
+        options=_options(given, values, handlers.get(AutocastKwargs), dynamo),
         project=arguments.project(given),
-        dynamo=dynamo,
-        parallelism=parallelism(given, sources, request, record.name, backend),
-        parts={
-            kind: Part.of(select(kind, request, values[kind]), sources, maker.handlers)
-            for kind in PARTS
-        },
-        handlers=maker.handlers,
+        dynamo_plugin=dynamo,
+        parallelism_config=parallelism(given, sources, request, record.name, backend),
+        parts={kind: _part(select(kind, request, values[kind]), factory) for kind in PARTS},
+        handlers=handlers,
         timeout=arguments.timeout(values["process_group_timeout"].value, group),
+        unasked=_unasked(selection),
     )
+    check_supported(backend, record, precision, values, dynamo, setup.parallelism_config)
+    return setup
+
+
+def _part(selection: Selection, factory: PluginFactory) -> Part | None:
+    chosen = selection.settled().active
+    return Part(chosen[0].record, chosen[0].because, factory) if chosen else None
+
+
+def _options(
+    given: Mapping[str, Any],
+    values: Mapping[str, Because],
+    autocast: AutocastKwargs | None,
+    dynamo: TorchDynamoPlugin,
+) -> PrepareOptions:
+    upcast = values["upcast_outputs"].value
+    if autocast is not None and autocast.upcast_outputs is not None:
+        upcast = autocast.upcast_outputs
+    return PrepareOptions(
+        dataloader_config=arguments.dataloader(given),
+        rng_types=check_rng_types(given["rng_types"]),
+        device_placement=given["device_placement"],
+        step_scheduler_with_optimizer=given["step_scheduler_with_optimizer"],
+        scheduler_steps=values["scheduler_steps"],
+        autocast_handler=autocast,
+        upcast_outputs=bool(upcast),
+        dynamo_plugin=dynamo,
+    )
+
+
+def _unasked(selection: Selection) -> str:
+    """Return the warning about a backend that was detected but neither asked for nor usual."""
+    record = selection.record
     usual = (RULES["backend"].usual, catalog.SEVERAL_PROCESSES)
     named = selection.wanted.value is not None
-    if not named and selection.active[0].asked is DETECTED and record.name not in usual:
-        made.unasked = (
-            f"The backend {record.label} is active without having been asked for: {selection.because}. "
-            f"ACCELERATE_DISABLED_PLUGINS={record.name} keeps it out."
-        )
-    check_supported(backend, record, precision, values, dynamo, made.parallelism)
-    return made
+    if named or selection.active[0].asked is not DETECTED or record.name in usual:
+        return ""
+    return (
+        f"The backend {record.label} is active without having been asked for: {selection.because}. "
+        f"ACCELERATE_DISABLED_PLUGINS={record.name} keeps it out."
+    )
+
+
+def check(setup: Setup) -> tuple[Saving, LoaderMaker | None]:
+    """Refuse what the backend or a part cannot do, before any process group exists.
+
+    Returns:
+        What saves, and the factory of loaders, None if the core makes them. The factory is made
+        here so that the ranks can compare its settings.
+    """
+    with blaming("check", setup.backend_record):
+        setup.backend.check(setup)
+    # A checkpointer that was named is made now, so that what is impossible fails before training.
+    named = setup.because["checkpointer"].value is not None
+    signals = setup.because["preemption_signals"]
+    saving = Saving(setup.parts["checkpointer"], setup.project, signals, named)
+    loaders = setup.parts["loaders"]
+    return saving, None if loaders is None else loaders.make()
 
 
 def _warn_of_unknown_plugins(environ: Mapping[str, str]) -> None:
@@ -227,91 +307,36 @@ def _warn_of_unknown_plugins(environ: Mapping[str, str]) -> None:
         )
 
 
-@dataclass
-class _Maker:
-    """Makes plugins with the settings that constructor, environment and file have for them."""
+def start_process(user: object, setup: Setup) -> Runtime:
+    """Start this process's device and group, or join those that run.
 
-    given: Mapping[str, Any]
-    sources: lookup.Sources
-    handlers: dict[type, Any]
-    plugins: ActivePlugins = field(
-        default_factory=lambda: ActivePlugins({"backend": Backend, "precision": Precision})
-    )
-    settings: dict[PluginRecord, dict[str, Because]] = field(default_factory=dict)
-
-    def make(self, record: PluginRecord, plugin: Any, because: str) -> Any:
-        """Return the plugin, made unless it is already, and register it as active."""
-        settings, self.settings[record] = None, {}
-        if isinstance(plugin, type):
-            if getattr(plugin, "Settings", None) is not None:
-                settings, self.settings[record] = self._settings(plugin, record.name)
-            made_with = [settings] if settings is not None else []
-            wanted = tuple(getattr(plugin, "handlers", ()))
-            if wanted or issubclass(plugin, Backend):
-                mine = [one for one in self.handlers.values() if isinstance(one, wanted)]
-                made_with = [settings, mine]
-            with blaming("__init__", record):
-                plugin = plugin(*made_with)
-        self.plugins.add(plugin, record, because)
-        return plugin
-
-    def _settings(self, plugin: Any, name: str) -> tuple[Any, dict[str, Because]]:
-        cls = plugin.Settings
-        names = getattr(cls, "__settings_arguments__", ()) or (f"{name}_plugin",)
-        spelled = [one for one in names if self.given.get(one) is not None]
-        if len(spelled) > 1:
-            raise ConfigurationError(
-                f"{listing(spelled)} are names of one argument; pass one of them."
-            )
-        argument = spelled[0] if spelled else names[0]
-        passed = self.given[argument] if spelled else self.handlers.get(cls)
-        if isinstance(passed, Mapping) and passed and getattr(plugin, "several_settings", False):
-            several = {
-                str(key): self._resolved(cls, value, f"{argument}[{key!r}]", name)
-                for key, value in passed.items()
-            }
-            first = next(iter(several.values()))
-            return {key: made for key, (made, _) in several.items()}, first[1]
-        return self._resolved(cls, passed, argument, name)
-
-    def _resolved(
-        self, cls: type[Any], passed: Any, argument: str, owner: str
-    ) -> tuple[Any, dict[str, Because]]:
-        arguments.expect(argument, passed, cls)
-        mistakes = Mistakes()
-        with mistakes:
-            return lookup.resolve_settings(cls, passed, self.sources, owner=owner)
-        add_section_mistakes(self.given, self.sources, mistakes)
-        mistakes.report()
-        raise AssertionError("a mistake was collected")
-
-
-def start_process(accelerator: AcceleratorView, built: Construction) -> Runtime:
-    """Start this process's device and group, or take those that run.
+    Args:
+        user: keeps them running until it is released.
 
     Raises:
         ConfigurationError: the backend does not run on the device there is.
         RuntimeConflictError: what runs already does not fit.
     """
-    values, record = built.because, built.backend_record
-    group = built.handlers.get(InitProcessGroupKwargs)
+    values, record = setup.because, setup.backend_record
+    group = setup.handlers.get(InitProcessGroupKwargs)
     if (running := process.running()) is not None:
-        check_device(built.backend, record, running.device.type, "where this process runs already")
+        check_device(setup.backend, record, running.device.type, "where this process runs already")
+    hooks = BoundHooks(setup.owner_methods, setup)
 
-    def choose(topology: Topology, cpu: bool) -> Any:
-        chosen = accelerator.hooks.device(accelerator, topology, cpu)
-        check_device(built.backend, record, chosen.type, "what torch finds on this machine")
+    def choose(topology: Topology, cpu: bool) -> torch.device:
+        chosen = hooks.device(topology, cpu)
+        check_device(setup.backend, record, chosen.type, "what torch finds on this machine")
         return chosen
 
     return process.acquire(
-        accelerator,
+        user,
         cpu=values["cpu"].value,
         debug=values["debug"].value,
         device=values["torch_device"].value,
-        timeout=built.timeout,
+        timeout=setup.timeout,
         comm_backend=group.backend if group else None,
         init_method=group.init_method if group else None,
-        needs_group=built.backend.needs_group,
+        needs_group=setup.backend.needs_group,
         choose_device=choose,
-        init_group=partial(accelerator.hooks.init_process_group, accelerator),
+        init_group=hooks.init_process_group,
     )

@@ -9,26 +9,49 @@ from typing import Any
 
 import torch
 
-from accelerate_core.config.handlers import DataLoaderConfiguration
+from accelerate_core.config.handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    TorchDynamoPlugin,
+)
 from accelerate_core.data.prepare import skip_first_batches
 from accelerate_core.delegation import attribute, setting
-from accelerate_core.prepare.prepared import Prepared
+from accelerate_core.plugins.manager import BoundHooks
+from accelerate_core.prepare.prepared import Prepared, PrepareOptions
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 
 _LOADING = partial(setting, "dataloader_config", DataLoaderConfiguration)
 
 
+def _option(name: str, doc: str) -> Any:
+    return attribute(f"_options.{name}", doc, settable=True)
+
+
 class PreparedVerbs:
     """What was prepared, and the verbs on one prepared object, as a script reads and calls them."""
 
+    hooks: BoundHooks
     _prepared: Prepared
-    #: How data is shared out.
-    dataloader_config: DataLoaderConfiguration
+    _options: PrepareOptions
 
-    models: list[torch.nn.Module] = attribute("_prepared.models", "The prepared models, wrapped.")
-    optimizers: list[Any] = attribute("_prepared.optimizers", "The prepared optimizers.")
-    schedulers: list[Any] = attribute("_prepared.schedulers", "The prepared schedulers.")
-    loaders: list[Any] = attribute("_prepared.loaders", "The prepared loaders.")
+    models: list[torch.nn.Module] = attribute(
+        "_prepared.objects.models", "The prepared models, wrapped."
+    )
+    optimizers: list[Any] = attribute("_prepared.objects.optimizers", "The prepared optimizers.")
+    schedulers: list[Any] = attribute("_prepared.objects.schedulers", "The prepared schedulers.")
+    loaders: list[Any] = attribute("_prepared.objects.loaders", "The prepared loaders.")
+    dataloader_config: DataLoaderConfiguration = _option(
+        "dataloader_config", "How data is split between ranks."
+    )
+    rng_types: Sequence[str] = _option("rng_types", "Generators synchronized per iteration.")
+    device_placement: bool = _option("device_placement", "Whether objects are moved.")
+    step_scheduler_with_optimizer: bool = _option(
+        "step_scheduler_with_optimizer", "Whether schedulers step when optimizers do."
+    )
+    autocast_handler: AutocastKwargs | None = _option("autocast_handler", "Options of autocast.")
+    upcast_outputs: bool = _option("upcast_outputs", "Whether half precision outputs become fp32.")
+    dynamo_plugin: TorchDynamoPlugin = _option("dynamo_plugin", "The compiler's settings.")
+    scheduler_steps: str = attribute("_options.scheduler_steps.value", "How far schedulers move.")
     split_batches: bool = _LOADING("split_batches")
     dispatch_batches: bool | None = _LOADING("dispatch_batches")
     even_batches: bool = _LOADING("even_batches", settable=True)
@@ -98,7 +121,7 @@ class PreparedVerbs:
 
     def init_model_context(self) -> AbstractContextManager[Any]:
         """Return the context in which the active backend wants models constructed."""
-        return self._prepared.init_model_context()
+        return self.hooks.init_model_context()
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None

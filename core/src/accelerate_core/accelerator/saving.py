@@ -11,9 +11,9 @@ from torch.utils.hooks import RemovableHandle
 from accelerate_core.builtin.no_checkpointer import NoCheckpointer
 from accelerate_core.config.handlers import ProjectConfiguration
 from accelerate_core.config.provenance import Because
-from accelerate_core.contract.parts import Checkpointer, RunParts
+from accelerate_core.contract.parts import Checkpointer, RunParts, Stateful
 from accelerate_core.errors import ConfigurationError, listing
-from accelerate_core.plugins.manager import Part
+from accelerate_core.plugins.factory import Part
 
 #: Seconds a save waits for trackers.
 SAVE_WAIT = 2.0
@@ -37,10 +37,12 @@ class Saving:
         self, chosen: Part | None, project: ProjectConfiguration, signals: Because, needed: bool
     ) -> None:
         self._make: Callable[..., Checkpointer] = NoCheckpointer if chosen is None else chosen.make
+        #: Whether a checkpointer is installed.
+        self.possible = chosen is not None
         self.project = project
         #: The checkpointer if it is made, else None.
         self.made: Checkpointer | None = None
-        self.registered: list[Any] = []
+        self.registered: list[Stateful] = []
         self.save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         numbered = project.automatic_checkpoint_naming
@@ -81,7 +83,7 @@ class Saving:
         self.load_hooks[handle.id] = hook
         return handle
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
+    def register_for_checkpointing(self, *objects: Stateful) -> None:
         """Save and load objects with `state_dict` and `load_state_dict` in `save_state`."""
         bad = [
             f"Item at index {at} ({type(o).__name__})"
@@ -131,17 +133,3 @@ class Saving:
         """End; `failed`: the other ranks may be gone, so meet nobody."""
         if self.made is not None:
             self.made.close(failed)
-
-
-def run_parts(owner: Callable[[], Any]) -> RunParts:
-    """Return the parts of the Accelerator that `owner` returns."""
-    accelerator = owner()
-    return RunParts(
-        accelerator=accelerator,
-        process=accelerator._process,
-        training=accelerator._training,
-        prepared=accelerator._prepared,
-        saving=accelerator._saving,
-        tracking=accelerator._tracking,
-        end_training=accelerator.end_training,
-    )

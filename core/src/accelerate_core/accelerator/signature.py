@@ -28,7 +28,7 @@ class MeshVerbs:
     @property
     def torch_device_mesh(self) -> Any:
         """The device mesh, None where there is none."""
-        return self.hooks.mesh(self)
+        return self.hooks.mesh()
 
     def sub_mesh(self, name: str) -> Any:
         """Return a part of the device mesh: of one dimension, or `dp`, `dp_shard_cp`, `dp_cp`.

@@ -21,6 +21,7 @@ class TrainingVerbs:
     _training: TrainingLoop
     #: Where the loops are in their accumulation cycle.
     gradient_state: GradientState
+    autocast_handler: AutocastKwargs | None
 
     step: int = attribute("_training.step", "Micro-batches seen in this cycle.", settable=True)
     sync_gradients: bool = attribute(
@@ -100,7 +101,7 @@ class TrainingVerbs:
             with accelerator.autocast():
                 loss = loss_function(model(x), y)
         """
-        return self._training.autocast(autocast_handler)
+        return self._training.autocast(autocast_handler or self.autocast_handler)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward on a loss: divided by the accumulation steps, scaled, synchronised.
@@ -181,11 +182,6 @@ class TrainingVerbs:
             ConfigurationError: `clip_value` is not a number, or `parameters` is a module.
         """
         self._training.clip_grad_value_(parameters, clip_value)
-
-    def scaler_stepped(self, optimizer: Any) -> None:
-        """Note that the scaler stepped an inner optimizer."""
-        if self._training.scaler is not None:
-            self._training.scaler.note_step(optimizer)
 
     def maybe_context_parallel(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,8 @@ from accelerate_core.backend.pending import PendingGradientHooks
 from accelerate_core.backend.step import StepHooks
 from accelerate_core.config.parallelism import JOINT
 from accelerate_core.contract.capabilities import NEEDS
-from accelerate_core.contract.hooks import API_VERSION, Scope, owner, wrong_answer
+from accelerate_core.contract.hooks import API_VERSION, owner, wrong_answer
+from accelerate_core.contract.members import Scope
 from accelerate_core.contract.topology import Process, Topology
 from accelerate_core.data.feeding import feed
 from accelerate_core.distributed import process as runtime
@@ -29,7 +30,10 @@ from accelerate_core.errors import ConfigurationError, listing
 from accelerate_core.plugins.selection import Claim, Request
 
 if TYPE_CHECKING:
-    from accelerate_core.contract.view import AcceleratorView
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accelerate_core.contract.members import PreparePlanView
+    from accelerate_core.contract.view import AcceleratorView, SetupView
 
 
 #: Scope of a collective -> the mesh dimensions, by their joint name, whose ranks take part: those
@@ -107,8 +111,8 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         """
         return {}
 
-    def check(self, accelerator: AcceleratorView) -> None:
-        """Refuse a combination this backend cannot do, before anything is started."""
+    def check(self, setup: SetupView) -> None:
+        """Refuse a combination that this backend cannot run, before anything is started."""
 
     def distributed_type(self, accelerator: AcceleratorView) -> str:
         """Return the member of `DistributedType` that user code compares with."""
@@ -117,7 +121,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
     # --- start --------------------------------------------------------------------------------
 
     @owner
-    def init_process_group(self, accelerator: AcceleratorView, start: Process) -> None:
+    def init_process_group(self, setup: SetupView, start: Process) -> None:
         """Start the default process group; `start` has ranks, device, store and timeout.
 
         Default: start torch.distributed's default group.
@@ -125,7 +129,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         runtime.start_group(start)
 
     @owner
-    def device(self, accelerator: AcceleratorView, topology: Topology, cpu: bool) -> torch.device:
+    def device(self, setup: SetupView, topology: Topology, cpu: bool) -> torch.device:
         """Choose and select the device of this process; called before the group starts.
 
         Default: take the local device of this rank, or the CPU.
@@ -141,7 +145,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         return int(accelerator.num_processes)
 
     @owner
-    def mesh(self, accelerator: AcceleratorView) -> Any | None:
+    def mesh(self, accelerator: AcceleratorView) -> DeviceMesh | None:
         """Return the device mesh, once the group runs; None where there is none.
 
         Default: make the mesh of `parallelism_config` once; None where there is none.
@@ -159,7 +163,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
             }
         return self._mesh
 
-    def scope_group(self, scope: Scope) -> Any | None:
+    def scope_group(self, scope: Scope) -> dist.ProcessGroup | None:
         """Return the group that serves a scope, a part of the mesh; None is the default group."""
         return self._scopes.get(scope)
 
@@ -186,7 +190,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
     @owner
     def new_group(
         self, accelerator: AcceleratorView, ranks: Sequence[int] | None, device_type: str | None
-    ) -> Any | None:
+    ) -> dist.ProcessGroup | None:
         """Return a new process group; None for `ranks` means all.
 
         Only its members call this. `device_type` is "cpu" for tensors in host memory, None for
@@ -200,9 +204,10 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         if device_type == "cpu":
             return host_group(ranks, timeout)
         members = None if ranks is None else list(ranks)
-        return dist.new_group(
+        group: dist.ProcessGroup = dist.new_group(
             members, timeout=timeout, use_local_synchronization=members is not None
         )
+        return group
 
     @owner
     def data_shard(self, accelerator: AcceleratorView) -> tuple[int, int]:
@@ -213,7 +218,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         config = accelerator.parallelism_config
         if config is None:
             return accelerator.process_index, accelerator.num_processes
-        return config.shard(accelerator.process_index, JOINT["dp"])  # type: ignore[no-any-return]
+        return config.shard(accelerator.process_index, JOINT["dp"])
 
     @owner
     def loss_shard(self, accelerator: AcceleratorView) -> tuple[int, int]:
@@ -225,10 +230,8 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         """
         config = accelerator.parallelism_config
         if config is None:
-            index, count = accelerator.hooks.data_shard(accelerator)
-            return index, count
-        part: tuple[int, int] = config.shard(accelerator.process_index, JOINT["dp_cp"])
-        return part
+            return accelerator.hooks.data_shard()
+        return config.shard(accelerator.process_index, JOINT["dp_cp"])
 
     @owner
     def fixed_batch(self, accelerator: AcceleratorView) -> int | None:
@@ -260,31 +263,26 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
 
         Default: it is one.
         """
-        return obj  # type: ignore[no-any-return]
+        return cast(torch.nn.Module, obj)
 
     @owner
-    def prepare(self, accelerator: AcceleratorView, plan: Any) -> None:
+    def prepare(self, accelerator: AcceleratorView, plan: PreparePlanView) -> None:
         """Prepare all objects of one call: replace the entries of the `PreparePlan` in place.
 
         Default: prepare models, then optimizers, then schedulers, one by one.
         """
-        plan.each(
-            "model",
-            lambda model, entry: _returned(
-                accelerator,
-                "prepare_model",
-                accelerator.hooks.prepare_model(accelerator, model, entry.evaluation_mode),
-            ),
-        )
+        hooks = accelerator.hooks
+
+        def prepare_model(model: torch.nn.Module, entry: Any) -> torch.nn.Module:
+            prepared = hooks.prepare_model(model, entry.evaluation_mode)
+            if prepared is None:
+                raise wrong_answer("prepare_model", self.name, prepared, "the model to use")
+            return prepared
+
+        plan.each("model", prepare_model)
         plan.rebind()
-        plan.each(
-            "optimizer",
-            lambda optimizer, _: accelerator.hooks.prepare_optimizer(accelerator, optimizer),
-        )
-        plan.each(
-            "scheduler",
-            lambda scheduler, _: accelerator.hooks.prepare_scheduler(accelerator, scheduler),
-        )
+        plan.each("optimizer", lambda optimizer, _: hooks.prepare_optimizer(optimizer))
+        plan.each("scheduler", lambda scheduler, _: hooks.prepare_scheduler(scheduler))
 
     @owner
     def prepare_model(
@@ -450,12 +448,6 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         Default: return the unwrapped model's state dict: it is whole on every rank.
         """
         return dict(accelerator.unwrap_model(model).state_dict())
-
-
-def _returned(accelerator: AcceleratorView, hook: str, value: Any) -> Any:
-    if value is None:
-        raise wrong_answer(hook, accelerator, value, "what is to be used from now on")
-    return value
 
 
 class SingleProcess(Backend):

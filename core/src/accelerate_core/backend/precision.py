@@ -12,6 +12,7 @@ from accelerate_core.contract.hooks import API_VERSION
 from accelerate_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from accelerate_core.contract.members import PreparePlanView
     from accelerate_core.contract.view import AcceleratorView
 
 
@@ -59,14 +60,16 @@ class Precision:
         `accelerator` has its device and ranks, and nothing prepared yet.
         """
 
-    def prepare(self, accelerator: AcceleratorView, plan: Any) -> None:
+    def prepare(self, accelerator: AcceleratorView, plan: PreparePlanView) -> None:
         """Change the objects of one `prepare` call: replace an optimizer, say.
 
         Called after the stages and before the backend; parameters that were replaced are rebound by
         name afterwards (`plan.rename` says new names).
         """
 
-    def scaler(self, accelerator: AcceleratorView, options: dict[str, Any]) -> Any | None:
+    def scaler(
+        self, accelerator: AcceleratorView, options: dict[str, Any]
+    ) -> torch.amp.GradScaler | None:
         """Return a gradient scaler, None where losses are not scaled.
 
         `options`: what the script's `GradScalerKwargs` says.
@@ -85,7 +88,13 @@ class Precision:
             return nullcontext()
         return torch.autocast(accelerator.device.type, dtype=self.dtype, **options)
 
-    def clip_grad(self, parameters: Any, max_norm: Any, norm_type: float, clip_value: Any) -> Any:
+    def clip_grad(
+        self,
+        parameters: Sequence[torch.Tensor],
+        max_norm: float | None,
+        norm_type: float,
+        clip_value: float | None,
+    ) -> Any:
         """Clip gradients by their norm or element by element, as the hook of that name says.
 
         A library whose gradients are no plain tensors has its own way. A backend that clips by itself
@@ -97,6 +106,7 @@ class Precision:
         """
         if clip_value is not None:
             return torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        assert max_norm is not None  # one of both is given
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def recompute(self, accelerator: AcceleratorView) -> Callable[..., Any] | None:
@@ -135,7 +145,9 @@ class Float16(Precision):
     needs = frozenset({"autocast", "loss_scaling"})
     dtype = torch.float16
 
-    def scaler(self, accelerator: AcceleratorView, options: dict[str, Any]) -> Any | None:
+    def scaler(
+        self, accelerator: AcceleratorView, options: dict[str, Any]
+    ) -> torch.amp.GradScaler | None:
         """Return torch's scaler for the device."""
         return torch.amp.GradScaler(accelerator.device.type, **options)
 

@@ -15,6 +15,7 @@ from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from accelerate_core.config.handlers import AutocastKwargs
     from accelerate_core.contract.view import AcceleratorView
 
 
@@ -25,19 +26,22 @@ class StepHooks:
 
     @owner
     def autocast(
-        self, accelerator: AcceleratorView, model: torch.nn.Module | None, settings: Any
+        self,
+        accelerator: AcceleratorView,
+        model: torch.nn.Module | None,
+        settings: AutocastKwargs | None,
     ) -> AbstractContextManager[Any]:
         """Return the context of mixed precision.
 
         It is made for each forward of a prepared model, which is then `model`; None where the
-        script enters it by itself. `settings` is an `AutocastKwargs` or None.
+        script enters it by itself. `settings` has the options, None for the defaults.
 
         Default: enter the precision's autocast.
         """
         options: dict[str, Any] = {}
         if settings is not None:
             options = {"enabled": settings.enabled, "cache_enabled": settings.cache_enabled}
-        return accelerator.precision.autocast(accelerator, model, options)  # type: ignore[no-any-return]
+        return accelerator.precision.autocast(accelerator, model, options)
 
     @owner
     def scale_loss(self, accelerator: AcceleratorView, loss: torch.Tensor) -> torch.Tensor:
@@ -86,7 +90,9 @@ class StepHooks:
                     grad.mul_(by)
 
     @owner
-    def no_sync(self, accelerator: AcceleratorView, model: Any) -> AbstractContextManager[Any]:
+    def no_sync(
+        self, accelerator: AcceleratorView, model: torch.nn.Module
+    ) -> AbstractContextManager[Any]:
         """Return a context in which backward does not reduce gradients between ranks.
 
         Default: do nothing: nothing is synchronised.
@@ -95,7 +101,7 @@ class StepHooks:
 
     @owner
     def trigger_sync_in_backward(
-        self, accelerator: AcceleratorView, model: Any
+        self, accelerator: AcceleratorView, model: torch.nn.Module
     ) -> AbstractContextManager[Any]:
         """Return a context in which the next backward reduces, though forward ran unsynced.
 
@@ -151,7 +157,6 @@ class StepHooks:
             overflowed = any(
                 bool(found.item()) for found in scaler._found_inf_per_device(optimizer).values()
             )
-        accelerator.scaler_stepped(optimizer)
         return taken and not overflowed
 
     @owner

@@ -34,6 +34,6 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     torch.manual_seed(seed)
     user = current_user()
     if user is not None:  # generators of its backend
-        user.hooks.on_seed(user, seed)
+        user.hooks.on_seed(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)

@@ -15,8 +15,8 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform, overload
 
+from accelerate_core import failures
 from accelerate_core.config.shown import Shown
-from accelerate_core.distributed import failures
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from accelerate_core.errors import PluginError
 if TYPE_CHECKING:
     import torch
 
+    from accelerate_core.contract.members import ObjectKind, PreparedOptimizer
     from accelerate_core.contract.view import AcceleratorView
 
 
@@ -33,8 +34,6 @@ PROJECT = "accelerate_core"
 API_VERSION = (1, 0)
 
 Kind = Literal["owner", "stage", "broadcast", "registration"]
-#: Which ranks take part: those with different data, those whose losses are averaged, or all.
-Scope = Literal["data", "loss", "world"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -134,10 +133,16 @@ def check_near_miss(name: str, known: Iterable[str], label: str) -> None:
         )
 
 
-def wrong_answer(hook: str, accelerator: AcceleratorView, value: Any, wanted: str) -> PluginError:
-    """Return the error for what a backend returned from an owner hook; `wanted` is what it returns."""
-    name = accelerator.backend.name
-    return PluginError(f"{hook} of backend {name!r} returned {value!r}; it returns {wanted}.")
+def wrong_answer(hook: str, backend: str, value: Any, wanted: str) -> PluginError:
+    """Return the error for what a backend returned from an owner hook.
+
+    Args:
+        backend: its name.
+        wanted: what the hook must return.
+    """
+    return PluginError(
+        f"{hook} of backend {backend!r} returned {value!r}; it must return {wanted}."
+    )
 
 
 class HookSpecs(Protocol):
@@ -180,7 +185,7 @@ class HookSpecs(Protocol):
         """A checkpoint is being read; the directory exists if `on_save` wrote into it."""
 
     @_broadcast
-    def on_step_end(self, accelerator: AcceleratorView, optimizer: Any) -> None:
+    def on_step_end(self, accelerator: AcceleratorView, optimizer: PreparedOptimizer) -> None:
         """An optimizer has been stepped."""
 
     @_broadcast
@@ -198,7 +203,7 @@ class HookSpecs(Protocol):
     # --- registration -------------------------------------------------------------------------
 
     @_registration
-    def classify(self, accelerator: AcceleratorView, obj: Any) -> str | None:
+    def classify(self, accelerator: AcceleratorView, obj: Any) -> ObjectKind | None:
         """Name the kind of an object passed to `prepare`: model, optimizer, scheduler, loader."""
 
     @_registration

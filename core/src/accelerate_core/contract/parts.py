@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from accelerate_core.config.handlers import ProjectConfiguration
 from accelerate_core.contract.topology import Process
 from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.errors import PluginError, listing
@@ -17,27 +18,86 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer", "LoaderMaker", "LogKwargs", "PreparedLoader", "RunParts", "Tracking"]
 
 
+class Stateful(Protocol):
+    """An object whose state can be saved and loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: plain values and tensors."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Load a state of `state_dict`."""
+
+
+class TokenCountView(Stateful, Protocol):
+    """The items of one accumulation cycle."""
+
+    @property
+    def open(self) -> bool:
+        """Whether the current cycle counts its items."""
+
+
+class Contribution(Protocol):
+    """One plugin's implementation of a hook that several plugins may implement."""
+
+    @property
+    def key(self) -> str:
+        """Kind and name of the plugin: `kind:name`."""
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The hook's arguments that it takes."""
+
+    def __call__(self, **arguments: Any) -> Any:
+        """Call it with the hook's arguments by name, the Accelerator included."""
+
+
+class SharedHooksView(Protocol):
+    """The hooks that several plugins may implement, bound to one Accelerator."""
+
+    def implementations(self, hook: str) -> Sequence[Contribution]:
+        """Return the implementations of a hook, ordered by plugin name."""
+
+    def call(self, implementation: Contribution, **arguments: Any) -> Any:
+        """Call one implementation with the hook's arguments, and return its answer."""
+
+
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of one Accelerator, as a checkpointer is handed them.
+    """What a checkpointer saves of one Accelerator, and restores.
 
-    `accelerate_checkpoint.TrainingState(run)` says what there is to save, and gives it back.
+    `accelerate_checkpoint.TrainingState(run)` does both.
 
     Attributes:
-        accelerator: for the hooks.
+        accelerator: has the models, optimizers, schedulers, loaders, scaler and the cycle's step.
         process: ranks, device, store.
-        training: the `TrainingLoop`: accumulation cycle, scaler, token count.
-        prepared: the `Prepared` models, optimizers, schedulers and loaders.
-        saving: the project, registered objects and hooks of `Saving`.
+        project: returns directories, naming and retention, which the script may replace.
+        registered: the objects of `register_for_checkpointing`.
+        save_hooks: the script's `hook(models, weights, output_dir)`, by number.
+        load_hooks: the script's `hook(models, input_dir)`, by number.
+        tokens: the items counted in the current accumulation cycle.
+        update_scale: applies a scale update that waits for other optimizers; call it before reading.
+        restore_positions: returns whether loaders continue where the checkpoint was saved.
+        inner_model: returns a model without the backend's wrapping and without `torch.compile`'s.
+        whole_state: returns a model's whole state dict; on every rank, in the same order.
+        plugins: kind, name, distribution and version of each active plugin.
+        shared_hooks: `on_save` and `on_load` of these.
         tracking: feeds the trackers.
         end_training: ends the run.
     """
 
     accelerator: AcceleratorView
     process: Process
-    training: Any
-    prepared: Any
-    saving: Any
+    project: Callable[[], ProjectConfiguration]
+    registered: Sequence[Stateful]
+    save_hooks: Mapping[int, Callable[..., None]]
+    load_hooks: Mapping[int, Callable[..., None]]
+    tokens: TokenCountView
+    update_scale: Callable[[], None]
+    restore_positions: Callable[[], bool]
+    inner_model: Callable[[torch.nn.Module], torch.nn.Module]
+    whole_state: Callable[[torch.nn.Module], dict[str, Any]]
+    plugins: Sequence[Mapping[str, str]]
+    shared_hooks: SharedHooksView
     tracking: Tracking
     end_training: Callable[[], None]
 
@@ -50,14 +110,14 @@ class Checkpointer(Protocol):
     `kwargs_handlers`, the environment and the config file.
     """
 
-    def __init__(self, project: Any, signals: str | None) -> None:
+    def __init__(self, project: ProjectConfiguration, signals: str | None) -> None:
         """Refuse impossible settings.
 
         Made before the process group starts if the settings ask for something (signals, naming,
         a limit, a backend without gradients), else when it is first used.
 
         Args:
-            project: the `ProjectConfiguration`.
+            project: directories, naming and retention.
             signals: text of `preemption_signals`, None without.
         """
 
@@ -66,7 +126,7 @@ class Checkpointer(Protocol):
 
     def save_state(
         self,
-        output_dir: Any = None,
+        output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
         *,
         blocking: bool = True,
@@ -90,18 +150,11 @@ class Checkpointer(Protocol):
         Raises:
             CheckpointError: a rank failed to save; on every rank. Earlier checkpoints stand.
 
-        Example:
-            for epoch in range(2):
-                for x, y in loader:
-                    accelerator.backward(loss_function(model(x), y))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                accelerator.save_state(f"checkpoints/epoch_{epoch}")
         """
 
     def load_state(
         self,
-        input_dir: Any = None,
+        input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: dict[str, Any] | None = None,
         *,
         trust: bool = False,
@@ -127,11 +180,6 @@ class Checkpointer(Protocol):
         Raises:
             CheckpointError: something is missing, damaged or does not fit, by name.
 
-        Example:
-            accelerator.save_state("checkpoint")
-            accelerator.load_state("checkpoint")  # in the next run, after prepare
-            for x, y in loader:  # goes on where the run stood
-                loss = loss_function(model(x), y)
         """
 
     def save_model(
@@ -236,7 +284,7 @@ class PreparedLoader(Protocol):
             ConfigurationError: the position does not fit this loader.
         """
 
-    def skipping(self, num_batches: int) -> Any:
+    def skipping(self, num_batches: int) -> PreparedLoader:
         """Return this loader without its first batches (per rank), counted from an epoch's start."""
 
 
@@ -252,9 +300,9 @@ class LoaderMaker(Protocol):
         """Return the prepared form of a loader; None leaves it to the core.
 
         Args:
-            accelerator: tells the part of the data (`hooks.data_shard(accelerator)` returns index
-                and count), the device's feed (`hooks.feed_device(accelerator, batches,
-                non_blocking)`), the smallest unit of a batch (`hooks.fixed_batch(accelerator)`) and
+            accelerator: tells the part of the data (`hooks.data_shard()` returns index and
+                count), the device's feed (`hooks.feed_device(batches, non_blocking)`), the
+                smallest unit of a batch (`hooks.fixed_batch()`) and
                 `gradient_state`.
             loader: what was given to `prepare`.
 

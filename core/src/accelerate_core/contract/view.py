@@ -1,22 +1,104 @@
-"""What a plugin may read of an Accelerator: every hook's first argument."""
+"""What a plugin may read of an Accelerator: the first argument of every hook."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accelerate_core.config.handlers import AutocastKwargs, TorchDynamoPlugin
+    from accelerate_core.config.parallelism import ParallelismConfig
+    from accelerate_core.config.provenance import Because
+    from accelerate_core.contract.members import (
+        BackendView,
+        CommunicatorView,
+        GradientStateView,
+        PreparedOptimizer,
+    )
+    from accelerate_core.contract.owner_hooks import OwnerHooks
 
 
-class AcceleratorView(Protocol):
-    """The names of an Accelerator that are there for plugins, from when its group has started.
+class PrecisionView(Protocol):
+    """The active precision, as other plugins use it."""
 
-    `check` of a backend comes before that: settings stand, device and ranks do not.
-    """
+    @property
+    def name(self) -> str:
+        """Name of its entry point."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What it needs of a backend; words of `contract.capabilities.NEEDS`."""
+
+    @property
+    def supports(self) -> Mapping[str, Any]:
+        """`mesh` (the dimensions it runs with, None for all) and `compile`."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """dtype that layers compute in."""
+
+    def autocast(
+        self, accelerator: AcceleratorView, model: torch.nn.Module | None, options: dict[str, Any]
+    ) -> AbstractContextManager[Any]:
+        """Return the context of a forward."""
+
+    def clip_grad(
+        self,
+        parameters: Sequence[torch.Tensor],
+        max_norm: float | None,
+        norm_type: float,
+        clip_value: float | None,
+    ) -> Any:
+        """Clip gradients by their norm, or element by element."""
+
+    def recompute(self, accelerator: AcceleratorView) -> Callable[..., Any] | None:
+        """Return its replacement of `torch.utils.checkpoint.checkpoint`, None if it has none."""
+
+    def plain_state(self, model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a model's state with the keys, dtypes and tensors of the unconverted model."""
+
+
+class SetupView(Protocol):
+    """What an Accelerator was asked for, and what was chosen: known before its processes start."""
+
+    @property
+    def because(self) -> Mapping[str, Because]:
+        """Every core setting: `because[name].value`, and where it came from, `.origin`."""
+
+    @property
+    def backend(self) -> BackendView:
+        """The active backend."""
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """The sizes of the mesh's dimensions, None without a mesh."""
+
+    @property
+    def precision(self) -> PrecisionView:
+        """The active precision."""
+
+    @property
+    def dynamo_plugin(self) -> TorchDynamoPlugin:
+        """The compiler's settings."""
+
+    @property
+    def mixed_precision(self) -> str:
+        """Name of the precision."""
+
+
+class AcceleratorView(SetupView, Protocol):
+    """The members of an Accelerator that plugins may use, once its processes have started."""
 
     # --- ranks and devices --------------------------------------------------------------------
+
+    @property
+    def hooks(self) -> OwnerHooks:
+        """The active backend's owner hooks, bound to this Accelerator: `hooks.backward(loss, {})`."""
 
     @property
     def num_processes(self) -> int:
@@ -47,19 +129,15 @@ class AcceleratorView(Protocol):
         """How long a collective may take; None is torch's default."""
 
     @property
-    def communicator(self) -> Any:
-        """The world, on flat tensors: a `Communicator`."""
+    def communicator(self) -> CommunicatorView:
+        """All ranks, for collectives on flat tensors."""
 
     @property
-    def torch_device_mesh(self) -> Any:
-        """The device mesh, None where there is none."""
-
-    @property
-    def parallelism_config(self) -> Any:
-        """The sizes of the mesh's dimensions (`ParallelismConfig`), None where there is no mesh."""
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The device mesh, None without one."""
 
     def wait_for_everyone(self) -> None:
-        """Return when every rank has called it."""
+        """Return once every rank has called this."""
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine each tensor of a structure over the ranks: `sum`, `mean`, `max`, `min`, `none`.
@@ -69,31 +147,11 @@ class AcceleratorView(Protocol):
             scale: factor of the result.
         """
 
-    # --- what was chosen ----------------------------------------------------------------------
+    # --- how objects are prepared -------------------------------------------------------------
 
     @property
-    def because(self) -> Mapping[str, Any]:
-        """Every core setting with where its value came from: `because[name].origin`."""
-
-    @property
-    def backend(self) -> Any:
-        """The active backend."""
-
-    @property
-    def hooks(self) -> Any:
-        """The active backend's owner hooks, bound: `hooks.backward(accelerator, loss, {})`."""
-
-    @property
-    def precision(self) -> Any:
-        """The active precision."""
-
-    @property
-    def dynamo_plugin(self) -> Any:
-        """The compiler's settings (`TorchDynamoPlugin`)."""
-
-    @property
-    def autocast_handler(self) -> Any:
-        """The `AutocastKwargs` that was given, or None."""
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """The one among `kwargs_handlers`, or None."""
 
     @property
     def upcast_outputs(self) -> bool:
@@ -108,10 +166,6 @@ class AcceleratorView(Protocol):
         """How far schedulers move when the optimizer steps: `per_process` or `per_step`."""
 
     @property
-    def mixed_precision(self) -> str:
-        """Name of the precision."""
-
-    @property
     def mixes_precision(self) -> bool:
         """Whether forward runs under autocast."""
 
@@ -122,25 +176,25 @@ class AcceleratorView(Protocol):
     # --- what was prepared --------------------------------------------------------------------
 
     @property
-    def models(self) -> Sequence[Any]:
-        """The models that were prepared, wrapped."""
+    def models(self) -> Sequence[torch.nn.Module]:
+        """The prepared models, wrapped."""
 
     @property
-    def optimizers(self) -> Sequence[Any]:
-        """The optimizers that were prepared."""
+    def optimizers(self) -> Sequence[PreparedOptimizer]:
+        """The prepared optimizers."""
 
     @property
     def schedulers(self) -> Sequence[Any]:
-        """The schedulers that were prepared."""
+        """The prepared schedulers; of any class that can `step`."""
 
     @property
     def loaders(self) -> Sequence[Any]:
-        """The loaders that were prepared."""
+        """The prepared loaders; of any class that can be iterated."""
 
     def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the user's own model inside a prepared one."""
 
-    def wrap_optimizer(self, optimizer: Any) -> Any:
+    def wrap_optimizer(self, optimizer: Any) -> PreparedOptimizer:
         """Return an optimizer under the accumulation cycle."""
 
     def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[Any]) -> Any:
@@ -149,23 +203,23 @@ class AcceleratorView(Protocol):
     # --- the step -----------------------------------------------------------------------------
 
     @property
-    def gradient_state(self) -> Any:
-        """Where the loops are in their accumulation cycle (`GradientState`)."""
+    def gradient_state(self) -> GradientStateView:
+        """Where the loops are in their accumulation cycle."""
 
     @property
     def sync_gradients(self) -> bool:
         """Whether gradients are synchronised, and optimizers stepped, now."""
+
+    #: Micro-batches seen in the current accumulation cycle.
+    step: int
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
 
     @property
-    def scaler(self) -> Any:
-        """The gradient scaler, None where losses are not scaled."""
-
-    def scaler_stepped(self, optimizer: Any) -> None:
-        """Note that the scaler stepped an inner optimizer."""
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler, None if losses are not scaled."""
 
     # --- telling ------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate_core.config.handlers import DataLoaderConfiguration
+from accelerate_core.contract.members import GradientStateView
 from accelerate_core.data.batch import batch_size_of, concat_batches, needs_move, slice_batch
 from accelerate_core.data.feeding import feed
 from accelerate_core.data.order import SeedableRandomSampler, draw_as_one, order_sampler
@@ -63,7 +64,7 @@ class LoaderOptions:
     slice_fn_for_dispatch: Callable[..., Any] | None = None
     comm: Communicator | None = None
     order_comm: Communicator | None = None
-    gradient_state: GradientState | None = None
+    gradient_state: GradientStateView | None = None
     feed: Callable[[Iterator[Any]], Iterator[Any]] | None = None
     feed_always: bool = False
     fixed_batch: int | None = None

@@ -7,13 +7,17 @@ inputs are not changed, and the mean of integers is a float.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from accelerate_core.distributed.torch_collectives import ReduceOp, Scope, TorchCollectives
+from accelerate_core.contract.members import ReduceOp, Scope
+from accelerate_core.distributed.torch_collectives import TorchCollectives, bind_collectives
+
+if TYPE_CHECKING:
+    from accelerate_core.contract.owner_hooks import CollectiveHooks
 
 __all__ = ["Communicator"]
 
@@ -26,8 +30,7 @@ class Communicator:
         rank: index of this process among those of the scope.
         size: number of processes of the scope. With 1 every method is the identity.
         device: where the tensors of a collective have to be.
-        hooks: a `TorchCollectives`, or what has its methods: the bound owner hooks of a backend.
-        accelerator: handed to the hooks.
+        hooks: the owner hooks of an Accelerator, or `bind_collectives(TorchCollectives())`.
         scope: which processes take part, "world" by default.
         debug: compare the shapes of all ranks before each collective on nested structures, at the
             price of one more collective each, and raise instead of letting the group break. Without
@@ -43,8 +46,7 @@ class Communicator:
     rank: int
     size: int
     device: torch.device
-    hooks: TorchCollectives = field(repr=False)
-    accelerator: Any = field(default=None, repr=False)
+    hooks: CollectiveHooks = field(repr=False)
     scope: Scope = "world"
     debug: bool = False
     verified: set[str] = field(default_factory=set, repr=False)
@@ -54,7 +56,7 @@ class Communicator:
 
     def gather(self, t: torch.Tensor) -> torch.Tensor:
         """Return the tensors [k] of all ranks as one [size * k]; k is the same on all ranks."""
-        return t if self.size == 1 else self.hooks.gather(self.accelerator, t, self.scope)
+        return t if self.size == 1 else self.hooks.gather(t, self.scope)
 
     def reduce(
         self, t: torch.Tensor, op: ReduceOp = "sum", *, overwrite: bool = False
@@ -69,11 +71,11 @@ class Communicator:
         if self.size == 1:
             return t
         own = t if overwrite else t.clone()
-        return self.hooks.reduce(self.accelerator, own, op, self.scope)
+        return self.hooks.reduce(own, op, self.scope)
 
     def broadcast(self, t: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Return the tensor of rank `src`. On other ranks `t` may be overwritten with it."""
-        return t if self.size == 1 else self.hooks.broadcast(self.accelerator, t, src, self.scope)
+        return t if self.size == 1 else self.hooks.broadcast(t, src, self.scope)
 
     def scatter(
         self, parts: Sequence[torch.Tensor] | None, like: torch.Tensor, src: int = 0
@@ -81,11 +83,11 @@ class Communicator:
         """Return this rank's part. `parts` matters on rank `src`: one per rank, sized as `like`."""
         if self.size == 1:
             return parts[0] if parts is not None else like
-        return self.hooks.scatter(self.accelerator, parts, like, src, self.scope)
+        return self.hooks.scatter(parts, like, src, self.scope)
 
     def all_to_all(self, t: torch.Tensor) -> torch.Tensor:
         """Send the i-th of `size` equal pieces of `t` to rank i; return those received."""
-        return t if self.size == 1 else self.hooks.all_to_all(self.accelerator, t, self.scope)
+        return t if self.size == 1 else self.hooks.all_to_all(t, self.scope)
 
     def open_group(self) -> dist.ProcessGroup | None:
         """Return a new process group of the same ranks, for tensors in host memory.
@@ -110,30 +112,34 @@ class Communicator:
         group = self.open_group()
         if group is None:
             return None
-        hooks, host = TorchCollectives(group), torch.device("cpu")
+        hooks, host = bind_collectives(TorchCollectives(group)), torch.device("cpu")
         return Communicator(
             rank=self.rank, size=self.size, device=host, hooks=hooks, scope=self.scope
         )
 
+    def alone(self) -> Communicator:
+        """Return a communicator of this process only: every method is the identity."""
+        return replace(self, rank=0, size=1)
+
     def barrier(self) -> None:
         """Return once every rank has called this."""
         if self.size > 1:
-            self.hooks.barrier(self.accelerator, self.scope)
+            self.hooks.barrier(self.scope)
 
     def gather_object(self, obj: Any) -> list[Any]:
         """Return the picklable objects of all ranks, in rank order."""
         if self.size == 1:
             return [obj]
-        return self.hooks.gather_object(self.accelerator, obj, self.scope)
+        return self.hooks.gather_object(obj, self.scope)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Return the picklable object of rank `src`."""
         if self.size == 1:
             return obj
-        return self.hooks.broadcast_object(self.accelerator, obj, src, self.scope)
+        return self.hooks.broadcast_object(obj, src, self.scope)
 
     def scatter_object(self, objs: Sequence[Any] | None, src: int = 0) -> Any:
         """Return this rank's one of the objects, one per rank, that rank `src` gives."""
         if self.size == 1:
             return None if objs is None else objs[0]
-        return self.hooks.scatter_object(self.accelerator, objs, src, self.scope)
+        return self.hooks.scatter_object(objs, src, self.scope)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
+from accelerate_core import failures
 from accelerate_core.contract.topology import (
     Process,
     Topology,
@@ -28,7 +29,6 @@ from accelerate_core.contract.topology import (
     check_launched,
     read_topology,
 )
-from accelerate_core.distributed import failures
 from accelerate_core.errors import ConfigurationError, RuntimeConflictError, warn
 
 if TYPE_CHECKING:

@@ -6,20 +6,21 @@ import ctypes
 import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
-from accelerate_core.contract.hooks import Scope, owner
+from accelerate_core.contract.hooks import HOOKS, owner
+from accelerate_core.contract.members import ReduceOp, Scope
 
 if TYPE_CHECKING:
+    from accelerate_core.contract.owner_hooks import CollectiveHooks
     from accelerate_core.contract.view import AcceleratorView
 
-__all__ = ["ReduceOp", "Scope", "TorchCollectives", "as_memory", "host_group"]
-
-#: How the values of the ranks become one.
-ReduceOp = Literal["sum", "mean", "max", "min"]
+__all__ = ["ReduceOp", "Scope", "TorchCollectives", "as_memory", "bind_collectives", "host_group"]
 
 
 _SMALL = 2**20  # bytes of a gathered result that is not worth a ring
@@ -213,6 +214,13 @@ class TorchCollectives:
         """Give each rank its own of the objects that `src` holds."""
         every = TorchCollectives.broadcast_object(self, accelerator, objs, src, scope)
         return every[dist.get_rank(self.scope_group(scope))]
+
+
+def bind_collectives(collectives: TorchCollectives) -> CollectiveHooks:
+    """Return the collectives as a `Communicator` takes them, for use without an Accelerator."""
+    names = [name for name in vars(TorchCollectives) if name in HOOKS]
+    bound = {name: partial(getattr(collectives, name), None) for name in names}
+    return cast("CollectiveHooks", SimpleNamespace(**bound))
 
 
 def _all_gather() -> Callable[..., Any]:

@@ -61,9 +61,10 @@ from accelerate_checkpoint.weights import load_state_dict as load_state_dict
 from accelerate_checkpoint.weights import shard_state_dict as shard_state_dict
 from accelerate_clearml import ClearMLTracker as ClearMLTracker
 from accelerate_comet_ml import CometMLTracker as CometMLTracker
-from accelerate_core.builtin.compile import compile_regions as _compile_regions_deepspeed
-from accelerate_core.builtin.compile import compile_regions as _compile_regions_fsdp2
-from accelerate_core.builtin.compile import is_compiled_module as is_compiled_module
+from accelerate_compile import compile_regions as compile_regions
+from accelerate_compile import compile_regions as _compile_regions_deepspeed
+from accelerate_compile import compile_regions as _compile_regions_fsdp2
+from accelerate_core.builtin.compiled import is_compiled_module as is_compiled_module
 from accelerate_core.builtin.memory import clear_device_cache as clear_device_cache
 from accelerate_core.distributed.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from accelerate_core.distributed.tree import TensorInformation as TensorInformation
@@ -207,6 +208,7 @@ from accelerate_fsdp2.settings import FullyShardedDataParallelPlugin as FullySha
 from accelerate_fsdp2.settings import TorchContextParallelConfig as TorchContextParallelConfig
 from accelerate_fsdp2.settings import TorchTensorParallelConfig as TorchTensorParallelConfig
 from accelerate_launch.affinity import set_numa_affinity as set_numa_affinity
+from accelerate_launch.cli import cli as _command_line
 from accelerate_launch.devices import get_free_port as get_free_port
 from accelerate_launch.devices import is_port_in_use as is_port_in_use
 from accelerate_launch.functions import patch_environment as patch_environment
@@ -268,6 +270,7 @@ from accelerate_xla.settings import XLAPlugin as XLAPlugin
 
 compile_regions_deepspeed = _compile_regions_deepspeed
 compile_regions_fsdp2 = _compile_regions_fsdp2
+command_line = _command_line
 is_aim_available: Callable[..., bool]
 is_amdsmi_available: Callable[..., bool]
 is_boto3_available: Callable[..., bool]

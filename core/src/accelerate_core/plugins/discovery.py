@@ -61,6 +61,11 @@ class PluginRecord:
         """`name (distribution version)`, as error texts and notes show it."""
         return f"{self.name} ({self.distribution} {self.version})".strip()
 
+    @property
+    def identity(self) -> dict[str, str]:
+        """Kind, name, distribution and version, by these names."""
+        return {one: getattr(self, one) for one in ("kind", "name", "distribution", "version")}
+
     def load(self) -> Any:
         """Import the plugin, once.
 

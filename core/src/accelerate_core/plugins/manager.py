@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pluggy
 
-from accelerate_core.config.lookup import Sources, resolve_settings
-from accelerate_core.config.provenance import Because
 from accelerate_core.contract.hooks import (
     API_VERSION,
     DEPRECATED,
@@ -24,26 +21,144 @@ from accelerate_core.contract.hooks import (
     is_newer,
     mark_hooks,
 )
-from accelerate_core.contract.parts import Checkpointer, LoaderMaker, Tracking, check_members
 from accelerate_core.errors import (
-    AccelerateError,
-    MissingPluginError,
     PluginError,
     did_you_mean,
     warn,
 )
-from accelerate_core.plugins import catalog
-from accelerate_core.plugins.discovery import PluginRecord, check_api_version
-from accelerate_core.plugins.selection import Selection
+from accelerate_core.plugins.discovery import PluginRecord
+from accelerate_core.plugins.factory import blame, blamed
+
+if TYPE_CHECKING:
+    import torch
+
+    from accelerate_core.contract.owner_hooks import OwnerHooks
+    from accelerate_core.contract.view import AcceleratorView, SetupView
+else:
+    OwnerHooks = object
+
+R = TypeVar("R")
 
 
-class Hooks(SimpleNamespace):
-    """The owner hooks of one backend, bound: `hooks.backward(accelerator, loss, {})`."""
+@dataclass(frozen=True)
+class OwnerMethod:
+    """The active backend's answer to one owner hook.
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"there is no owner hook {name!r}{did_you_mean(name, hooks_of_kind('owner'))}"
-        )
+    Attributes:
+        function: takes the Accelerator and the hook's other arguments, in order.
+        plugin: named in what the function raises; None for the core's own default.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    plugin: PluginRecord | None
+
+
+class SharedHooks:
+    """The stage, broadcast and registration hooks of one Accelerator.
+
+    Several plugins may implement each; the tables are made once, when all plugins are active. Like
+    `BoundHooks` this refers to the Accelerator weakly.
+    """
+
+    def __init__(self, plugins: ActivePlugins, accelerator: AcceleratorView) -> None:
+        self._accelerator = weakref.ref(accelerator)
+        names = [name for name, kind in HOOKS.items() if kind != "owner"]
+        self._table = {name: plugins.implementations(name) for name in names}
+
+    def implementations(self, hook: str) -> Sequence[Implementation]:
+        """Return the implementations of a hook, ordered by plugin name."""
+        return self._table[hook]
+
+    def call(self, implementation: Callable[..., Any], **arguments: Any) -> Any:
+        """Call one implementation with the hook's arguments, and return its answer."""
+        return implementation(accelerator=self._accelerator(), **arguments)
+
+    def call_each(self, hook: str, **arguments: Any) -> list[Any]:
+        """Call a broadcast or registration hook of every plugin; return the answers that are not None."""
+        answers = [self.call(one, **arguments) for one in self._table[hook]]
+        return [answer for answer in answers if answer is not None]
+
+    def run_stage(self, stage: str, model: torch.nn.Module) -> torch.nn.Module:
+        """Pass the model through every implementation of a stage.
+
+        Raises:
+            PluginError: an implementation returned something that is not a module.
+        """
+        for one in self._table[stage]:
+            model = self.call(one, model=model)
+            if not callable(getattr(model, "named_parameters", None)):
+                raise PluginError(
+                    f"Stage {stage!r} of {one.record.label} returned "
+                    f"{type(model).__name__}; a stage must return the model."
+                )
+        return model
+
+
+def bind(method: Callable[..., R], accelerator: AcceleratorView) -> Callable[..., R]:
+    """Return a method whose first argument is the Accelerator, without it; refers to it weakly."""
+    reference = weakref.ref(accelerator)
+    return lambda *arguments: method(reference(), *arguments)
+
+
+class BoundHooks(OwnerHooks):
+    """The owner hooks of one Accelerator: `hooks.backward(loss, {})`.
+
+    The Accelerator's own parts hold these hooks, so they refer to it weakly: otherwise only the
+    garbage collector could free it. What a script may use after it has dropped the Accelerator,
+    such as a prepared optimizer, needs `holding()`.
+
+    Args:
+        methods: by the name of the hook.
+        accelerator: what hooks are called with; before there is an Accelerator, its setup.
+        hold: whether the hooks keep the Accelerator alive.
+    """
+
+    def __init__(
+        self, methods: Mapping[str, OwnerMethod], accelerator: SetupView, hold: bool = False
+    ) -> None:
+        self._methods = methods
+        self._accelerator = weakref.ref(accelerator)
+        self._held = accelerator if hold else None
+
+    def holding(self) -> BoundHooks:
+        """Return the same hooks, which keep the Accelerator alive."""
+        accelerator = self._accelerator()
+        assert accelerator is not None, "asked for while the Accelerator is alive"
+        return BoundHooks(self._methods, accelerator, hold=True)
+
+    if not TYPE_CHECKING:  # type checkers read the hooks' own signatures
+
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            method = vars(self).get("_methods", {}).get(name)
+            if method is None:
+                raise AttributeError(
+                    f"there is no owner hook {name!r}{did_you_mean(name, hooks_of_kind('owner'))}"
+                )
+            call = self._bind(method)
+            setattr(self, name, call)  # bound once
+            return call
+
+    def _bind(self, method: OwnerMethod) -> Callable[..., Any]:
+        function, accelerator = method.function, self._accelerator
+        if method.plugin is None:
+            # Neither costs a Python call. `autocast` hands the Accelerator on to a precision, which
+            # may keep it: a proxy would not do.
+            if self._held is not None:
+                return functools.partial(function, self._held)
+            if method.name != "autocast":
+                return functools.partial(function, weakref.proxy(accelerator()))
+            return lambda *arguments: function(accelerator(), *arguments)
+        name, plugin = method.name, method.plugin
+
+        def call(*arguments: Any) -> Any:
+            try:
+                return function(accelerator(), *arguments)
+            except BaseException as error:
+                blame(error, name, plugin)
+                raise
+
+        return call
 
 
 @dataclass(frozen=True)
@@ -137,40 +252,24 @@ class ActivePlugins:
         return list(self._active.values())
 
     def implementations(self, hook: str) -> list[Implementation]:
-        """Return who implements a hook, ordered by plugin name."""
+        """Return the implementations of a hook, ordered by plugin name."""
         found = {i.plugin_name: i for i in getattr(self._manager.hook, hook).get_hookimpls()}
         made = []
         for key in sorted(found):
             record, function = self._active[key][0], found[key].function
-            blamed = _blamed(function, hook, record)
-            made.append(Implementation(key, record, blamed, found[key].argnames))
+            attributed = blamed(function, hook, record)
+            made.append(Implementation(key, record, attributed, found[key].argnames))
         return made
 
-    def call_each(self, hook: str, **arguments: Any) -> list[Any]:
-        """Call a broadcast or registration hook on everyone; return the answers that are not None."""
-        answers = (one(**arguments) for one in self.implementations(hook))
-        return [answer for answer in answers if answer is not None]
-
-    def run_stage(self, hook: str, accelerator: Any, model: Any) -> Any:
-        """Pass the model through every implementation of a stage.
+    def owner_methods(
+        self, backend: Any, record: PluginRecord, base: type
+    ) -> dict[str, OwnerMethod]:
+        """Return the backend's method for each owner hook.
 
         Raises:
-            PluginError: an implementation returned something that is no module.
+            PluginError: a method names an argument that its hook does not have.
         """
-        for one in self.implementations(hook):
-            model = one(accelerator=accelerator, model=model)
-            if not callable(getattr(model, "named_parameters", None)):
-                raise PluginError(
-                    f"Stage {hook!r} of {one.record.label} returned "
-                    f"{type(model).__name__}; a stage returns the model."
-                )
-        return model
-
-    def bind_owner(self, backend: Any, record: PluginRecord, base: type) -> Hooks:
-        """Bind every owner hook of the backend once, so that calling one costs a method call."""
-        return Hooks(
-            **{name: _bind(backend, record, name, base) for name in hooks_of_kind("owner")}
-        )
+        return {name: _owner_method(backend, record, name, base) for name in hooks_of_kind("owner")}
 
 
 def _written_for(plugin: Any) -> str:
@@ -184,41 +283,10 @@ def _written_for(plugin: Any) -> str:
     )
 
 
-def blame(error: BaseException, hook: str, record: PluginRecord) -> None:
-    """Note on an exception which hook of which plugin let it out.
-
-    A missing plugin is no installed plugin's fault. Neither is an error that one of our own packages
-    raises on purpose: its text says what the caller did wrong.
-    """
-    if isinstance(error, MissingPluginError):
-        return
-    on_purpose = isinstance(error, AccelerateError) and not isinstance(error, PluginError)
-    if on_purpose and record.distribution in catalog.distributions():
-        return
-    error.add_note(f"accelerate-core: hook {hook!r} of plugin {record.label}")
-
-
-def blame_methods(plugin: Any, record: PluginRecord, names: Iterable[str]) -> None:
-    """Let what these methods of an object raise name its plugin; each costs one more call."""
-    for name in names:
-        method = getattr(plugin, name)
-        setattr(plugin, name, functools.wraps(method)(_blamed(method, name, record)))
-
-
-@contextmanager
-def blaming(hook: str, record: PluginRecord) -> Iterator[None]:
-    """Note on whatever the block raises that it came out of this method of this plugin."""
-    try:
-        yield
-    except BaseException as error:
-        blame(error, hook, record)
-        raise
-
-
-def _bind(backend: Any, record: PluginRecord, name: str, base: type) -> Callable[..., Any]:
+def _owner_method(backend: Any, record: PluginRecord, name: str, base: type) -> OwnerMethod:
     method: Callable[..., Any] = getattr(backend, name)
     if getattr(type(backend), name) is getattr(base, name) and name not in vars(backend):
-        return method  # the core's own default: nobody else to blame
+        return OwnerMethod(name, method, None)
     wanted = tuple(inspect.signature(getattr(base, name)).parameters)[1:]
     taken = tuple(inspect.signature(method).parameters)
     unknown = [argument for argument in taken if argument not in wanted]
@@ -228,101 +296,10 @@ def _bind(backend: Any, record: PluginRecord, name: str, base: type) -> Callable
             f"{did_you_mean(unknown[0], wanted)}{_written_for(backend)}"
         )
     if taken == wanted:
-        return _blamed(method, name, record)
+        return OwnerMethod(name, method, record)
     indices = [wanted.index(argument) for argument in taken]
 
     def call_subset(*arguments: Any) -> Any:
         return method(*[arguments[index] for index in indices])
 
-    return _blamed(call_subset, name, record)
-
-
-def _blamed(method: Callable[..., Any], name: str, record: PluginRecord) -> Callable[..., Any]:
-    """Return a method that notes its plugin on what it raises."""
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        try:
-            return method(*arguments, **named)
-        except BaseException as error:
-            blame(error, name, record)
-            raise
-
-    return call
-
-
-# --- the replaceable parts beside the backend: one plugin of each kind, by name ---------------
-
-#: The kinds of parts, each a setting of the core by that name, and what one has to have.
-PARTS = {"checkpointer": Checkpointer, "tracking": Tracking, "loaders": LoaderMaker}
-
-
-@dataclass
-class Part:
-    """A chosen part: its class is imported when it is made, and whatever it raises names it.
-
-    Attributes:
-        sources: where its settings come from, should it have any.
-        handlers: those of `kwargs_handlers`, by class.
-    """
-
-    record: PluginRecord
-    because: str
-    sources: Sources
-    handlers: Mapping[type, Any]
-    #: Fields of its `Settings`, once it is made: value and where that came from.
-    settings: dict[str, Because] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, selection: Selection, sources: Sources, handlers: Mapping[type, Any]
-    ) -> Part | None:
-        """Return the part that was chosen; None where there is none.
-
-        Raises:
-            MissingPluginError, PluginError: the one that is named is not there, or there twice.
-        """
-        chosen = selection.settled().active
-        return cls(chosen[0].record, chosen[0].because, sources, handlers) if chosen else None
-
-    def make(self, *arguments: Any) -> Any:
-        """Return the part, made with `arguments`, and its `Settings` after them if it has some.
-
-        Raises:
-            ConfigurationError: one of its settings has a value it cannot have.
-            PluginError: the plugin is broken, no class, or of another version of the contract.
-        """
-        plugin = self.record.load()
-        check_api_version(self.record, plugin)
-        label = f"The {self.record.kind} plugin {self.record.label}"
-        own = getattr(plugin, "Settings", None)
-        if own is not None:
-            settings, self.settings = resolve_settings(
-                own, self.handlers.get(own), self.sources, owner=self.record.name
-            )
-            arguments += (settings,)
-        with blaming("__init__", self.record):
-            made = plugin(*arguments)
-        check_members(made, PARTS[self.record.kind], label)
-        return Blamed(made, self.record)
-
-
-class Blamed:
-    """Hands everything on; what a method raises gets a note with the plugin's name."""
-
-    def __init__(self, part: Any, record: PluginRecord) -> None:
-        self.__dict__.update(_part=part, _record=record)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_record":  # not set yet: unpickling, copying
-            raise AttributeError(name)
-        record = self._record
-        with blaming(name, record):
-            value = getattr(self._part, name)
-        if not callable(value):
-            return value
-        call = functools.wraps(value)(_blamed(value, name, record))
-        self.__dict__[name] = call  # looked up once
-        return call
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._part, name, value)
+    return OwnerMethod(name, call_subset, record)

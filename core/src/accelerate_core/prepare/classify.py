@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, cast
+from collections.abc import Callable, Iterable
+from typing import Any, cast, get_args
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from accelerate_core.contract.members import ObjectKind
 from accelerate_core.errors import PrepareError, warn
 
-Kind = Literal["model", "optimizer", "scheduler", "loader", "other"]
-OBJECT_KINDS: tuple[Kind, ...] = ("model", "optimizer", "scheduler", "loader", "other")
-_CLASSES: tuple[tuple[type, Kind], ...] = (
+OBJECT_KINDS: tuple[ObjectKind, ...] = get_args(ObjectKind)
+_CLASSES: tuple[tuple[type, ObjectKind], ...] = (
     (torch.nn.Module, "model"),
     (torch.optim.Optimizer, "optimizer"),
     (LRScheduler, "scheduler"),
@@ -21,7 +21,7 @@ _CLASSES: tuple[tuple[type, Kind], ...] = (
 )
 
 
-def classify(obj: Any, ask_plugins: Callable[[Any], list[str]] | None = None) -> Kind:
+def classify(obj: Any, ask_plugins: Callable[[Any], Iterable[str]] | None = None) -> ObjectKind:
     """Name the kind of an object; plugins are asked first, for their own classes.
 
     Raises:
@@ -33,7 +33,7 @@ def classify(obj: Any, ask_plugins: Callable[[Any], list[str]] | None = None) ->
             f"Plugins classify {type(obj).__name__} as {sorted(said)}; one of {OBJECT_KINDS} is needed."
         )
     if said:
-        return cast(Kind, said.pop())
+        return cast(ObjectKind, said.pop())
     for cls, kind in _CLASSES:
         if isinstance(obj, cls):
             return kind
@@ -65,7 +65,7 @@ def check_preparable(obj: Any, position: int) -> None:
         )
 
 
-def _by_shape(obj: Any) -> Kind:
+def _by_shape(obj: Any) -> ObjectKind:
     """Recognise foreign classes by what they can do."""
     if isinstance(obj, type | torch.Tensor | str | bytes | dict | list | tuple):
         return "other"

@@ -9,7 +9,7 @@ from accelerate_core.contract.parts import PreparedLoader, check_members
 from accelerate_core.delegation import itself
 from accelerate_core.errors import PluginError
 from accelerate_core.plugins.discovery import PluginRecord
-from accelerate_core.plugins.manager import Blamed, blame, blaming
+from accelerate_core.plugins.factory import Blamed, blame, blaming
 from accelerate_core.training.gradient_state import GradientState
 
 
@@ -31,17 +31,14 @@ class MadeLoader(Blamed):
         super().__init__(loader, record)
         self.__dict__["_state"] = state
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._part)
-
     def __len__(self) -> int:
         return len(self._part)
 
     def __iter__(self) -> Iterator[Any]:
         state: GradientState = self._state
         try:
-            for batch in (batches := iter(self._part)):
+            batches = iter(self._part)
+            for batch in batches:
                 if not state.hold(self._part, self):
                     raise PluginError(
                         f"The loader of {self._record.label} hands out batches of its own: its __iter__ "

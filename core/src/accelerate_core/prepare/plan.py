@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate_core.builtin.compile import canonical_key
+from accelerate_core.builtin.compiled import canonical_key
+from accelerate_core.contract.members import ObjectKind
 from accelerate_core.errors import PrepareError, warn
-from accelerate_core.prepare.classify import Kind
 
 
 @dataclass(eq=False)
 class Entry:
     """One object: as it was passed, and as it has become so far."""
 
-    kind: Kind
+    kind: ObjectKind
     original: Any
     value: Any
     on_device: bool = True
@@ -59,15 +59,15 @@ class PreparePlan:
     _before: dict[int, tuple[Entry, str, weakref.ref[torch.Tensor]]] = field(default_factory=dict)
     _groups: list[_Group] = field(default_factory=list)
 
-    def of_kind(self, kind: Kind) -> Iterator[Entry]:
+    def of_kind(self, kind: ObjectKind) -> Iterator[Entry]:
         """Iterate over the entries of one kind that are not prepared yet."""
         return (entry for entry in self.entries if entry.kind == kind and not entry.done)
 
-    def values(self, kind: Kind) -> list[Any]:
+    def values(self, kind: ObjectKind) -> list[Any]:
         """Return the objects of one kind that are not prepared yet, as they are now."""
         return [entry.value for entry in self.of_kind(kind)]
 
-    def each(self, kind: Kind, change: Callable[[Any, Entry], Any]) -> None:
+    def each(self, kind: ObjectKind, change: Callable[[Any, Entry], Any]) -> None:
         """Replace every object of a kind by what `change(object, entry)` returns."""
         for entry in self.of_kind(kind):
             entry.value = change(entry.value, entry)
@@ -109,7 +109,7 @@ class PreparePlan:
         """
         next(one for one in self.of_kind("model") if one.value is model).renamed.update(names)
 
-    def settle(self, earlier: Iterable[Any], *, tell: bool) -> None:
+    def reconcile(self, earlier: Iterable[Any], *, tell: bool) -> None:
         """Tie, rebind and verify, after models were changed.
 
         Args:

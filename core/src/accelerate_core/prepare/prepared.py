@@ -4,86 +4,163 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_core.backend import Backend
-from accelerate_core.builtin.compile import strip_compiled, uncompiled
-from accelerate_core.config.handlers import DataLoaderConfiguration
+from accelerate_core.backend.precision import Precision
+from accelerate_core.builtin.compiled import strip_compiled, uncompiled
+from accelerate_core.config.handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    TorchDynamoPlugin,
+)
+from accelerate_core.config.provenance import Because
 from accelerate_core.contract.hooks import wrong_answer
+from accelerate_core.contract.members import ObjectKind
 from accelerate_core.contract.parts import PreparedLoader
-from accelerate_core.contract.view import AcceleratorView
+from accelerate_core.contract.topology import Process
 from accelerate_core.data.feeding import feed as move_batches
 from accelerate_core.data.loader import LoaderOptions
 from accelerate_core.data.prepare import override_even_batches, prepare_loader
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import PrepareError
-from accelerate_core.plugins.manager import ActivePlugins
+from accelerate_core.plugins.factory import Part
+from accelerate_core.plugins.manager import BoundHooks, SharedHooks
 from accelerate_core.prepare.made_loader import MadeLoader
-from accelerate_core.training.forward import unwrap_forward
+from accelerate_core.prepare.plan import PreparePlan
+from accelerate_core.training.forward import unwrap_forward, wrap_forward
+from accelerate_core.training.gradient_state import GradientState
+from accelerate_core.training.loss_scaler import LossScaler
 from accelerate_core.training.misuse import NotCalled, warn_if_thrown_away
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.scheduler import AcceleratedScheduler
 from accelerate_core.truth import flag
 
 
+@dataclass
+class PrepareOptions:
+    """How `prepare` treats what it is given from now on.
+
+    Attributes:
+        dataloader_config: how data is split between ranks.
+        rng_types: generators synchronized at the start of each iteration over a loader.
+        device_placement: whether models and batches are moved to the device.
+        step_scheduler_with_optimizer: whether schedulers step when optimizers do.
+        scheduler_steps: how far a scheduler moves then, and where that was set.
+        autocast_handler: options of autocast, None for the defaults.
+        upcast_outputs: whether half precision outputs of models become fp32.
+        dynamo_plugin: the compiler's settings.
+    """
+
+    dataloader_config: DataLoaderConfiguration
+    rng_types: Sequence[str]
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    scheduler_steps: Because
+    autocast_handler: AutocastKwargs | None
+    upcast_outputs: bool
+    dynamo_plugin: TorchDynamoPlugin
+
+
+@dataclass
+class PreparedObjects:
+    """The prepared objects of one Accelerator, in the order in which they were prepared."""
+
+    models: list[torch.nn.Module] = field(default_factory=list)
+    optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
+    #: `DataLoaderShard`s and others; a plugin's loaders are of its own class.
+    loaders: list[Any] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget all of them, in place."""
+        for objects in (self.models, self.optimizers, self.schedulers, self.loaders):
+            objects.clear()
+
+    def __contains__(self, obj: object) -> bool:
+        """Tell whether exactly this object was prepared."""
+        held = (*self.models, *self.optimizers, *self.schedulers, *self.loaders)
+        return id(obj) in map(id, held)
+
+
 class Prepared:
     """What has been prepared, and how one object is.
 
     Args:
-        accelerator: for the hooks; held weakly, as it holds this.
-        plugins: the active ones.
-        config: how data is shared out.
-        rng_types: generators synchronised at the start of each iteration over a loader.
-        device_placement: whether models and batches are moved to the device.
-        data_comm: the ranks that read different samples.
-        loader_maker: who is asked for prepared loaders before the core makes them; None: nobody.
+        hooks: of the active backend.
+        shared_hooks: those that every active plugin may implement.
+        backend, precision: the active ones.
+        prepare_precision: the precision's `prepare`, bound to the Accelerator.
+        objects: is filled by `prepare`.
+        options: how objects are treated.
+        process: ranks and device.
+        world, data: all ranks, and those that read different samples.
+        gradient_state: where the loops are in their accumulation cycle.
+        loss_scaler: None if losses are not scaled.
+        make_loader: a plugin's, which is asked for loaders before the core; None without one.
+        loader_plugin: that plugin.
+        warn_once: warns, once per text, on the main process.
     """
 
     def __init__(
         self,
-        accelerator: AcceleratorView,
-        plugins: ActivePlugins,
         *,
-        config: DataLoaderConfiguration,
-        rng_types: Sequence[str],
-        device_placement: bool,
-        data_comm: Communicator,
-        loader_maker: Any,
+        hooks: BoundHooks,
+        shared_hooks: SharedHooks,
+        backend: Backend,
+        precision: Precision,
+        prepare_precision: Callable[[PreparePlan], None],
+        objects: PreparedObjects,
+        options: PrepareOptions,
+        process: Process,
+        world: Communicator,
+        data: Communicator,
+        gradient_state: GradientState,
+        loss_scaler: LossScaler | None,
+        make_loader: Callable[[Any], PreparedLoader | None] | None,
+        loader_plugin: Part | None,
+        warn_once: Callable[[str], None],
     ) -> None:
-        self._accelerator = weakref.ref(accelerator)
-        self._hooks: Backend = accelerator.hooks
-        self._rng_types = rng_types
-        self._data_comm = data_comm
-        self._loader_maker = loader_maker
-        self._step_listeners = plugins.implementations("on_step_end")
-        self.plugins = plugins
-        self.dataloader_config = config
-        self.device_placement = device_placement
-        self.models: list[torch.nn.Module] = []
-        self.optimizers: list[AcceleratedOptimizer] = []
-        self.schedulers: list[AcceleratedScheduler] = []
-        self.loaders: list[Any] = []
+        self.hooks = hooks
+        self.shared_hooks = shared_hooks
+        self.backend = backend
+        self.precision = precision
+        self.prepare_precision = prepare_precision
+        self.objects = objects
+        self.options = options
+        self.process = process
+        self._world = world
+        self._data = data
+        self._gradient_state = gradient_state
+        self._loss_scaler = loss_scaler
+        self._make_loader = make_loader
+        self._loader_plugin = loader_plugin
+        self._warn_once = warn_once
+        self._listens_to_steps = bool(shared_hooks.implementations("on_step_end"))
         #: Parameters that were replaced: old -> (model as prepared, name).
         self.replaced_parameters = WeakIdKeyDictionary()
 
-    @property
-    def accelerator(self) -> AcceleratorView:
-        """The Accelerator whose objects these are."""
-        return cast("AcceleratorView", self._accelerator())
-
     def forget(self) -> None:
-        """Let go of everything that was prepared."""
-        held: list[list[Any]] = [self.models, self.optimizers, self.schedulers, self.loaders]
-        for one in held:
-            one.clear()
+        """Forget everything that was prepared."""
+        self.objects.clear()
         self.replaced_parameters = WeakIdKeyDictionary()
+
+    # --- models -------------------------------------------------------------------------------
+
+    def mix_precision(self, model: torch.nn.Module) -> None:
+        """Put a model's forward under autocast, if the precision has one and the core applies it."""
+        if "precision" in self.backend.owns or not self.precision.mixes:
+            return
+        handler = self.options.autocast_handler
+        context = partial(self.hooks.holding().autocast, model, handler)
+        wrap_forward(model, context, self.options.upcast_outputs)
 
     def prepare_data_loader(
         self,
@@ -92,43 +169,44 @@ class Prepared:
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
         """Share one loader out between the ranks that read different data."""
-        if self.is_prepared(data_loader):
+        if data_loader in self.objects:
             return data_loader
-        on_device = self.device_placement if device_placement is None else device_placement
-        prepared = None
-        if self._loader_maker is not None and slice_fn_for_dispatch is None:
-            prepared = self._loader_maker.make_loader(self.accelerator, data_loader)
-        if prepared is None:
+        options = self.options
+        on_device = options.device_placement if device_placement is None else device_placement
+        prepared: Any = None
+        if self._make_loader is not None and slice_fn_for_dispatch is None:
+            prepared = self._make_loader(data_loader)
+        if prepared is None or self._loader_plugin is None:
             prepared = self._core_loader(data_loader, on_device, slice_fn_for_dispatch)
         else:
-            record = self._loader_maker._record
-            prepared = MadeLoader(prepared, record, self.accelerator.gradient_state)
+            prepared = MadeLoader(prepared, self._loader_plugin.record, self._gradient_state)
             prepared.put_on_device = on_device
-            prepared.even_batches = self.dataloader_config.even_batches
-        self.loaders.append(prepared)
+            prepared.even_batches = options.dataloader_config.even_batches
+        self.objects.loaders.append(prepared)
         warn_if_thrown_away([data_loader], [prepared])
         return prepared
 
     def _core_loader(
         self, data_loader: Any, on_device: bool, slice_fn: Callable[..., Any] | None
     ) -> PreparedLoader:
-        accelerator = self.accelerator
-        index, count = self._hooks.data_shard(accelerator)
-        fixed = self._hooks.fixed_batch(accelerator)
+        index, count = self.hooks.data_shard()
+        fixed = self.hooks.fixed_batch()
         if fixed is not None and (not isinstance(fixed, int) or fixed < 1):
-            raise wrong_answer("fixed_batch", accelerator, fixed, "None or a whole number above 0")
+            wanted = "None or a whole number above 0"
+            raise wrong_answer("fixed_batch", self.backend.name, fixed, wanted)
+        config = self.options.dataloader_config
         options = LoaderOptions(
-            config=self.dataloader_config,
+            config=config,
             num_processes=count,
             process_index=index,
-            device=accelerator.device,
+            device=self.process.device,
             put_on_device=on_device,
-            rng_types=self._rng_types,
+            rng_types=self.options.rng_types,
             slice_fn_for_dispatch=slice_fn,
-            comm=self._data_comm,
-            order_comm=accelerator.communicator,
-            gradient_state=accelerator.gradient_state,
-            feed=self._feed() if on_device else None,
+            comm=self._data,
+            order_comm=self._world,
+            gradient_state=self._gradient_state,
+            feed=self._feed(config.non_blocking) if on_device else None,
             feed_always=self._feeds_itself(),
             fixed_batch=fixed,
         )
@@ -136,40 +214,29 @@ class Prepared:
 
     def _feeds_itself(self) -> bool:
         """Whether the backend does more than move batches, also when they are in place already."""
-        return type(self.accelerator.backend).feed_device is not Backend.feed_device
+        return type(self.backend).feed_device is not Backend.feed_device
 
-    def _feed(self) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    def _feed(self, non_blocking: bool) -> Callable[[Iterator[Any]], Iterator[Any]]:
         """Return what moves batches to the device: the backend's hook.
 
-        The loader keeps the Accelerator alive only if the backend's own hook is given it.
+        The core's own needs no Accelerator, so the loader does not keep it alive.
         """
-        hooks, accelerator = self._hooks, self._accelerator
-        held = self.accelerator if self._feeds_itself() else None
-        device, non_blocking = self.accelerator.device, self.dataloader_config.non_blocking
-
-        def feed(batches: Iterator[Any]) -> Iterator[Any]:
-            given = held or accelerator()
-            if given is None:  # it was deleted, and the default needs its device alone
-                return move_batches(batches, device, non_blocking)
-            return hooks.feed_device(given, batches, non_blocking)
-
-        return feed
-
-    def is_prepared(self, obj: Any) -> bool:
-        """Tell whether this Accelerator has prepared exactly this object."""
-        held = (*self.models, *self.optimizers, *self.schedulers, *self.loaders)
-        return id(obj) in map(id, held)
+        if not self._feeds_itself():
+            device = self.process.device
+            return lambda batches: move_batches(batches, device, non_blocking)
+        feed_device = self.hooks.holding().feed_device
+        return lambda batches: feed_device(batches, non_blocking)
 
     def remember(self, kind: str, value: Any, evaluation: bool = False) -> None:
         """Keep a prepared object for saving, unwrapping and `free_memory`."""
         if kind == "model" and not evaluation:
-            self.models.append(value)
+            self.objects.models.append(value)
             if self._is_wrapper(value):
                 NotCalled(value)
         elif kind == "optimizer":
-            self.optimizers.append(value)
+            self.objects.optimizers.append(value)
         elif kind == "scheduler":
-            self.schedulers.append(value)
+            self.objects.schedulers.append(value)
 
     def _is_wrapper(self, model: Any) -> bool:
         """Tell whether the backend put its own module around a model, and nothing compiled that."""
@@ -177,11 +244,13 @@ class Prepared:
             return False
         if model._compiled_call_impl is not None:
             return False  # a hook that comes and goes would have it compiled again
-        return self._hooks.unwrap_model(self.accelerator, model) is not model
+        return self.hooks.unwrap_model(model) is not model
 
-    def ask_classification(self, obj: Any) -> list[str]:
+    def ask_classification(self, obj: Any) -> list[ObjectKind]:
         """Ask the active plugins what kind of object this is."""
-        return self.plugins.call_each("classify", accelerator=self.accelerator, obj=obj)
+        return self.shared_hooks.call_each("classify", obj=obj)
+
+    # --- optimizers and schedulers ------------------------------------------------------------
 
     def wrap_optimizer(self, optimizer: Any) -> AcceleratedOptimizer:
         """Return the optimizer under the accumulation cycle."""
@@ -189,41 +258,41 @@ class Prepared:
             return optimizer
         return AcceleratedOptimizer(
             optimizer,
-            gradient_state=self.accelerator.gradient_state,
-            step=partial(self._hooks.optimizer_step, self.accelerator),
-            zero_grad=partial(self._hooks.zero_grad, self.accelerator),
-            after_step=self._tell_step_end if self._step_listeners else None,
+            gradient_state=self._gradient_state,
+            hooks=self.hooks.holding(),
+            loss_scaler=self._loss_scaler,
+            after_step=self._announce_step if self._listens_to_steps else None,
         )
 
-    def _tell_step_end(self, optimizer: Any) -> None:
-        for listener in self._step_listeners:
-            listener(accelerator=self.accelerator, optimizer=optimizer)
+    def _announce_step(self, optimizer: Any) -> None:
+        self.shared_hooks.call_each("on_step_end", optimizer=optimizer)
 
-    def wrap_scheduler(self, scheduler: Any, optimizers: list[Any]) -> Any:
+    def wrap_scheduler(
+        self, scheduler: Any, optimizers: Sequence[AcceleratedOptimizer]
+    ) -> AcceleratedScheduler:
         """Return the scheduler following its optimizers, by the rule in force."""
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
-        accelerator = self.accelerator
-        _, count = self._hooks.data_shard(accelerator)
-        rule = accelerator.because["scheduler_steps"]
-        follows = accelerator.step_scheduler_with_optimizer
+        _, count = self.hooks.data_shard()
+        rule = self.options.scheduler_steps
+        follows = self.options.step_scheduler_with_optimizer
         announce = None
-        if count > 1 and follows and accelerator.is_main_process:
+        if count > 1 and follows and self.process.process_index == 0:
             text = _scheduler_rule(type(scheduler).__name__, rule.value, rule.origin, count)
             announce = partial(print, text, file=sys.stderr)
         return AcceleratedScheduler(
             scheduler,
             optimizers,
-            gradient_state=accelerator.gradient_state,
+            gradient_state=self._gradient_state,
             num_processes=count if rule.value == "per_process" else 1,
             step_with_optimizer=follows,
-            split_batches=self.dataloader_config.split_batches,
+            split_batches=self.options.dataloader_config.split_batches,
             on_first_step=announce,
         )
 
     def wrapper_of(self, optimizer: Any) -> AcceleratedOptimizer | None:
         """Return the prepared optimizer that is, or holds, `optimizer`."""
-        found = (one for one in self.optimizers if optimizer in (one, one.optimizer))
+        found = (one for one in self.objects.optimizers if optimizer in (one, one.optimizer))
         return next(found, None)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
@@ -238,7 +307,7 @@ class Prepared:
             PrepareError: with the way out.
         """
         bypass = flag(os.environ, "ACCELERATE_BYPASS_DEVICE_MAP")
-        if self.accelerator.num_processes > 1 and not bypass and self.verify_device_map(model):
+        if self.process.num_processes > 1 and not bypass and self.verify_device_map(model):
             raise PrepareError(
                 "A model spread over devices by a device map such as 'auto' cannot be trained on several "
                 "processes; load it without device_map (or set ACCELERATE_BYPASS_DEVICE_MAP=true)."
@@ -246,7 +315,7 @@ class Prepared:
 
     def inner_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model without the backend's wrapping and without `torch.compile`'s."""
-        return uncompiled(self._hooks.unwrap_model(self.accelerator, uncompiled(model)))
+        return uncompiled(self.hooks.unwrap_model(uncompiled(model)))
 
     def unwrap_model(
         self,
@@ -266,26 +335,22 @@ class Prepared:
         """Return the whole state dict of a prepared model."""
         if not unwrap:
             return dict(model.state_dict())
-        state = self._hooks.consolidate(self.accelerator, model)
-        plain = self.accelerator.precision.plain_state(self.inner_model(model), state)
-        return cast("dict[str, Any]", plain)
-
-    def init_model_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which the active backend wants models constructed."""
-        return self._hooks.init_model_context(self.accelerator)
+        state = self.hooks.consolidate(model)
+        return self.precision.plain_state(self.inner_model(model), state)
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[Any]:
         """Return a context in which ranks may run out of batches at different steps."""
-        accelerator, stack = self.accelerator, ExitStack()
-        backend, several = accelerator.backend, accelerator.num_processes > 1
-        if several and not backend.supports.get("join", False):
-            accelerator.note_once(f"join_uneven_inputs does nothing: {backend.name} cannot join.")
-        elif several:
-            if even_batches is not None:
-                stack.enter_context(override_even_batches(self.loaders, even_batches))
-            stack.enter_context(self._hooks.join_uneven_inputs(accelerator, joinables))
+        stack = ExitStack()
+        if self.process.num_processes == 1:
+            return stack
+        if not self.backend.supports.get("join", False):
+            self._warn_once(f"join_uneven_inputs has no effect: {self.backend.name} cannot join.")
+            return stack
+        if even_batches is not None:
+            stack.enter_context(override_even_batches(self.objects.loaders, even_batches))
+        stack.enter_context(self.hooks.join_uneven_inputs(joinables))
         return stack
 
 

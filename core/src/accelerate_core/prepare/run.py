@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelerate_core.builtin.compile import uncompiled
+from accelerate_core.builtin.compiled import uncompiled
 from accelerate_core.errors import PrepareError
 from accelerate_core.prepare.classify import check_preparable, classify
 from accelerate_core.prepare.plan import Entry, PreparePlan
 from accelerate_core.prepare.prepared import Prepared
-from accelerate_core.training.forward import wrap_forward
 from accelerate_core.training.misuse import warn_if_thrown_away
 
 
@@ -30,22 +28,21 @@ def prepare(
     classify → make models → record parameters by name → stages → tie, rebind, verify → the backend
     → the same again → schedulers → loaders.
     """
-    accelerator = prepared.accelerator
+    hooks, backend = prepared.hooks, prepared.backend
     plan = _classify(prepared, objects, device_placement, evaluation_mode)
-    plan.each("model", lambda model, _: accelerator.hooks.make_model(accelerator, model))
-    plan.record([wrapper.optimizer for wrapper in prepared.optimizers])
+    plan.each("model", lambda model, _: hooks.make_model(model))
+    plan.record([wrapper.optimizer for wrapper in prepared.objects.optimizers])
     for entry in plan.of_kind("model"):
         entry.value = _stages(prepared, entry)
-    accelerator.precision.prepare(accelerator, plan)
+    prepared.prepare_precision(plan)
     # Also for engines that own the optimizer: what the stages replaced must have reached it.
-    plan.settle(prepared.models, tell=False)
-    accelerator.hooks.prepare(accelerator, plan)
-    if "optimizer" not in accelerator.backend.owns:
-        plan.settle(prepared.models, tell=True)
+    plan.reconcile(prepared.objects.models, tell=False)
+    hooks.prepare(plan)
+    if "optimizer" not in backend.owns:
+        plan.reconcile(prepared.objects.models, tell=True)
     _point_schedulers(plan)
-    run_stage = prepared.plugins.run_stage
-    if accelerator.backend.compile_at == "after":
-        plan.each("model", lambda model, _: run_stage("compile", accelerator, model))
+    if backend.compile_at == "after":
+        plan.each("model", lambda model, _: prepared.shared_hooks.run_stage("compile", model))
     _wrap_steps(prepared, plan)
     prepare_loader = prepared.prepare_data_loader
     plan.each("loader", lambda loader, entry: prepare_loader(loader, entry.on_device))
@@ -68,13 +65,13 @@ def _classify(
         raise PrepareError(
             f"device_placement has {len(placements)} entries for {len(objects)} objects."
         )
-    default = prepared.device_placement
+    default = prepared.options.device_placement
     entries = []
     for position, (obj, moved) in enumerate(zip(objects, placements, strict=True), 1):
         kind = classify(obj, prepared.ask_classification)
         if kind == "other":
             check_preparable(obj, position)
-        done = prepared.is_prepared(obj)
+        done = obj in prepared.objects
         entry = Entry(kind, obj, obj, default if moved is None else moved, evaluation_mode, done)
         entries.append(entry)
     return PreparePlan(entries, prepared.inner_model, prepared.replaced_parameters)
@@ -82,25 +79,21 @@ def _classify(
 
 def _stages(prepared: Prepared, entry: Entry) -> torch.nn.Module:
     """Pass one model through the stages that come before the backend's own wrapping."""
-    accelerator = prepared.accelerator
+    backend = prepared.backend
     prepared.verify_placeable(entry.value)
     model = uncompiled(entry.value)
     places = getattr(model, "hf_device_map", {}).values()  # whoever dispatched it has placed it
     placed = len(places) > 1 or "disk" in places
-    if entry.on_device and not placed and "device_placement" not in accelerator.backend.owns:
-        model = model.to(accelerator.device)
-    run_stage = prepared.plugins.run_stage
+    if entry.on_device and not placed and "device_placement" not in backend.owns:
+        model = model.to(prepared.process.device)
     for stage in ("convert", "tensor_parallel", "activation_checkpointing"):
-        model = run_stage(stage, accelerator, model)
+        model = prepared.shared_hooks.run_stage(stage, model)
     if model is not entry.value and uncompiled(entry.value) is model:
         # The user compiled it already: keep doing so, in place, with the compiler torch was given.
         model.compile(**_compile_options(entry.value))
-    if accelerator.backend.compile_at == "before":
-        model = run_stage("compile", accelerator, model)
-    if "precision" not in accelerator.backend.owns and accelerator.mixes_precision:
-        handler = accelerator.autocast_handler
-        context = partial(accelerator.hooks.autocast, accelerator, model, handler)
-        wrap_forward(model, context, accelerator.upcast_outputs)
+    if backend.compile_at == "before":
+        model = prepared.shared_hooks.run_stage("compile", model)
+    prepared.mix_precision(model)
     return model
 
 
@@ -146,5 +139,5 @@ def _wrap_steps(prepared: Prepared, plan: PreparePlan) -> None:
         inner = getattr(entry.original, "optimizer", None)
         mine = originals.get(id(inner))
         found = mine.value if mine is not None else prepared.wrapper_of(inner)
-        every = [e.value for e in originals.values()] or list(prepared.optimizers)
+        every = [e.value for e in originals.values()] or list(prepared.objects.optimizers)
         entry.value = prepared.wrap_scheduler(entry.value, every if found is None else [found])

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accelerate_core.config.handlers import AutocastKwargs
 from accelerate_core.contract.hooks import wrong_answer
+from accelerate_core.contract.members import BackendView, CommunicatorView
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
-from accelerate_core.contract.view import AcceleratorView
-from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.loss_scaler import LossScaler
@@ -22,36 +20,44 @@ from accelerate_core.training.misuse import StepWatch, check_loss, warn_never_ac
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.token_count import TokenCount
 
+if TYPE_CHECKING:
+    from accelerate_core.contract.owner_hooks import OwnerHooks
+
 
 class TrainingLoop:
     """The step: accumulation, backward, clipping, mixed precision.
 
     Args:
-        accelerator: for the hooks; held weakly, as it holds this.
+        hooks: of the active backend.
+        backend: says what it takes over.
         state: where the loops are in their accumulation cycle.
         comm: the ranks over which a loss is summed.
-        scaler: torch's gradient scaler, None where losses are not scaled.
+        distributed: whether gradients are shared between ranks.
         defers_sync: whether a backward under the backend's `no_sync` leaves something out.
+        models, optimizers: the prepared ones; lists that grow.
+        scaler: scales losses; None if they are not scaled.
     """
 
     def __init__(
         self,
-        accelerator: AcceleratorView,
+        hooks: OwnerHooks,
+        backend: BackendView,
         state: GradientState,
-        comm: Communicator,
-        scaler: Any | None,
+        comm: CommunicatorView,
+        *,
+        distributed: bool,
         defers_sync: bool,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[AcceleratedOptimizer],
+        scaler: LossScaler | None,
     ) -> None:
-        backend, hooks = accelerator.backend, accelerator.hooks
-        # Calling a weak reference is no Python call, so a step costs the same.
-        view = cast("Callable[[], AcceleratorView]", weakref.ref(accelerator))
-        self._accelerator = view
         self._hooks = hooks
-        self.distributed = accelerator.num_processes > 1
-        self.defers_sync = self.distributed and defers_sync
+        self._backend_name = backend.name
+        self.distributed = distributed
+        self.defers_sync = distributed and defers_sync
         self._divides_loss = "accumulation" not in backend.owns
-        self.models: Sequence[torch.nn.Module] = accelerator.models
-        self.optimizers: Sequence[AcceleratedOptimizer] = accelerator.optimizers
+        self.models = models
+        self.optimizers = optimizers
         self.state = state
         #: Micro-batches seen in the current accumulation cycle.
         self.step = 0
@@ -64,10 +70,8 @@ class TrainingLoop:
                 f"The backend {backend.name!r} accumulates by itself and cannot count "
                 "items: leave num_items out, and let each loss be a mean."
             )
-        self.tokens = TokenCount(comm, view, hooks.scale_gradients, refusal)
-        self.scaler: LossScaler | None = None
-        if scaler is not None:
-            self.scaler = LossScaler(scaler, self.optimizers, view, hooks.unscale_gradients)
+        self.tokens = TokenCount(comm, hooks.scale_gradients, refusal)
+        self.scaler = scaler
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -91,17 +95,17 @@ class TrainingLoop:
         if not self.distributed:
             return nullcontext()
         if len(models) == 1:
-            return self._hooks.no_sync(self._accelerator(), models[0])  # type: ignore[no-any-return]
+            return self._hooks.no_sync(models[0])
         stack = ExitStack()
         for model in models:
-            stack.enter_context(self._hooks.no_sync(self._accelerator(), model))
+            stack.enter_context(self._hooks.no_sync(model))
         return stack
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context whose backward synchronises, though forward ran under `no_sync`."""
         if not self.distributed:
             return nullcontext()
-        return self._hooks.trigger_sync_in_backward(self._accelerator(), model)  # type: ignore[no-any-return]
+        return self._hooks.trigger_sync_in_backward(model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward on a loss: divided by the accumulation steps, scaled, synchronised."""
@@ -121,10 +125,10 @@ class TrainingLoop:
             loss = loss / state.num_steps
         if self.scaler is not None:
             if self.scaler.stepped:
-                self.scaler.settle()
-            loss = self._hooks.scale_loss(self._accelerator(), loss)
+                self.scaler.update_scale()
+            loss = self._hooks.scale_loss(loss)
         try:
-            self._hooks.backward(self._accelerator(), loss, kwargs)
+            self._hooks.backward(loss, kwargs)
         except Exception:
             _check_loss(loss, kwargs)
             raise
@@ -157,12 +161,9 @@ class TrainingLoop:
         for optimizer in fused:
             optimizer.fused_backward(loss, learning_rate)
 
-    def autocast(
-        self, autocast_handler: AutocastKwargs | None = None
-    ) -> AbstractContextManager[Any]:
-        """Return the context of mixed precision; no effect where precision is not mixed."""
-        handler = autocast_handler or self._accelerator().autocast_handler
-        return self._hooks.autocast(self._accelerator(), None, handler)  # type: ignore[no-any-return]
+    def autocast(self, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
+        """Return the context of mixed precision; no effect if precision is not mixed."""
+        return self._hooks.autocast(None, handler)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Undo gradient scaling, once per step; no effect without a scaler."""
@@ -173,10 +174,10 @@ class TrainingLoop:
         inner = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in several]
         self.scaler.unscale(inner)
 
-    def settle(self) -> None:
-        """Make a scale update that waits for other optimizers now, before state is kept."""
+    def update_scale(self) -> None:
+        """Apply a scale update that waits for other optimizers, before state is read."""
         if self.scaler is not None:
-            self.scaler.settle()
+            self.scaler.update_scale()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the norm of all gradients taken together."""
@@ -185,7 +186,7 @@ class TrainingLoop:
             largest = max_norm * scale
         except TypeError:
             raise _no_number("clip_grad_norm_", "max_norm", max_norm) from None
-        norm = self._hooks.clip_grad(self._accelerator(), tensors, largest, norm_type, None)
+        norm = self._hooks.clip_grad(tensors, largest, norm_type, None)
         return norm if scale == 1.0 else norm / scale
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -195,7 +196,7 @@ class TrainingLoop:
             largest = clip_value * scale
         except TypeError:
             raise _no_number("clip_grad_value_", "clip_value", clip_value) from None
-        self._hooks.clip_grad(self._accelerator(), tensors, None, 2.0, largest)
+        self._hooks.clip_grad(tensors, None, 2.0, largest)
 
     def _clippable(self, parameters: Any) -> tuple[list[torch.Tensor], float]:
         """Return parameters, and what their gradients are multiplied by.
@@ -223,7 +224,7 @@ class TrainingLoop:
 
     def train_step(self, batch: Any, model: torch.nn.Module | None = None) -> ScheduleResult:
         """Run forward and backward of one batch on a backend that owns both."""
-        self.settle()
+        self.update_scale()
         result = self._run_schedule(model, batch, training=True)
         self.state.backwards += 1
         if self.tokens.open:
@@ -244,14 +245,14 @@ class TrainingLoop:
             )
 
         def divide(loss: torch.Tensor) -> torch.Tensor:
-            return self._hooks.scale_loss(self._accelerator(), self._divided(loss))  # type: ignore[no-any-return]
+            return self._hooks.scale_loss(self._divided(loss))
 
         step = ScheduleStep(training, self.state.sync_gradients, divide, self.tokens.open)
         chosen = self.models[0] if model is None else model
-        result = self._hooks.run_schedule(self._accelerator(), chosen, batch, step)
+        result = self._hooks.run_schedule(chosen, batch, step)
         if not isinstance(result, ScheduleResult) or getattr(result.loss, "ndim", None) != 0:
             wanted = "a ScheduleResult with a 0-d loss"
-            raise wrong_answer("run_schedule", self._accelerator(), result, wanted)
+            raise wrong_answer("run_schedule", self._backend_name, result, wanted)
         return result
 
     def maybe_context_parallel(
@@ -261,9 +262,7 @@ class TrainingLoop:
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[Any]:
         """Return a context in which buffers are sharded along the sequence; else no effect."""
-        return self._hooks.context_parallel(  # type: ignore[no-any-return]
-            self._accelerator(), buffers, buffer_seq_dims, no_restore_buffers
-        )
+        return self._hooks.context_parallel(buffers, buffer_seq_dims, no_restore_buffers)
 
 
 def _no_number(method: str, argument: str, value: object) -> ConfigurationError:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from accelerate_core.contract.view import AcceleratorView
+from accelerate_core.contract.members import PreparedOptimizer
 
 
 @dataclass(eq=False)
@@ -23,14 +22,12 @@ class LossScaler:
     Args:
         scaler: a `torch.amp.GradScaler`, or one of its interface.
         _optimizers: the prepared optimizers, a list that grows.
-        _accelerator: returns what the hook is given.
         _unscale: the hook that unscales the gradients of one inner optimizer.
     """
 
-    scaler: Any
-    _optimizers: Sequence[Any]
-    _accelerator: Callable[[], AcceleratorView]
-    _unscale: Callable[[AcceleratorView, Any], None]
+    scaler: torch.amp.GradScaler
+    _optimizers: Sequence[PreparedOptimizer]
+    _unscale: Callable[[Any], None]
     _unscaled: set[int] = field(default_factory=set, init=False)
     #: Ids of the optimizers that stepped since the last update.
     stepped: set[int] = field(default_factory=set, init=False)
@@ -39,7 +36,7 @@ class LossScaler:
         """Unscale the gradients of inner optimizers, each once per step."""
         for one in optimizers:
             if id(one) not in self._unscaled and _has_gradients(one):
-                self._unscale(self._accelerator(), one)
+                self._unscale(one)
                 self._unscaled.add(id(one))
 
     def unscale_owners(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -59,9 +56,9 @@ class LossScaler:
         self._unscaled.discard(id(optimizer))
         self.stepped.add(id(optimizer))
         if len(self.stepped) >= len(self._optimizers):
-            self.settle()
+            self.update_scale()
 
-    def settle(self) -> None:
+    def update_scale(self) -> None:
         """Update the scale if an optimizer has stepped since the last update.
 
         `GradScaler.update` forgets who is unscaled, and would divide the gradients of those that

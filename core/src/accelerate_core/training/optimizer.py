@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
 from accelerate_core.delegation import attribute, itself, method
 from accelerate_core.training.gradient_state import GradientState
+from accelerate_core.training.loss_scaler import LossScaler
+
+
+class OptimizerHooks(Protocol):
+    """How an optimizer is stepped: the hooks of a backend."""
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None) -> bool:
+        """Step the inner optimizer; return False if the step was skipped (overflow)."""
+
+    def zero_grad(self, optimizer: Any, set_to_none: bool) -> None:
+        """Clear the gradients of the inner optimizer's parameters."""
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -18,7 +29,9 @@ class AcceleratedOptimizer(Optimizer):
 
     Args:
         gradient_state: says whether it steps now.
-        after_step: called after each step that was made.
+        hooks: the backend's `optimizer_step` and `zero_grad`.
+        loss_scaler: is told of each step, to update the scale; None if losses are not scaled.
+        after_step: called after each step.
     """
 
     def __init__(
@@ -26,15 +39,15 @@ class AcceleratedOptimizer(Optimizer):
         optimizer: Optimizer,
         *,
         gradient_state: GradientState,
-        step: Callable[[Any, Callable[[], Any] | None], bool],
-        zero_grad: Callable[[Any, bool], None],
+        hooks: OptimizerHooks,
+        loss_scaler: LossScaler | None = None,
         after_step: Callable[[Any], None] | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: groups and state stay the inner optimizer's.
         self.optimizer = optimizer
         self.gradient_state = gradient_state
-        self._step = step
-        self._zero_grad = zero_grad
+        self._hooks = hooks
+        self._loss_scaler = loss_scaler
         self._after_step = after_step
         self._was_skipped = False
         #: Steps taken, and how many backwards had run before the last one.
@@ -71,7 +84,7 @@ class AcceleratedOptimizer(Optimizer):
             set_to_none: drop the gradients instead of filling them with zeros.
         """
         if self.gradient_state.sync_gradients:
-            self._zero_grad(self.optimizer, set_to_none)
+            self._hooks.zero_grad(self.optimizer, set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, on the boundary of an accumulation cycle only; return what the closure returned."""
@@ -85,7 +98,9 @@ class AcceleratedOptimizer(Optimizer):
                 result.append(inner())
                 return result[-1]
 
-        self._was_skipped = not self._step(self.optimizer, closure)
+        self._was_skipped = not self._hooks.optimizer_step(self.optimizer, closure)
+        if self._loss_scaler is not None:
+            self._loss_scaler.note_step(self.optimizer)
         self.steps_taken += not self._was_skipped
         self.seen_backwards = self.gradient_state.backwards
         self.gradient_state.steps += 1

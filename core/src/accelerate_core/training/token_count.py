@@ -9,17 +9,13 @@ changes no digit, and keeps low precision formats in their range.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from accelerate_core.contract.members import CommunicatorView
 from accelerate_core.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from accelerate_core.contract.view import AcceleratorView
-    from accelerate_core.distributed.communicator import Communicator
-
 
 Count = int | float | torch.Tensor
 
@@ -33,20 +29,17 @@ class TokenCount:
 
     Args:
         comm: the ranks over which a loss is summed.
-        accelerator: returns what the hook is given.
         scale_gradients: the hook that multiplies the gradients of models by a 0-d tensor.
         refusal: why the backend cannot count, if it cannot.
     """
 
     def __init__(
         self,
-        comm: Communicator,
-        accelerator: Callable[[], AcceleratorView],
-        scale_gradients: Callable[[AcceleratorView, Sequence[torch.nn.Module], torch.Tensor], None],
+        comm: CommunicatorView,
+        scale_gradients: Callable[[Sequence[torch.nn.Module], torch.Tensor], None],
         refusal: str | None = None,
     ) -> None:
         self._comm = comm
-        self._accelerator = accelerator
         self._scale_gradients = scale_gradients
         self._refusal = refusal
         self.open = False
@@ -77,11 +70,14 @@ class TokenCount:
         self._add(items, first)
         self._models = models
         if items is not None and last:
-            self._settle()
+            self._compute_factor()
 
     def _add(self, items: Count | None, first: bool) -> None:
         if first:
-            self.open, self.applied, self.factor, self._local = items is not None, False, None, 0
+            self.open = items is not None
+            self.applied = False
+            self.factor = None
+            self._local = 0
             self._divisor = self._next_divisor
         elif self.open != (items is not None):
             given = "this one has none" if self.open else "the earlier ones had none"
@@ -116,14 +112,16 @@ class TokenCount:
             "next_divisor": None if self._next_divisor is None else self._next_divisor.cpu(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the cycle of `state_dict`."""
-        self.open, self.applied = bool(state["open"]), bool(state["applied"])
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the cycle of a `state_dict`."""
+        self.open = bool(state_dict["open"])
+        self.applied = bool(state_dict["applied"])
         self.factor = None
-        self._local = state["local"]
-        self._divisor, self._next_divisor = state["divisor"], state["next_divisor"]
+        self._local = state_dict["local"]
+        self._divisor = state_dict["divisor"]
+        self._next_divisor = state_dict["next_divisor"]
 
-    def _settle(self) -> None:
+    def _compute_factor(self) -> None:
         """Add up the ranks' counts; no value is read back to the host."""
         comm = self._comm
         # Not every device computes in float64, and not everyone who does says so.
@@ -145,5 +143,5 @@ class TokenCount:
     def apply(self) -> None:
         """Multiply the gradients by the factor, once it is there and once per cycle."""
         if not self.applied and self.factor is not None:
-            self._scale_gradients(self._accelerator(), self._models, self.factor)
+            self._scale_gradients(self._models, self.factor)
             self.applied = True

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerate_core import (
+from accelerate_core.plugin import (
     AcceleratorView,
     Backend,
     BackendSettings,

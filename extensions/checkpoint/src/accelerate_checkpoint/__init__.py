@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from accelerate_checkpoint.preemption import Preempted as Preempted
     from accelerate_checkpoint.preemption import Preemption as Preemption
     from accelerate_checkpoint.preemption import read_signals as read_signals
+    from accelerate_checkpoint.rng_state import capture_rng_state as capture_rng_state
+    from accelerate_checkpoint.rng_state import restore_rng_state as restore_rng_state
     from accelerate_checkpoint.shards import SafeReader as SafeReader
     from accelerate_checkpoint.shards import read_metadata as read_metadata
     from accelerate_checkpoint.storage import Storage as Storage
@@ -45,6 +47,7 @@ _OF_MODULE = {
     "accelerate_checkpoint.merging": ("merge_weights",),
     "accelerate_checkpoint.model": ("load_weights", "save_object", "save_weights"),
     "accelerate_checkpoint.preemption": ("Preempted", "Preemption", "read_signals"),
+    "accelerate_checkpoint.rng_state": ("capture_rng_state", "restore_rng_state"),
     "accelerate_checkpoint.shards": ("SafeReader", "read_metadata"),
     "accelerate_checkpoint.storage": ("Storage", "is_save", "join"),
     "accelerate_checkpoint.training_state": ("TrainingState",),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core.distributed.tree import map_leaves
+from accelerate_core.plugin import map_leaves
 
 
 class Background:

@@ -38,10 +38,10 @@ from accelerate_checkpoint.save import Writer, write_state
 from accelerate_checkpoint.storage import Storage, basename
 from accelerate_checkpoint.training_state import TrainingState
 from accelerate_checkpoint.transfer import upload
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import CheckpointError
 
 if TYPE_CHECKING:
-    from accelerate_core.contract.parts import Checkpointer, RunParts
+    from accelerate_core.plugin import Checkpointer, RunParts
 
 
 class DirectoryCheckpointer:
@@ -131,7 +131,7 @@ class DirectoryCheckpointer:
         beside = None if blocking else background.open(state.collectives)
         if beside is None and not blocking:
             state.note_once("This backend has no second group of ranks: saving blocks.")
-        state.settle()
+        state.update_scale()
         state.check_gradients_can_be_saved()
         draft = self._begin(output_dir)
         directory = draft.directory
@@ -252,7 +252,7 @@ class DirectoryCheckpointer:
             check_fits(state, source)
             read = partial(read_states, state, source, load_kwargs or {}, options, trust)
             loads = agreed(state, "read", source.naming_place(read))
-            state.settle()  # what is pending belongs to the state that is replaced
+            state.update_scale()  # what is pending belongs to the state that is replaced
             load = source.naming_place(partial(take_over, state, source, loads, options))
             if state.owns_format:
                 load()  # it communicates on the way, and agrees by itself

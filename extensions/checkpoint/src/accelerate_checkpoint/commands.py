@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelerate_core.builtin.console import console
+from accelerate_core.plugin import console
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from accelerate_checkpoint.files import sync_directory
 from accelerate_checkpoint.manifest import MANIFEST, read_manifest
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import CheckpointError
 
 try:
     import fcntl

@@ -17,7 +17,7 @@ from accelerate_checkpoint.progress import byte_bar
 from accelerate_checkpoint.staged import SharedFolder, sizes_differ
 from accelerate_checkpoint.storage import Storage, basename, join
 from accelerate_checkpoint.transfer import persist, upload
-from accelerate_core.errors import CheckpointError, warn
+from accelerate_core.plugin import CheckpointError, warn
 
 if TYPE_CHECKING:
     from accelerate_checkpoint.training_state import TrainingState

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, cast
 import torch
 import xxhash
 
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import CheckpointError
 
 MODEL, OPTIMIZER, SCHEDULER, GRADIENTS = "model", "optimizer", "scheduler", "gradients"
 SCALER, RNG, CUSTOM = "scaler.pt", "random_states", "custom_checkpoint"

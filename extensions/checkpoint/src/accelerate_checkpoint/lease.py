@@ -16,10 +16,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from accelerate_checkpoint.storage import Storage
+from accelerate_checkpoint.store import Store
 
 LEASE = ".lease"
 
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def hold_lease(storage: Storage, place: str, save: str) -> Iterator[bool]:
+def hold_lease(storage: Store, place: str, save: str) -> Iterator[bool]:
     """Hold the lease of a save in the block; False if another process that may live holds it.
 
     Args:
@@ -66,7 +65,7 @@ def hold_lease(storage: Storage, place: str, save: str) -> Iterator[bool]:
             storage.delete(place, name)
 
 
-def _write(storage: Storage, place: str, name: str) -> None:
+def _write(storage: Store, place: str, name: str) -> None:
     text = json.dumps({**_this_process(), "expires": time.time() + HOLDS})
     with tempfile.TemporaryDirectory(prefix="accelerate-lease-") as folder:
         source = Path(folder, "lease")
@@ -74,7 +73,7 @@ def _write(storage: Storage, place: str, name: str) -> None:
         storage.write(place, name, source, lambda count: None)
 
 
-def _is_held(storage: Storage, place: str, name: str) -> bool:
+def _is_held(storage: Store, place: str, name: str) -> bool:
     for pause in (_AGAIN, 0.0):
         try:
             return _may_live(json.loads(storage.read(place, name)))

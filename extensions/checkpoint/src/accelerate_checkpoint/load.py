@@ -19,7 +19,7 @@ from accelerate_checkpoint.progress import byte_bar
 from accelerate_checkpoint.save import named_objects
 from accelerate_checkpoint.staged import SharedFolder, fetch_together
 from accelerate_checkpoint.storage import Storage, basename
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import CheckpointError
 
 if TYPE_CHECKING:
     from accelerate_checkpoint.training_state import TrainingState

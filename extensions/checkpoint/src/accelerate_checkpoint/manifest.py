@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from accelerate_checkpoint import files
 from accelerate_checkpoint.files import FileEntry, Progress, checksum
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import CheckpointError
 
 #: Name of the file that makes the files it lists a checkpoint.
 MANIFEST = "manifest.json"

@@ -17,7 +17,7 @@ from accelerate_checkpoint.model import read_files, save_weights
 from accelerate_checkpoint.progress import byte_bar
 from accelerate_checkpoint.shards import METADATA, SafeReader, read_metadata
 from accelerate_checkpoint.weights import checkpoint_files, load_state_dict
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import CheckpointError
 
 
 def merge_weights(

@@ -24,7 +24,7 @@ from accelerate_checkpoint.weights import (
     load_state_dict,
     shard_state_dict,
 )
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import CheckpointError
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from accelerate_checkpoint.manifest import MANIFEST, examine
 from accelerate_checkpoint.staged import delete_checkpoint, list_stored, why_not_whole
 from accelerate_checkpoint.storage import Storage, basename, join
-from accelerate_core.errors import CheckpointError, warn
+from accelerate_core.plugin import CheckpointError, warn
 
 if TYPE_CHECKING:
     from accelerate_checkpoint.training_state import TrainingState

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.plugin import ConfigurationError, did_you_mean, listing
 
 if TYPE_CHECKING:
     from accelerate_checkpoint.training_state import TrainingState

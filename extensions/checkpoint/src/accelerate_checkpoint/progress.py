@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from accelerate_core.builtin.console import console
+from accelerate_core.plugin import console
 
 
 @contextmanager

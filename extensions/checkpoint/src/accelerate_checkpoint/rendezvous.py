@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerate_core.errors import CheckpointError, of_the_user, warn
+from accelerate_core.plugin import CheckpointError, of_the_user, warn
 
 #: Seconds the main process waits for the others: where it can save alone, at a line where they came
 #: late before, and where it cannot save alone.

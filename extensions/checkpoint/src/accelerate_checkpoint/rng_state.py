@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
+def capture_rng_state(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     """Return the state of Python's, NumPy's, torch's and the given devices' generators.
 
     Devices that this process does not use are left alone: asking one for its state takes memory
@@ -35,7 +35,7 @@ def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     return state
 
 
-def restore(state: Mapping[str, Any]) -> list[str]:
+def restore_rng_state(state: Mapping[str, Any]) -> list[str]:
     """Set the generators to what `capture`, or the peer, kept; return what could not be set."""
     version, internal, gauss = state["random_state"]
     random.setstate((version, tuple(internal), gauss))

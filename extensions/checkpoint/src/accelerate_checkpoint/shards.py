@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import CheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import FileSystemReader

@@ -15,9 +15,9 @@ from accelerate_checkpoint import files
 from accelerate_checkpoint.files import FileEntry, Progress, checksum
 from accelerate_checkpoint.manifest import MANIFEST, Manifest, parse_manifest
 from accelerate_checkpoint.progress import byte_bar
-from accelerate_checkpoint.storage import Storage, basename, is_save, join
+from accelerate_checkpoint.store import Store, basename, is_save, join
 from accelerate_checkpoint.transfer import download, persist
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from accelerate_checkpoint.training_state import TrainingState
 
 
-def stored_manifest(storage: Storage, place: str) -> Manifest:
+def stored_manifest(storage: Store, place: str) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
@@ -39,7 +39,7 @@ def stored_manifest(storage: Storage, place: str) -> Manifest:
     return parse_manifest(text, address)
 
 
-def list_stored(storage: Storage, place: str, folder: str = "") -> dict[str, int | None]:
+def list_stored(storage: Store, place: str, folder: str = "") -> dict[str, int | None]:
     """Return what `Storage.list` does, in several attempts.
 
     Raises:
@@ -49,7 +49,7 @@ def list_stored(storage: Storage, place: str, folder: str = "") -> dict[str, int
     return persist(storage, what, partial(storage.list, place, folder))
 
 
-def sizes_differ(storage: Storage, place: str, manifest: Manifest) -> list[str]:
+def sizes_differ(storage: Store, place: str, manifest: Manifest) -> list[str]:
     """Return which files of a checkpoint are missing or have another size, one line each."""
     sizes: dict[str, int | None] = {}
     folders = {str(PurePosixPath(manifest.folder, name).parent) for name in manifest.files}
@@ -72,7 +72,7 @@ def _other_size(address: str, size: int, entry: FileEntry) -> str:
     return f"{address} has {size} bytes, but {entry.size} were written."
 
 
-def why_not_whole(storage: Storage, place: str) -> str:
+def why_not_whole(storage: Store, place: str) -> str:
     """Return what is wrong with a checkpoint as far as names and sizes say, "" if nothing is."""
     try:
         wrong = sizes_differ(storage, place, stored_manifest(storage, place))
@@ -81,7 +81,7 @@ def why_not_whole(storage: Storage, place: str) -> str:
     return wrong[0] if wrong else ""
 
 
-def delete_leftovers(storage: Storage, place: str) -> None:
+def delete_leftovers(storage: Store, place: str) -> None:
     """Delete the files of saves that are neither the checkpoint nor under way."""
     saves = [name for name in storage.list(place) if is_save(name)]
     if not saves:
@@ -100,7 +100,7 @@ def delete_leftovers(storage: Storage, place: str) -> None:
                 storage.delete(place, save)
 
 
-def delete_checkpoint(storage: Storage, place: str) -> None:
+def delete_checkpoint(storage: Store, place: str) -> None:
     """Delete a checkpoint so that what is left if this is cut short is none."""
     if storage.path(place) is None:
         storage.delete(place, MANIFEST)
@@ -144,7 +144,7 @@ class SharedFolder:
 
 
 def fetch_together(
-    state: TrainingState, storage: Storage, place: str, verify: bool
+    state: TrainingState, storage: Store, place: str, verify: bool
 ) -> tuple[Manifest | None, SharedFolder | None, str]:
     """Bring what the ranks of this machine need to a directory that they share.
 
@@ -214,7 +214,7 @@ def _wanted_size(state: TrainingState, manifest: Manifest) -> int:
 
 def _fetch_share(
     state: TrainingState,
-    storage: Storage,
+    storage: Store,
     place: str,
     manifest: Manifest,
     folder: Path,

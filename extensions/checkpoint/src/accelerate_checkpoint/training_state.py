@@ -7,21 +7,25 @@ import io
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from accelerate_checkpoint import rng_state
-from accelerate_core import Backend, GradientState
-from accelerate_core.contract.parts import RunParts
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import (
+    Backend,
+    CheckpointError,
+    CommunicatorView,
+    Contribution,
+    ProjectConfiguration,
+    RunParts,
+    SharedHooksView,
+)
 
 #: Under this key a rank's state has what no other library would read.
 OWN = "accelerate_core"
-_OF_PLUGIN = ("kind", "name", "distribution", "version")
 
 
 class TrainingState:
@@ -43,46 +47,48 @@ class TrainingState:
 
     def __init__(self, run: RunParts) -> None:
         self._accelerator = accelerator = run.accelerator
-        self._training = training = run.training
-        self._prepared = prepared = run.prepared
+        self._tokens = run.tokens
+        self._restore_positions = run.restore_positions
+        self._project = run.project
+        self._plugins = run.plugins
+        self._shared_hooks = run.shared_hooks
         self._tracking = run.tracking
-        hooks, saving = accelerator.hooks, run.saving
+        hooks = accelerator.hooks
         self.process = run.process
-        self.collectives: Any = accelerator.communicator
-        self._saving = saving
+        self.collectives: CommunicatorView = accelerator.communicator
         self.backend = accelerator.backend.name
         #: What `supports["gradients"]` of the backend says: True, "same_layout" or False.
         self.gives_gradients: Any = accelerator.backend.supports.get("gradients", True)
-        self.events: GradientState = training.state
-        self.models: Sequence[torch.nn.Module] = prepared.models
-        self.schedulers: Sequence[Any] = prepared.schedulers
-        self.registered: Sequence[Any] = saving.registered
-        self.scaler: Any | None = accelerator.scaler
+        self.events = accelerator.gradient_state
+        self.models = accelerator.models
+        self.schedulers = accelerator.schedulers
+        self.registered = run.registered
+        self.scaler = accelerator.scaler
         # What the backend alone answers: `(model, state, strict)`, `(optimizer)`, `(optimizer,
         # state)`, `(directory, options, later)` -> None or a function that writes the rest later,
         # `(directory, options)`.
-        self.load_model_state = partial(hooks.load_model_state, accelerator)
-        self.optimizer_state = partial(hooks.optimizer_state, accelerator)
-        self.load_optimizer_state = partial(hooks.load_optimizer_state, accelerator)
-        self.backend_save = partial(hooks.save_state, accelerator)
-        self.backend_load = partial(hooks.load_state, accelerator)
-        self.save_hooks = saving.save_hooks.values
-        self.load_hooks = saving.load_hooks.values
-        #: Finish what the last step left open, such as the loss scale's update.
-        self.settle = training.settle
+        self.load_model_state = hooks.load_model_state
+        self.optimizer_state = hooks.optimizer_state
+        self.load_optimizer_state = hooks.load_optimizer_state
+        self.backend_save = hooks.save_state
+        self.backend_load = hooks.load_state
+        self.save_hooks = run.save_hooks.values
+        self.load_hooks = run.load_hooks.values
+        #: Applies a scale update that waits for other optimizers.
+        self.update_scale = run.update_scale
         #: The model without the backend's wrapping and `torch.compile`'s.
-        self.inner = prepared.inner_model
+        self.inner = run.inner_model
         #: What `save_model` writes: the whole weights, where they are needed.
-        self.whole_model_state = prepared.get_state_dict
+        self.whole_model_state = run.whole_state
         #: Warns, once per text, on the main process.
         self.note_once = accelerator.note_once
         #: Ends the run; called by preemption once its save stands.
         self.end_training = run.end_training
 
     @property
-    def project(self) -> Any:
+    def project(self) -> ProjectConfiguration:
         """The `ProjectConfiguration` in force, which a script may replace."""
-        return self._saving.project
+        return self._project()
 
     @property
     def owns_format(self) -> bool:
@@ -92,7 +98,7 @@ class TrainingState:
     @property
     def optimizers(self) -> Sequence[Any]:
         """The optimizers as they were before `prepare` wrapped them."""
-        return [prepared.optimizer for prepared in self._prepared.optimizers]
+        return [prepared.optimizer for prepared in self._accelerator.optimizers]
 
     @property
     def saves_here(self) -> bool:
@@ -116,7 +122,7 @@ class TrainingState:
     def alone(self) -> Iterator[None]:
         """Let this process save without the others."""
         every = self.collectives
-        self.collectives = replace(every, rank=0, size=1)
+        self.collectives = every.alone()
         try:
             yield
         finally:
@@ -126,16 +132,15 @@ class TrainingState:
 
     def model_state(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return a model's state as the backend gives it."""
-        state: dict[str, Any] = self._accelerator.hooks.model_state(self._accelerator, model)
-        plain: dict[str, Any] = self._accelerator.precision.plain_state(self.inner(model), state)
-        return plain
+        state = self._accelerator.hooks.model_state(model)
+        return self._accelerator.precision.plain_state(self.inner(model), state)
 
     def contributors(self) -> list[Contributor]:
         """Return the plugins that have `on_save` or `on_load`, by name."""
         found: dict[str, Contributor] = {}
         for hook in ("on_save", "on_load"):
-            for one in self._prepared.plugins.implementations(hook):
-                contributor = found.setdefault(one.key, Contributor(one.key, self._accelerator))
+            for one in self._shared_hooks.implementations(hook):
+                contributor = found.setdefault(one.key, Contributor(one.key, self._shared_hooks))
                 contributor.hooks[hook] = one
         return [one for _, one in sorted(found.items())]
 
@@ -152,27 +157,29 @@ class TrainingState:
         devices.update(p.device for model in self.models for p in model.parameters())
         loaders = [
             loader.state_dict() if hasattr(loader, "state_dict") else None
-            for loader in self._prepared.loaders
+            for loader in self._accelerator.loaders
         ]
         return {
-            "step": self._training.step,
-            **rng_state.capture(sorted(devices, key=str)),
+            "step": self._accelerator.step,
+            **rng_state.capture_rng_state(sorted(devices, key=str)),
             OWN: {
                 "cycle": self._cycle(),
                 "loaders": loaders,
                 "trackers": self._tracking.state_dict(),
-                "generators": dict(accelerator.hooks.rng_state(accelerator)),
+                "generators": dict(accelerator.hooks.rng_state()),
             },
         }
 
     def unsaved_loader(self, own: Mapping[str, Any]) -> str:
         """Name the loader whose part of `rank_state` cannot be saved, "" if it is none of them."""
         states = own.get(OWN, {}).get("loaders", ())
-        for index, (loader, state) in enumerate(zip(self._prepared.loaders, states, strict=False)):
+        for index, (loader, state) in enumerate(
+            zip(self._accelerator.loaders, states, strict=False)
+        ):
             try:
                 torch.save(state, io.BytesIO())
             except Exception:
-                kind = loader.__class__  # of one that a plugin made, the plugin's own
+                kind = type(getattr(loader, "_part", loader))  # a plugin's loader, not its wrapper
                 return f"state_dict of loader {index} ({kind.__module__}.{kind.__qualname__})"
         return ""
 
@@ -198,7 +205,7 @@ class TrainingState:
         rank, count = self.process.process_index, self.process.num_processes
         first, own = states[0], states.get(rank)
         if OWN not in first:
-            self._training.step = int(first.get("step", 0))
+            self._accelerator.step = int(first.get("step", 0))
         else:
             if saved_by != count:
                 self.note_once(
@@ -217,8 +224,8 @@ class TrainingState:
         if own is None:
             return
         if generators := own.get(OWN, {}).get("generators"):
-            accelerator.hooks.load_rng_state(accelerator, generators)
-        if missed := rng_state.restore(own):
+            accelerator.hooks.load_rng_state(generators)
+        if missed := rng_state.restore_rng_state(own):
             accelerator.note_once(
                 f"No random state could be set on rank {rank} for {', '.join(missed)}.",
                 every_rank=True,
@@ -226,9 +233,9 @@ class TrainingState:
 
     def _load_positions(self, states: Sequence[Any]) -> None:
         """Put the loaders where they stood; one of other data stays at its beginning."""
-        if self._prepared.dataloader_config.restore_positions is False:
+        if not self._restore_positions():
             return
-        loaders = self._prepared.loaders
+        loaders = self._accelerator.loaders
         if len(states) != len(loaders):
             self.note_once(
                 f"The checkpoint has the positions of {len(states)} loaders, and {len(loaders)} "
@@ -254,7 +261,7 @@ class TrainingState:
         events = self.events
         return [
             optimizer
-            for optimizer in self._prepared.optimizers
+            for optimizer in self._accelerator.optimizers
             if not events.sync_gradients or optimizer.seen_backwards < events.backwards
         ]
 
@@ -272,7 +279,7 @@ class TrainingState:
             for parameter in group["params"]
         ]
         for index, model in enumerate(self.models):
-            named = accelerator.hooks.pending_gradients(accelerator, model, parameters)
+            named = accelerator.hooks.pending_gradients(model, parameters)
             if named:
                 found[index] = dict(named)
         return found
@@ -337,8 +344,8 @@ class TrainingState:
         """
         factor = None
         if saved_by is not None:
-            _, loss_ranks = self._accelerator.hooks.loss_shard(self._accelerator)
-            factor = 1.0 / (loss_ranks if self._training.tokens.open else saved_by)
+            _, loss_ranks = self._accelerator.hooks.loss_shard()
+            factor = 1.0 / (loss_ranks if self._tokens.open else saved_by)
         for model in self.models:
             for parameter in self.inner(model).parameters():
                 parameter.grad = None
@@ -347,32 +354,34 @@ class TrainingState:
             self.events.backwards += 1  # they wait for a step, here too
             for index, named in found.items():
                 model = self.models[index]
-                accelerator.hooks.load_pending_gradients(accelerator, model, named, factor)
+                accelerator.hooks.load_pending_gradients(model, named, factor)
 
     def _cycle(self) -> dict[str, Any]:
         return {
-            "step": self._training.step,
+            "step": self._accelerator.step,
             "sync_gradients": self.events.sync_gradients,
-            "items": self._training.tokens.state_dict(),
-            "steps_taken": [optimizer.steps_taken for optimizer in self._prepared.optimizers],
+            "items": self._tokens.state_dict(),
+            "steps_taken": [optimizer.steps_taken for optimizer in self._accelerator.optimizers],
         }
 
     def _load_cycle(
         self, state: Mapping[str, Any], all_ranks: Sequence[Mapping[str, Any]] | None
     ) -> None:
         """Go on in the cycle; `all_ranks`: the states of those that saved on another layout."""
-        self._training.step = int(state["step"])
+        self._accelerator.step = int(state["step"])
         self.events.sync_gradients = bool(state["sync_gradients"])
         items = dict(state["items"])
         if all_ranks is not None:
             counts = [float(one["items"]["local"]) for one in all_ranks]
-            index, _ = self._accelerator.hooks.loss_shard(self._accelerator)
+            index, _ = self._accelerator.hooks.loss_shard()
             items["local"] = sum(counts) if index == 0 else 0
-        self._training.tokens.load_state_dict(items)
+        self._tokens.load_state_dict(items)
         self.events.backwards += 1
-        for optimizer, steps in zip(self._prepared.optimizers, state["steps_taken"], strict=False):
+        for optimizer, steps in zip(
+            self._accelerator.optimizers, state["steps_taken"], strict=False
+        ):
             optimizer.steps_taken = steps
-        for optimizer in self._prepared.optimizers:
+        for optimizer in self._accelerator.optimizers:
             optimizer.seen_backwards = self.events.backwards
 
     def mesh_sizes(self) -> dict[str, int] | None:
@@ -387,8 +396,8 @@ class TrainingState:
     def facts(self) -> dict[str, Any]:
         """Return step, epoch, world, mesh, precision, plugins, versions and numbers of objects."""
         accelerator = self._accelerator
-        epochs = [int(getattr(loader, "iteration", 0)) for loader in self._prepared.loaders]
-        steps = [optimizer.steps_taken for optimizer in self._prepared.optimizers]
+        epochs = [int(getattr(loader, "iteration", 0)) for loader in self._accelerator.loaders]
+        steps = [optimizer.steps_taken for optimizer in self._accelerator.optimizers]
         return {
             "step": max(steps, default=0),
             "epoch": max(epochs, default=0),
@@ -399,17 +408,14 @@ class TrainingState:
                 "accelerate-core": importlib.metadata.version("accelerate-core"),
                 "torch": torch.__version__,
                 "python": platform.python_version(),
-                "plugins": [
-                    {name: getattr(record, name) for name in _OF_PLUGIN}
-                    for record, _, _ in self._prepared.plugins.plugins
-                ],
+                "plugins": [dict(plugin) for plugin in self._plugins],
             },
             "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
             "objects": {
                 "models": len(self.models),
-                "optimizers": len(self._prepared.optimizers),
+                "optimizers": len(self._accelerator.optimizers),
                 "schedulers": len(self.schedulers),
-                "loaders": len(self._prepared.loaders),
+                "loaders": len(self._accelerator.loaders),
                 "registered": len(self.registered),
             },
         }
@@ -425,9 +431,9 @@ class Contributor:
     """One plugin's `on_save` and `on_load`, whichever it has."""
 
     key: str
-    accelerator: Any
-    #: Per hook its implementation, called with the arguments by name.
-    hooks: dict[str, Any] = field(default_factory=dict)
+    shared_hooks: SharedHooksView
+    #: Its implementation of each hook.
+    hooks: dict[str, Contribution] = field(default_factory=dict)
 
     def save(self, directory: Path) -> None:
         if "on_save" in self.hooks and "directory" in self.hooks["on_save"].names:
@@ -439,4 +445,4 @@ class Contributor:
 
     def _call(self, hook: str, directory: Path) -> None:
         if hook in self.hooks:
-            self.hooks[hook](accelerator=self.accelerator, directory=directory)
+            self.shared_hooks.call(self.hooks[hook], directory=directory)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from accelerate_checkpoint.files import Progress, first_line
-from accelerate_checkpoint.storage import Storage, join
-from accelerate_core.errors import CheckpointError
+from accelerate_checkpoint.store import Store, join
+from accelerate_core.plugin import CheckpointError
 
 #: Bytes of a file that are fetched in one request.
 PART = 32 << 20
@@ -26,7 +26,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-def persist(storage: Storage, what: str, job: Callable[[], T]) -> T:
+def persist(storage: Store, what: str, job: Callable[[], T]) -> T:
     """Do a job, again if it failed for a passing reason.
 
     Args:
@@ -53,7 +53,7 @@ def persist(storage: Storage, what: str, job: Callable[[], T]) -> T:
     raise AssertionError("a store makes at least one attempt")
 
 
-def upload(storage: Storage, place: str, files: Mapping[str, Path], progress: Progress) -> None:
+def upload(storage: Store, place: str, files: Mapping[str, Path], progress: Progress) -> None:
     """Write local files below a place, the largest first.
 
     Args:
@@ -80,7 +80,7 @@ def upload(storage: Storage, place: str, files: Mapping[str, Path], progress: Pr
 
 
 def download(
-    storage: Storage, place: str, files: Mapping[str, tuple[Path, int]], progress: Progress
+    storage: Store, place: str, files: Mapping[str, tuple[Path, int]], progress: Progress
 ) -> None:
     """Fetch files in parts.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_mean
+from accelerate_core.plugin import CheckpointError, ConfigurationError, did_you_mean
 
 #: What a folder of weights is looked through for, in this order.
 _USUAL = (

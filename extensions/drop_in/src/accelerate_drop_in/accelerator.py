@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from accelerate_core import accelerator
-from accelerate_core.builtin.compile import uncompiled
+from accelerate_core.builtin.compiled import uncompiled
 from accelerate_core.config.schema import origin_of
 from accelerate_core.data.feeding import look_ahead
 from accelerate_core.data.loader import CoreLoader
@@ -140,7 +140,7 @@ class Accelerator(accelerator.Accelerator):
         super().__init__(*_without_split_batches(args[:_FIRST], kwargs), **kwargs)
         vars(self)["_is_made"] = True
         self.dataloader_config = self.dataloader_config  # with the defaults of the original
-        for handler in self._built.handlers.values():
+        for handler in self._setup.handlers.values():
             if type(handler).__name__ == "DistributedDataParallelKwargs":
                 self.ddp_handler = handler
         if (plugin := self.megatron_lm_plugin) is not None:
@@ -178,7 +178,7 @@ class Accelerator(accelerator.Accelerator):
             return FP8BackendType.NO
         return FP8BackendType(self._plugin_attribute("fp8_backend", "Accelerator"))
 
-    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:  # type: ignore[override]
         """Prepare objects, which have the mark of the original's after it."""
         assignment.check_compiler(self)
         for one in args:

@@ -70,7 +70,7 @@ def _set_ddp_handler(accelerator: Any, value: Any) -> None:
         # One set of values for both: what the script changes in its own object later counts, too.
         value.__dict__ = made.__dict__
     accelerator.backend.settings = made if value is None else value
-    accelerator._built.settings[accelerator._built.backend_record] = {
+    accelerator._setup.settings[accelerator._setup.backend_record] = {
         name: _assigned(one, "ddp_handler") for name, one in because.items()
     }
 
@@ -82,7 +82,7 @@ def _assigned(one: Because, name: str) -> Because:
 
 def _set_autocast_handler(accelerator: Any, value: Any) -> None:
     _expect("autocast_handler", value, AutocastKwargs, optional=True)
-    vars(accelerator)["autocast_handler"] = value
+    accelerator._options.autocast_handler = value
     if value is not None and value.upcast_outputs is not None:
         accelerator.upcast_outputs = value.upcast_outputs
 
@@ -90,49 +90,44 @@ def _set_autocast_handler(accelerator: Any, value: Any) -> None:
 def _set_profile_handler(accelerator: Any, value: Any) -> None:
     kind = lent("ProfileKwargs")
     _expect("profile_handler", value, kind, optional=True)
-    accelerator._built.handlers[kind] = value
+    accelerator._setup.handlers[kind] = value
 
 
 def _set_dataloader_config(accelerator: Any, value: Any) -> None:
     _expect("dataloader_config", value, DataLoaderConfiguration)
     if value.restore_positions is None:
         value.restore_positions = value.use_stateful_dataloader
-    vars(accelerator)["dataloader_config"] = value
-    accelerator._prepared.dataloader_config = value
-    accelerator._collectives._loaders = value
+    accelerator._options.dataloader_config = value
 
 
 def _set_project_configuration(accelerator: Any, value: Any) -> None:
     _expect("project_configuration", value, ProjectConfiguration)
-    vars(accelerator)["project_configuration"] = value
     accelerator._saving.project = value
 
 
 def _set_device_placement(accelerator: Any, value: Any) -> None:
     _expect("device_placement", value, bool)
-    vars(accelerator)["device_placement"] = value
-    accelerator._prepared.device_placement = value
+    accelerator._options.device_placement = value
 
 
 def _set_step_scheduler(accelerator: Any, value: Any) -> None:
     _expect("step_scheduler_with_optimizer", value, bool)
-    vars(accelerator)["step_scheduler_with_optimizer"] = value
+    accelerator._options.step_scheduler_with_optimizer = value
 
 
 def _set_rng_types(accelerator: Any, value: Any) -> None:
     names = check_rng_types(value)
-    vars(accelerator)["rng_types"] = names
-    accelerator._prepared._rng_types = names
+    accelerator._options.rng_types = names
 
 
 def _set_dynamo_plugin(accelerator: Any, value: Any) -> None:
     _expect("state.dynamo_plugin", value, TorchDynamoPlugin)
     before = accelerator.dynamo_plugin
-    vars(accelerator)["dynamo_plugin"] = value
+    accelerator._options.dynamo_plugin = value
     try:
         check_compiler(accelerator)
     except ConfigurationError:
-        vars(accelerator)["dynamo_plugin"] = before
+        accelerator._options.dynamo_plugin = before
         raise
 
 
@@ -143,7 +138,7 @@ def check_compiler(accelerator: Any) -> None:
         AssignmentError: nothing would be compiled.
     """
     plugin = accelerator.dynamo_plugin
-    active = {record.name for record, _, _ in accelerator._plugins.plugins}
+    active = {record.name for record, _, _ in accelerator._setup.plugins.plugins}
     if plugin.enabled and "torch_compile" not in active:
         raise AssignmentError(
             f"state.dynamo_plugin names the compiler {plugin.backend!r}, but the Accelerator was made "
@@ -319,7 +314,7 @@ def refuse_served(accelerator: Any, name: str) -> None:
     Raises:
         AssignmentError: a plugin serves one of this name.
     """
-    for served in accelerator._plugins.call_each("state_attributes", accelerator=accelerator):
+    for served in accelerator._shared_hooks.call_each("state_attributes"):
         if name in served:
             raise AssignmentError(
                 f"accelerator.{name} cannot be replaced: an active plugin serves it. Assign to its "

@@ -349,28 +349,34 @@ class AcceleratedOptimizer(optimizers.AcceleratedOptimizer, metaclass=_Prepared)
     def __init__(
         self, optimizer: torch.optim.Optimizer, device_placement: bool = True, scaler: Any = None
     ) -> None:
-        super().__init__(
-            optimizer, gradient_state=GradientState(), step=self._stepped, zero_grad=_zero_grad
-        )
+        super().__init__(optimizer, gradient_state=GradientState(), hooks=_ByHand(scaler))
         self.scaler = scaler
         if device_placement and optimizer.state:
             state = send_to_device(optimizer.state_dict(), current_runtime().device)
             optimizer.load_state_dict(state)
 
-    def _stepped(self, optimizer: Any, closure: Callable[[], Any] | None) -> bool:
-        """Step; tell whether the step was taken."""
+
+class _ByHand:
+    """Steps an optimizer without a backend, through a gradient scaler if there is one."""
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None) -> bool:
+        """Step, and return whether the step was taken."""
         arguments = () if closure is None else (closure,)
-        if self.scaler is None:
+        scaler = self._scaler
+        if scaler is None:
             optimizer.step(*arguments)
             return True
-        before = self.scaler.get_scale()
-        self.scaler.step(optimizer, *arguments)
-        self.scaler.update()
-        return bool(self.scaler.get_scale() >= before)
+        before = scaler.get_scale()
+        scaler.step(optimizer, *arguments)
+        scaler.update()
+        return bool(scaler.get_scale() >= before)
 
-
-def _zero_grad(optimizer: Any, set_to_none: bool) -> None:
-    optimizer.zero_grad(set_to_none=set_to_none)
+    def zero_grad(self, optimizer: Any, set_to_none: bool) -> None:
+        """Clear gradients."""
+        optimizer.zero_grad(set_to_none=set_to_none)
 
 
 class AcceleratedScheduler(schedulers.AcceleratedScheduler, metaclass=_Prepared):

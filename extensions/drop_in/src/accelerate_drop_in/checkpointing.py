@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accelerate_checkpoint.rng_state import capture, restore
+from accelerate_checkpoint import capture_rng_state, restore_rng_state
 from accelerate_core.distributed.process import current_runtime
 from accelerate_core.errors import CheckpointError, ConfigurationError, listing, warn
 from accelerate_drop_in import constants
@@ -62,7 +62,7 @@ def save_accelerator_state(
         for number, owner in enumerate(owners):
             if hasattr(owner, "state_dict"):
                 save(owner.state_dict(), folder / _numbered(name, number), save_on_each_node)
-    states = {"step": step, **capture([current_runtime().device])}
+    states = {"step": step, **capture_rng_state([current_runtime().device])}
     torch.save(states, folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl")
     return folder
 
@@ -129,7 +129,7 @@ def _random_states(path: Path) -> dict[str, Any]:
         warn(f"There are no random states in {path}; those of this process stay as they are.")
         return {}
     states = load(path)
-    if missed := restore(states):
+    if missed := restore_rng_state(states):
         warn(f"Random states in {path} could not be set here: {listing(missed)}.")
     return {"step": states["step"]} if "step" in states else {}
 

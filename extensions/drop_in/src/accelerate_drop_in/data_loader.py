@@ -26,7 +26,11 @@ from accelerate_core.data.sources import IndexedSource, ReadSource
 from accelerate_core.data.steps import StepReader
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.process import current_runtime
-from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
+from accelerate_core.distributed.torch_collectives import (
+    TorchCollectives,
+    bind_collectives,
+    host_group,
+)
 
 
 def prepare_data_loader(
@@ -128,7 +132,7 @@ def _default_communicator(count: int) -> Communicator | None:
         rank=dist.get_rank(),
         size=count,
         device=runtime.device,
-        hooks=TorchCollectives(),
+        hooks=bind_collectives(TorchCollectives()),
         new_group=lambda ranks: host_group(ranks, runtime.timeout),
     )
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accelerate_big_model.tensors import align_module_device, default_device, has_offloaded_params
-from accelerate_core.builtin.compile import (
+from accelerate_core.builtin.compiled import (
     is_compiled_module,
     strip_compiled,
     uncompiled,

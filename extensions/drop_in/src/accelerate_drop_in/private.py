@@ -156,9 +156,11 @@ def _is_stateful(self: CoreLoader) -> bool:
 
 def add() -> None:
     """Add them."""
-    lists = {f"_{one}": attribute(f"_prepared.{one}", "") for one in ("models", "optimizers")}
-    lists["_schedulers"] = attribute("_prepared.schedulers", "")
-    lists["_dataloaders"] = attribute("_prepared.loaders", "")
+    lists = {
+        f"_{one}": attribute(f"_prepared.objects.{one}", "") for one in ("models", "optimizers")
+    }
+    lists["_schedulers"] = attribute("_prepared.objects.schedulers", "")
+    lists["_dataloaders"] = attribute("_prepared.objects.loaders", "")
     lists["_custom_objects"] = attribute("_saving.registered", "")
     lists["_save_model_state_pre_hook"] = attribute("_saving.save_hooks", "")
     lists["_load_model_state_pre_hook"] = attribute("_saving.load_hooks", "")

@@ -40,11 +40,11 @@ class CompareParameters:
         self._steps[id(optimizer)] = steps
         backend = accelerator.backend
         exact = backend.supports.get("exact", True) and backend.reduces_gradients != "never"
-        _, count = accelerator.hooks.data_shard(accelerator)
+        _, count = accelerator.hooks.data_shard()
         if steps != _STEPS or count == 1 or not exact:
             return
         mine = _checksums(accelerator, optimizer)
-        ranks = accelerator.hooks.gather_object(accelerator, mine, "data")
+        ranks = accelerator.hooks.gather_object(mine, "data")
         for rank, theirs in enumerate(ranks):
             differing = [name for name in ranks[0] if theirs.get(name) != ranks[0][name]]
             if differing:

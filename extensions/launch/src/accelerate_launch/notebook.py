@@ -10,8 +10,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from accelerate_core import failures
 from accelerate_core.config.provenance import Because
-from accelerate_core.distributed import failures
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import find
 from accelerate_core.truth import flag

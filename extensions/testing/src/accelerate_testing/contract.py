@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from typing import Any
 
+from accelerate_core import plugin
 from accelerate_core.backend import Backend
 from accelerate_core.backend.precision import Precision
 from accelerate_core.contract.hooks import (
@@ -59,7 +60,8 @@ def contract() -> dict[str, Any]:
                 "doc": inspect.getdoc(function) or "",
             }
     public = {cls.__name__: _members(cls) for cls in PROMISED}
-    return {"version": list(API_VERSION), "hooks": hooks, "public": public}
+    made = {"version": list(API_VERSION), "hooks": hooks, "public": public}
+    return {**made, "plugin": sorted(dir(plugin))}  # what an author imports
 
 
 def _types_of(signature: inspect.Signature) -> dict[str, str]:

@@ -175,7 +175,7 @@ class Trainer:
     def batches(self, count: int, *sizes: int) -> tuple[list[Batch], list[Batch]]:
         """Return this rank's batches, of so many samples in turn, and the whole ones of all ranks."""
         accelerator = self.accelerator
-        index, parts = accelerator.hooks.data_shard(accelerator)
+        index, parts = accelerator.hooks.data_shard()
         generator = torch.Generator().manual_seed(5)
         mine, whole = [], []
         for _, size in zip(range(count), cycle(sizes or (BATCH,)), strict=False):

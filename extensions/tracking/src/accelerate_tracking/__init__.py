@@ -59,7 +59,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Return a tracker class that an installed package lends, such as the peer has here."""
-    from accelerate_core.plugins.discovery import lent
+    from accelerate_core.plugin import lent
 
     if name.startswith("__"):
         raise AttributeError(name)

@@ -9,15 +9,17 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
-from accelerate_core import LoggerType
-from accelerate_core.errors import (
+from accelerate_core.plugin import (
     ConfigurationError,
+    LoggerType,
     MissingPluginError,
     TrackerError,
+    check_api_version,
     did_you_mean,
+    find,
+    installed,
     warn,
 )
-from accelerate_core.plugins.discovery import check_api_version, find, installed
 from accelerate_tracking.normalise import RAISED
 from accelerate_tracking.tracker import GeneralTracker, RunGroup
 

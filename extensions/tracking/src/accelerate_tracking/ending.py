@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
-from accelerate_core.distributed.failures import is_failure
+from accelerate_core.plugin import is_failure
 
 
 class TooLongError(TimeoutError):

@@ -12,9 +12,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from accelerate_core.contract.parts import LogKwargs
-from accelerate_core.distributed.failures import is_failure
-from accelerate_core.errors import ConfigurationError, TrackerError, did_you_mean, listing, warn
+from accelerate_core.plugin import (
+    ConfigurationError,
+    LogKwargs,
+    TrackerError,
+    did_you_mean,
+    is_failure,
+    listing,
+    warn,
+)
 from accelerate_tracking import feeding
 from accelerate_tracking.choice import (
     Asked,

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.contract.parts import LogKwargs
-from accelerate_core.errors import ConfigurationError, warn
+from accelerate_core.plugin import ConfigurationError, LogKwargs, warn
 from accelerate_tracking.normalise import Reporter, is_scalar, is_tensor, scalar, text_of
 
 Arguments = dict[str, Any]

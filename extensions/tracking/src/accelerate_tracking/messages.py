@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 
-from accelerate_core.errors import warn
-from accelerate_core.plugins.discovery import installed
+from accelerate_core.plugin import installed, warn
 from accelerate_tracking.choice import Asked, name_of
 from accelerate_tracking.normalise import NotTaken
 

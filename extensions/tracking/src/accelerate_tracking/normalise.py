@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from decimal import Decimal
 from typing import Any
 
-from accelerate_core.errors import warn
+from accelerate_core.plugin import warn
 
 #: Tensors and arrays in a config are written out up to this many elements.
 CONFIG_ELEMENTS = 1024

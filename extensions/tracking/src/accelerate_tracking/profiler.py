@@ -11,8 +11,15 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from accelerate_core import KwargsHandler, option, settings
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
+from accelerate_core.plugin import (
+    ConfigurationError,
+    KwargsHandler,
+    did_you_mean,
+    listing,
+    option,
+    settings,
+    warn,
+)
 
 _SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.errors import TrackerError
+from accelerate_core.plugin import TrackerError
 from accelerate_tracking.normalise import as_float
 
 RUN_FILE = "run.jsonl"

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from packaging.requirements import Requirement
 
-from accelerate_core.builtin.no_tracking import Nothing
-from accelerate_core.contract.hooks import check_near_miss, is_newer
-from accelerate_core.contract.topology import read_topology
-from accelerate_core.distributed.process import running
-from accelerate_core.errors import TrackerError
+from accelerate_core.plugin import (
+    Nothing,
+    TrackerError,
+    check_near_miss,
+    is_newer,
+    read_topology,
+    running,
+)
 from accelerate_tracking.normalise import is_foreign, made_by
 
 #: What can be logged beside values; a tracker supports a verb by having the method `log_<verb>`.

@@ -99,9 +99,7 @@ class AimTracker(GeneralTracker):
 
 def _storable(value: Any) -> Any:
     """Return a copy in which whole numbers of more than 64 bits, which Aim cannot hold, are text."""
-    from accelerate_core.distributed.tree import (
-        map_leaves,  # imports torch, and choosing needs none
-    )
+    from accelerate_core.plugin import map_leaves
 
     def storable(leaf: Any) -> Any:
         return str(leaf) if type(leaf) is int and not -(2**63) <= leaf < 2**63 else leaf

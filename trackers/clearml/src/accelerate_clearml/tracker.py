@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from accelerate_core.errors import TrackerError
-from accelerate_core.truth import truth
+from accelerate_core.plugin import TrackerError, truth
 from accelerate_tracking import (
     Columns,
     GeneralTracker,

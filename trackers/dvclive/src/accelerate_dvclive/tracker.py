@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.errors import warn
+from accelerate_core.plugin import warn
 from accelerate_tracking import Columns, GeneralTracker, Rows, each, pictures, split
 
 

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.errors import warn
-from accelerate_core.truth import flag
+from accelerate_core.plugin import flag, warn
 from accelerate_tracking import Columns, GeneralTracker, Rows, pictures, split
 
 #: What the server takes at once.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from accelerate_core.errors import warn
+from accelerate_core.plugin import warn
 from accelerate_tracking import Columns, GeneralTracker, Rows, pictures, unreachable
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.plugin import ConfigurationError, did_you_mean, listing
 from accelerate_megatron.models.weights import (
     Read,
     Source,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from accelerate_core.errors import ConfigurationError, listing
+from accelerate_core.plugin import ConfigurationError, listing
 from accelerate_megatron.library import imported
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError
 from accelerate_megatron.library import imported
 
 #: Gives a tensor of Transformers by its name: a tensor, or what safetensors' `get_slice` returns.

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import click
 
-from accelerate_core.config.lookup import Sources, resolve_settings
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError, Sources, resolve_settings
 from accelerate_launch import default_config_path
 from accelerate_xla.launch.pod import CONFIG, gcloud
 from accelerate_xla.launch.settings import TPUPod

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.errors import ConfigurationError
-from accelerate_core.truth import truth
+from accelerate_core.plugin import ConfigurationError, truth
 from accelerate_launch import LaunchPlan, PrepareForLaunch, target_command
 from accelerate_xla import library
 from accelerate_xla.launch.settings import TPULaunch

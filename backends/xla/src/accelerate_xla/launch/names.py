@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, NoReturn
 
-from accelerate_core.errors import MissingPluginError
-from accelerate_core.plugins.catalog import pip_command
+from accelerate_core.plugin import MissingPluginError, pip_command
 
 
 def install_xla(upgrade: bool = False) -> NoReturn:

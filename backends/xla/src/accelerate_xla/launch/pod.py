@@ -11,8 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from accelerate_core.errors import ConfigurationError
-from accelerate_core.truth import truth
+from accelerate_core.plugin import ConfigurationError, truth
 from accelerate_launch import LaunchPlan
 from accelerate_xla.launch.local import SWITCH
 from accelerate_xla.launch.settings import TPUPod

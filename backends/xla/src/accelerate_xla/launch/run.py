@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.errors import AccelerateError, ConfigurationError, did_you_mean
+from accelerate_core.plugin import AccelerateError, ConfigurationError, did_you_mean
 from accelerate_xla.launch import spawning
 
 

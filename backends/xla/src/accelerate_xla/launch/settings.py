@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accelerate_core import option, settings
+from accelerate_core.plugin import option, settings
 
 
 @settings(env_prefix="ACCELERATE_", section=None, yaml_prefix="tpu_")

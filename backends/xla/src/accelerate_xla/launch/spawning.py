@@ -17,9 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.distributed.failures import is_failure
-from accelerate_core.distributed.process import running
-from accelerate_core.errors import AccelerateError, ConfigurationError, RuntimeConflictError
+from accelerate_core.plugin import (
+    AccelerateError,
+    ConfigurationError,
+    RuntimeConflictError,
+    is_failure,
+    running,
+)
 from accelerate_launch import PrepareForLaunch
 from accelerate_xla import library
 

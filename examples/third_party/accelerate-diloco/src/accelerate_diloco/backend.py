@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from accelerate_core import AcceleratorView, Backend, Claim, Request
+from accelerate_core.plugin import AcceleratorView, Backend, Claim, Request
 from accelerate_diloco.outer import Outer
 from accelerate_diloco.settings import DiLoCoSettings
 

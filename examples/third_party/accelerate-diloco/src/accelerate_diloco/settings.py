@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accelerate_core import BackendSettings, option, settings
+from accelerate_core.plugin import BackendSettings, option, settings
 
 
 @settings(argument="diloco_plugin")

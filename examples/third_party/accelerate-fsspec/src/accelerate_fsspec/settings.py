@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate_core import KwargsHandler, option, settings
+from accelerate_core.plugin import KwargsHandler, option, settings
 
 
 @settings

@@ -15,7 +15,7 @@ import fsspec
 from fsspec.callbacks import Callback
 
 from accelerate_checkpoint import MANIFEST, Storage, join
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import CheckpointError
 
 __all__ = ["FsspecStorage"]
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core import AcceleratorView
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import AcceleratorView, ConfigurationError
 from accelerate_records.records import Records
 
 __all__ = ["RecordsLoader"]
@@ -61,8 +60,8 @@ class RecordsLoader:
         self.shuffle, self.drop_last, self.seed = shuffle, drop_last, seed
         self.even_batches = self.put_on_device = True
         self._accelerator = accelerator
-        self._index, self._count = accelerator.hooks.data_shard(accelerator)
-        fixed = accelerator.hooks.fixed_batch(accelerator)
+        self._index, self._count = accelerator.hooks.data_shard()
+        fixed = accelerator.hooks.fixed_batch()
         if fixed is not None and batch_size % fixed:
             raise ConfigurationError(
                 f"The backend takes batches of a multiple of {fixed} samples, and batch_size is "
@@ -180,7 +179,7 @@ class RecordsLoader:
         if not self.put_on_device:
             return batches
         accelerator = self._accelerator
-        fed: Iterator[Batch] = accelerator.hooks.feed_device(accelerator, batches, False)
+        fed: Iterator[Batch] = accelerator.hooks.feed_device(batches, False)
         return fed
 
     def skipping(self, num_batches: int) -> RecordsLoader:

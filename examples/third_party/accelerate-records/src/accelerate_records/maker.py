@@ -12,8 +12,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from accelerate_core import AcceleratorView
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import AcceleratorView, ConfigurationError
 from accelerate_records.loader import RecordsLoader
 from accelerate_records.records import Records
 from accelerate_records.settings import RecordsSettings
@@ -50,7 +49,7 @@ class RecordsMaker:
             return None
         size = int(loader.batch_size or 0)
         if accelerator.split_batches:
-            _, count = accelerator.hooks.data_shard(accelerator)
+            _, count = accelerator.hooks.data_shard()
             if size % count:
                 raise ConfigurationError(
                     f"split_batches=True: {count} ranks cannot share batches of {size} equally."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accelerate_core import KwargsHandler, option, settings
+from accelerate_core.plugin import KwargsHandler, option, settings
 
 
 @settings

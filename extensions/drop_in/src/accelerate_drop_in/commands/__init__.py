@@ -56,7 +56,7 @@ def _named_file(words: list[str]) -> str | None:
 
 
 def _dispatch(words: list[str]) -> None:
-    from accelerate_core.cli import cli
+    from accelerate_launch.cli import cli
 
     name, rest = (words[0], words[1:]) if words else ("", [])
     if name == "tpu-config":

@@ -96,7 +96,7 @@ def estimate_command(args: argparse.Namespace) -> None:
     """Show what `estimate_command_parser` was asked for."""
     words = [args.model_name, "--dtypes", ",".join(args.dtypes)]
     words += ["--trust_remote_code"] if args.trust_remote_code else []
-    from accelerate_core.cli import cli
+    from accelerate_launch.cli import cli
 
     try:
         cli.main(args=["estimate-memory", *words], prog_name="accelerate")

@@ -13,12 +13,12 @@ from typing import Any
 
 import click
 
-from accelerate_core.cli import cli
 from accelerate_drop_in.commands import call
 from accelerate_drop_in.commands.arguments import CustomArgumentGroup as CustomArgumentGroup
 from accelerate_drop_in.commands.arguments import CustomArgumentParser as CustomArgumentParser
 from accelerate_drop_in.commands.arguments import CustomHelpFormatter as CustomHelpFormatter
 from accelerate_drop_in.commands.unasked import without_unasked
+from accelerate_launch.cli import cli
 
 #: What the original calls arguments of our commands.
 _ALSO = {"script": "training_script", "arguments": "training_script_args"}

@@ -68,7 +68,7 @@ def _warn(name: str, why: str) -> None:
 
 
 def _command() -> tuple[Any, click.Context]:
-    from accelerate_core.cli import cli
+    from accelerate_launch.cli import cli
 
     context = click.Context(cli, info_name="accelerate")
     command: Any = cli.get_command(context, "launch")

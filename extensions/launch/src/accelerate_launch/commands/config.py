@@ -209,16 +209,19 @@ def _check_deeply(config: ConfigFile) -> None:
     from accelerate_core.config.lookup import Sources, resolve_core, resolve_settings
     from accelerate_core.config.parallelism import ParallelismConfig
     from accelerate_core.contract.topology import Topology
-    from accelerate_core.plugins.manager import Part
+    from accelerate_core.plugins.factory import PluginFactory
     from accelerate_core.plugins.selection import Request, select
 
     sources = Sources({}, config)
     values = resolve_core({}, sources, {})
     if (signals := values["preemption_signals"].value) is not None:
         chosen = select("checkpointer", Request({}, os.environ, Topology()), values["checkpointer"])
-        saves = Part.of(chosen, sources, {})
-        make = NoCheckpointer if saves is None else saves.make
-        make(ProjectConfiguration(), signals)  # refuses signals that cannot be caught
+        # The checkpointer refuses signals that cannot be caught.
+        if found := chosen.settled().active:
+            factory = PluginFactory(sources)
+            factory.create_part(found[0].record, ProjectConfiguration(), signals)
+        else:
+            NoCheckpointer(ProjectConfiguration(), signals)
     device = values["torch_device"].value
     try:
         torch.device(device or "cpu")

@@ -11,9 +11,9 @@ from dataclasses import asdict
 import click
 
 from accelerate_core.builtin.console import console
-from accelerate_core.cli import Commands
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import GROUPS
+from accelerate_launch.cli import Commands
 from accelerate_launch.commands.tables import print_table, print_terms
 from accelerate_launch.explain.planned_run import planned_run
 from accelerate_launch.explain.report import problems, rows

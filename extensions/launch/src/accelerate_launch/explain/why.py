@@ -9,7 +9,7 @@ from accelerate_core.config.lookup import Sources
 from accelerate_core.errors import AccelerateError, MissingPluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import PluginRecord, installed, without_entry_point
-from accelerate_core.plugins.manager import PARTS
+from accelerate_core.plugins.factory import PARTS
 from accelerate_core.plugins.selection import RULES, Rule, Selection
 from accelerate_launch.explain.planned_run import PlannedRun
 from accelerate_launch.explain.report import api_of, problem_of, state_of

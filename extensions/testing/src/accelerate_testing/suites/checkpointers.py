@@ -66,7 +66,7 @@ class Training(ResumableTrainer):
         """Return a copy of all that has to be as in the run that was not stopped."""
         accelerator = self.accelerator
         inner = accelerator.unwrap_model(self.model)
-        state = accelerator.hooks.optimizer_state(accelerator, self.optimizer.optimizer)
+        state = accelerator.hooks.optimizer_state(self.optimizer.optimizer)
         random_state = random.getstate()
         with torch.random.fork_rng(devices=[]):
             drawn = float(torch.rand(())), random.random()

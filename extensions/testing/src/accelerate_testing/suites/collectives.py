@@ -33,14 +33,14 @@ def ranks(ctx: CheckContext) -> str:
     ctx.equal(indices, list(range(ctx.size)), "ranks in order")
     ctx.equal(sum(comm.gather_object(accelerator.is_main_process)), 1, "number of main processes")
     for what in ("data_shard", "loss_shard"):
-        index, count = getattr(accelerator.hooks, what)(accelerator)
+        index, count = getattr(accelerator.hooks, what)()
         ctx.alike(accelerator, count, f"parts of {what}")
         ctx.equal(0 <= index < count, True, f"{what} ({index}, {count}) is inside")
         seen = set(comm.gather_object(index))
         ctx.equal(seen, set(range(count)), f"indices of {what}")
     mesh = accelerator.backend.supports.get("mesh") or ()
     if not {"tp", "cp", "sp", "pp"} & set(mesh):
-        _, count = accelerator.hooks.data_shard(accelerator)
+        _, count = accelerator.hooks.data_shard()
         ctx.equal(count, ctx.size, "parts of the data, where no mesh dimension shares samples")
     return f"{ctx.size} on {accelerator.device.type}, {accelerator.distributed_type.value}"
 
@@ -53,7 +53,7 @@ def collectives(ctx: CheckContext) -> str:
     rank = accelerator.process_index
     size = ctx.size
     device = accelerator.device
-    index, count = accelerator.hooks.data_shard(accelerator)
+    index, count = accelerator.hooks.data_shard()
     tree = {
         "whole": torch.full((2, 3), float(index), device=device),
         "list": [torch.tensor([index], device=device), (torch.tensor([index % 2 == 0], device=device),)],
@@ -89,9 +89,9 @@ def collectives(ctx: CheckContext) -> str:
     ctx.equal(accelerator.gather(torch.tensor([large + index], device=device)).tolist(),
               [large + r for r in every], "gather of large integers")  # fmt: skip
     hooks = accelerator.hooks  # as they are, without what the core packs together
-    told = hooks.gather(accelerator, torch.tensor([large + rank], device=device), "world")
+    told = hooks.gather(torch.tensor([large + rank], device=device), "world")
     ctx.equal(told.tolist(), [large + r for r in range(size)], "hook gather, of large integers")
-    told = hooks.broadcast(accelerator, torch.tensor([large + rank], device=device), 0, "world")
+    told = hooks.broadcast(torch.tensor([large + rank], device=device), 0, "world")
     ctx.equal(told.tolist(), [large], "hook broadcast, of a large integer")
     padded = accelerator.pad_across_processes(torch.ones(index + 1, device=device))
     ctx.equal(padded.shape[0], count, "length after padding")
@@ -112,7 +112,7 @@ def objects(ctx: CheckContext) -> None:
         ctx.equal(comm.broadcast_object(mine, src), expected[src], f"broadcast_object from {src}")
     for src in range(ctx.size):
         parts = [["part", src, r] for r in range(ctx.size)] if rank == src else None
-        scattered = accelerator.hooks.scatter_object(accelerator, parts, src, "world")
+        scattered = accelerator.hooks.scatter_object(parts, src, "world")
         ctx.equal(scattered, ["part", src, rank], f"scatter_object from {src}")
 
 
@@ -127,11 +127,11 @@ def pieces(ctx: CheckContext) -> None:
     like = torch.zeros(2, device=accelerator.device)
     for src in range(size):
         parts = [like + 10 * src + r for r in range(size)] if rank == src else None
-        part = hooks.scatter(accelerator, parts, like, src, "world")
+        part = hooks.scatter(parts, like, src, "world")
         ctx.equal(part.tolist(), [10.0 * src + rank] * 2, f"scatter from {src}")
     for length in (1, 3):
         sent = torch.cat([torch.arange(length) + 100.0 * rank + 10 * r for r in range(size)])
-        got = hooks.all_to_all(accelerator, sent.to(accelerator.device), "world")
+        got = hooks.all_to_all(sent.to(accelerator.device), "world")
         mine = torch.cat([torch.arange(length) + 100.0 * r + 10 * rank for r in range(size)])
         ctx.equal(got.tolist(), mine.tolist(), f"all_to_all, {length} to each")
 
@@ -171,7 +171,7 @@ def loader(ctx: CheckContext) -> str:
     _streams(ctx, accelerator)
     # Where batches are born on their device the core does not ask for this hook.
     given = [{"x": torch.full((2,), float(step))} for step in range(4)]
-    fed = list(accelerator.hooks.feed_device(accelerator, iter(given), False))
+    fed = list(accelerator.hooks.feed_device(iter(given), False))
     ctx.equal([float(one["x"][0]) for one in fed], [0.0, 1.0, 2.0, 3.0], "batches of feed_device")
     places = {one["x"].device.type for one in fed}
     ctx.equal(places, {accelerator.device.type}, "where feed_device puts them")
@@ -200,7 +200,7 @@ def _streams(ctx: CheckContext, accelerator: Accelerator) -> None:
             read += 1
             yield torch.zeros(1)
 
-    fed = iter(accelerator.hooks.feed_device(accelerator, source(), False))
+    fed = iter(accelerator.hooks.feed_device(source(), False))
     next(fed)
     assert read <= 16, f"feed_device reads {read} batches before it gives the first"
     ctx.equal(1 + sum(1 for _ in fed), 64, "batches of a stream")
@@ -214,7 +214,7 @@ def _raises(ctx: CheckContext, accelerator: Accelerator) -> None:
         raise OSError("this batch cannot be read")
 
     prepared = accelerator.prepare(DataLoader(_Broken(), batch_size=4))
-    fed = accelerator.hooks.feed_device(accelerator, source(), False)
+    fed = accelerator.hooks.feed_device(source(), False)
     for batches, said, what in (
         (prepared, "this sample cannot be read", "what a dataset raised"),
         (fed, "this batch cannot be read", "what feed_device does with an exception"),

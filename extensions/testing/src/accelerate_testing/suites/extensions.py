@@ -22,7 +22,7 @@ _STILL = 1.1
 def _begin(ctx: CheckContext) -> Trainer:
     """Begin under an Accelerator in which the extension is active: its runner sets the variable."""
     trainer = Trainer.begin(ctx)
-    active = [record.name for record, _, _ in trainer.accelerator._plugins.plugins]
+    active = [record.name for record, _, _ in trainer.accelerator._setup.plugins.plugins]
     assert ctx.name in active, f"{ctx.name} is not among the active plugins {active}"
     return trainer
 
@@ -78,7 +78,7 @@ def _plain_attributes(trainer: Trainer) -> dict[str, Any]:
     """Return a copy of the attributes that are numbers, texts, small tensors, or hold such."""
     accelerator = trainer.accelerator
     found = dict[str, Any]()
-    for attributes in accelerator._plugins.call_each("state_attributes", accelerator=accelerator):
+    for attributes in accelerator._shared_hooks.call_each("state_attributes"):
         for key, value in attributes.items():
             small = isinstance(value, torch.Tensor) and value.numel() <= _ELEMENTS
             told = value.tolist() if small else value

@@ -159,7 +159,9 @@ def accepts(ctx: CheckContext) -> str:
             except AssertionError as error:
                 raise AssertionError(f"under a precision that needs {word!r}, {error}") from None
             gone = f"what a precision did that needs {word!r} is gone after prepare"
-            assert trainer.accelerator.precision.reached(trainer), gone
+            used = trainer.accelerator.precision
+            assert isinstance(used, probe)
+            assert used.reached(trainer), gone
             trainer.accelerator.end_training()
     return ", ".join(word for probe in probes for word in probe.needs)
 

@@ -203,7 +203,7 @@ def hooks(ctx: CheckContext) -> str:
         raise
     active.add(made, record, "plugins check")
     if ctx.kind == "backend":
-        active.bind_owner(made, record, Backend)
+        active.owner_methods(made, record, Backend)
     own = own_hooks(plugin)
     untried = [name for name in own if name in _UNTRIED]
     more = f"; no check calls {' and '.join(untried)}" if untried else ""

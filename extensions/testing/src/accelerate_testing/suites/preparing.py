@@ -267,7 +267,7 @@ def _on_all(both: list[Trainer], batch: Any) -> None:
         accelerator.backward(loss_of(model, batch))
     before = largest()
     ctx.hooks = "scale_gradients"
-    accelerator.hooks.scale_gradients(accelerator, models, torch.tensor(0.5))
+    accelerator.hooks.scale_gradients(models, torch.tensor(0.5))
     ratios = [one / other for one, other in zip(largest(), before, strict=True) if other > 1e-6]
     # Less, where it divides by ranks.
     halved = max(ratios) <= 0.51 and max(ratios) - min(ratios) <= 1e-3
@@ -307,12 +307,12 @@ def one_of_two(ctx: CheckContext) -> None:
 def contexts(ctx: CheckContext) -> None:
     """Models can be made inside of `init_model_context`, and groups of ranks are those asked for."""
     accelerator = ctx.accelerator()
-    with accelerator.hooks.init_model_context(accelerator):
+    with accelerator.hooks.init_model_context():
         net = Net(accelerator.process_index)
     trainer = Trainer.begin(ctx, no_momentum, net=net, accelerator=accelerator)
     trainer.train(trainer.batches(1)[0])
     if ctx.rank == ctx.size - 1:  # only members ask for a group
-        alone = accelerator.hooks.new_group(accelerator, [ctx.rank], None)
+        alone = accelerator.hooks.new_group([ctx.rank], None)
         if alone is not None:
             ctx.equal(torch.distributed.get_world_size(alone), 1, "ranks of a group of one")
     accelerator.wait_for_everyone()

@@ -38,7 +38,7 @@ def save_and_load(ctx: CheckContext) -> None:
     ctx.close(again, losses, "losses after load_state", 1e-6)
     ctx.close(trainer.weights(), after, "weights two steps later", 1e-6)
     if "checkpoint" not in accelerator.backend.owns:
-        state = dict(accelerator.hooks.model_state(accelerator, model))
+        state = dict(accelerator.hooks.model_state(model))
         if state:  # one that writes shards of its own hands the core nothing
             _is_strict(trainer, state)
 
@@ -48,8 +48,8 @@ def _is_strict(trainer: Trainer, state: dict[str, Any]) -> None:
     accelerator, model = trainer.accelerator, trainer.model
     load = accelerator.hooks.load_model_state
     lacking = dict(list(state.items())[1:])
-    load(accelerator, model, lacking, False)
-    refused = raised(Exception, lambda: load(accelerator, model, lacking, True))
+    load(model, lacking, False)
+    refused = raised(Exception, lambda: load(model, lacking, True))
     assert refused, f"load_model_state(strict=True) takes a state without {next(iter(state))!r}"
 
 

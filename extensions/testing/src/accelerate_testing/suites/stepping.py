@@ -63,7 +63,7 @@ def learning(ctx: CheckContext) -> str:
     first, last = sum(losses[:3]), sum(losses[-3:])
     line = f"{first / 3:.3g} to {last / 3:.3g}"
     assert last < 0.8 * first, f"the loss went from {line}"  # how fast is the algorithm's affair
-    _, shares = accelerator.hooks.data_shard(accelerator)
+    _, shares = accelerator.hooks.data_shard()
     accelerator.end_training()
     if shares == 1:  # all ranks work on the same samples
         return f"loss {line}"
@@ -145,7 +145,7 @@ def accumulation(ctx: CheckContext) -> str:
     trainer = Trainer.begin(ctx, gradient_accumulation_steps=2)
     backend = trainer.accelerator.backend
     start = trainer.weights()
-    fixed = trainer.accelerator.hooks.fixed_batch(trainer.accelerator)
+    fixed = trainer.accelerator.hooks.fixed_batch()
     mine, whole = trainer.batches(6, BATCH, BATCH if fixed else BATCH - 1)
     trainer.train(mine[:1])
     ctx.close(trainer.weights(), start, "weights inside of the first cycle", 0.0)
@@ -201,7 +201,7 @@ def branches(ctx: CheckContext) -> str | None:
         expected = Branches()
     trainer = Trainer.begin(ctx, no_momentum, net=copy.deepcopy(expected))
     accelerator = trainer.accelerator
-    index, count = accelerator.hooks.data_shard(accelerator)
+    index, count = accelerator.hooks.data_shard()
     mine, whole = trainer.batches(3)
     refused = ""
     try:
@@ -240,7 +240,7 @@ def counted_items(ctx: CheckContext) -> str:
     trainer = Trainer.begin(ctx, gradient_accumulation_steps=2)
     accelerator = trainer.accelerator
     mine, whole = trainer.batches(2)
-    index, count = accelerator.hooks.data_shard(accelerator)
+    index, count = accelerator.hooks.data_shard()
 
     def lengths(rank: int) -> list[int]:
         return [BATCH - rank % 2, 1 + rank % 2]
@@ -404,7 +404,7 @@ def schedule(ctx: CheckContext) -> None:
     halving = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
     trainer = Trainer.begin(ctx, slow, schedule=halving, gradient_accumulation_steps=2)
     accelerator = trainer.accelerator
-    _, count = accelerator.hooks.data_shard(accelerator)
+    _, count = accelerator.hooks.data_shard()
     trainer.train(trainer.batches(4)[0])
     ctx.equal(accelerator.optimizer_step_was_skipped, False, "optimizer_step_was_skipped")
     rates = trainer.scheduler.get_last_lr()

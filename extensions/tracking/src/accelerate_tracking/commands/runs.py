@@ -10,8 +10,7 @@ from pathlib import Path
 
 import click
 
-from accelerate_core.builtin.console import console
-from accelerate_core.errors import TrackerError, did_you_mean, listing
+from accelerate_core.plugin import TrackerError, console, did_you_mean, listing
 from accelerate_tracking.runs import RecordedRun, find_runs, read_run, sparkline, strict
 
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)

@@ -1,15 +1,13 @@
-"""Compile models in place: the class and the state-dict keys stay as they are.
+"""Compile models in place: the class and the state dict's keys stay as they are.
 
-`module.compile()` of torch skips a module whose `forward` is torch's own (a
-`Sequential`, a `TransformerEncoderLayer`): no graph is made and nothing is said.
-`_compile_in_place` closes that gap.
+torch's own `module.compile()` skips a module whose `forward` is defined in torch (a `Sequential`, a
+`TransformerEncoderLayer`): it makes no graph and says nothing. `_compile_in_place` compiles those, too.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import types
 import weakref
 from collections import Counter
@@ -19,13 +17,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate_core.config.lookup import Sources, resolve_compiler
-from accelerate_core.contract.hooks import API_VERSION, hookimpl
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
-from accelerate_core.plugins.selection import Claim, Request
+from accelerate_core.plugin import (
+    API_VERSION,
+    AcceleratorView,
+    Claim,
+    ConfigurationError,
+    Request,
+    Sources,
+    TorchDynamoPlugin,
+    did_you_mean,
+    hookimpl,
+    is_compiled_in_place,
+    is_compiled_module,
+    is_torch_layer,
+    is_wrapped,
+    listing,
+    resolve_compiler,
+    uncompiled,
+    within_wrappers,
+)
+
+__all__ = ["TorchCompiler", "compile_model", "compile_regions"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_PREFIX = "_orig_mod."
 _CALLS: weakref.WeakKeyDictionary[type, types.CodeType] = weakref.WeakKeyDictionary()
 
 
@@ -42,12 +56,12 @@ class TorchCompiler:
         return Claim(0, f"the compiler {dynamo.backend!r} is asked for") if dynamo.enabled else None
 
     @hookimpl
-    def compile(self, accelerator: Any, model: nn.Module) -> nn.Module:
+    def compile(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
         """Compile in place, as the settings say."""
         return compile_model(model, accelerator.dynamo_plugin)
 
 
-def compile_model(model: nn.Module, dynamo: Any) -> nn.Module:
+def compile_model(model: nn.Module, dynamo: TorchDynamoPlugin) -> nn.Module:
     """Compile `model` in place as the settings say, and return it.
 
     A model that is compiled already is returned unchanged, and so is any model
@@ -96,48 +110,17 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         return module
     regions = {id(block) for block in blocks}
     for part in _regions(root, regions):
-        if not (_is_wrapped(part) or _is_in_place(part)):
+        if not (is_wrapped(part) or is_compiled_in_place(part)):
             _compile_in_place(part, compile_kwargs)
     return module
-
-
-def is_compiled_module(module: object) -> bool:
-    """Whether the whole module is compiled, by `torch.compile` or in place."""
-    return isinstance(module, nn.Module) and (
-        _is_wrapped(module) or _is_in_place(module) or _is_in_place(within_wrappers(module))
-    )
-
-
-def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile(module)` wrapped, or `model` itself."""
-    while _is_wrapped(model):
-        model = model._orig_mod  # type: ignore[assignment]
-    return model
-
-
-def strip_compiled(model: nn.Module) -> nn.Module:
-    """Return the model as it runs without compilation, sharing its parameters and buffers.
-
-    Where nothing is compiled that is `model` itself. Otherwise it is a new module
-    of the same class over the same tensors: training one trains the other, but
-    `train()`, `eval()` and new submodules are seen by one only. `model` stays
-    compiled.
-    """
-    return _strip(model, {})
-
-
-def canonical_key(name: str) -> str:
-    """Remove what `torch.compile` puts into parameter names: `_orig_mod.`."""
-    if _PREFIX not in name:
-        return name
-    return ".".join(part for part in name.split(".") if part != _PREFIX[:-1])
 
 
 # --- settings to arguments ----------------------------------------------------------------------
 
 
-def _compile_arguments(dynamo: Any) -> dict[str, Any]:
+def _compile_arguments(dynamo: TorchDynamoPlugin) -> dict[str, Any]:
     """Return the arguments for `torch.compile`."""
+    assert dynamo.backend is not None, "only called if a compiler is enabled"
     backend = _registered(dynamo.backend)
     mode = None if dynamo.mode == "default" else dynamo.mode
     if mode and dynamo.options:
@@ -185,36 +168,8 @@ def _takes(backend: str, argument: str) -> bool:
 # --- one module ---------------------------------------------------------------------------------
 
 
-def _is_wrapped(module: object) -> bool:
-    # Not through `torch._dynamo`: that would import the compiler where nobody compiles.
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    return frames is not None and isinstance(module, frames.OptimizedModule)
-
-
-def _is_in_place(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None
-
-
-def _forward_module(module: nn.Module) -> str:
-    return str(getattr(module.forward, "__module__", "") or "")
-
-
-def _is_torch_nn(module: nn.Module) -> bool:
-    return _forward_module(module).startswith("torch.nn.modules.")
-
-
-def within_wrappers(module: nn.Module) -> nn.Module:
-    """Return the module within torch's own wrappers (which torch's compiler does not enter)."""
-    while _forward_module(module).startswith("torch.") and not _is_torch_nn(module):
-        children = list(module.children())
-        if len(children) != 1 or _is_wrapped(module):
-            break
-        module = children[0]
-    return module
-
-
 def _compile_in_place(module: nn.Module, keywords: dict[str, Any]) -> None:
-    if not _is_torch_nn(module):
+    if not is_torch_layer(module):
         # Not `module.compile`: a class may have a method of that name with another meaning.
         nn.Module.compile(module, **keywords)
         return
@@ -243,7 +198,7 @@ def _outside_call(module: nn.Module) -> Callable[..., Any]:
 
 def _has_work(module: nn.Module) -> bool:
     """Whether there is something to fuse: more than one layer of `torch.nn`."""
-    return not _is_torch_nn(module) or any(True for _ in module.children())
+    return not is_torch_layer(module) or any(True for _ in module.children())
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -263,7 +218,7 @@ def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 def _regions(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
     """Yield the blocks, and the largest parts beside them that are worth compiling."""
-    if id(module) in blocks or _is_wrapped(module):
+    if id(module) in blocks or is_wrapped(module):
         yield module
         return
     # A list or dict of modules is never called itself.
@@ -274,33 +229,3 @@ def _regions(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
     else:
         for child in module.children():
             yield from _regions(child, blocks)
-
-
-# --- the view without compilation ---------------------------------------------------------------
-
-
-def _strip(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
-    if id(module) in done:
-        return done[id(module)]
-    inner = uncompiled(module)
-    if not any(_is_wrapped(part) or _is_in_place(part) for part in inner.modules()):
-        done[id(module)] = inner
-        return inner
-    # Some backends give the class a `__new__` that returns another class.
-    view = object.__new__(inner.__class__)
-    done[id(module)] = done[id(inner)] = view
-    state = {name: value for name, value in vars(inner).items() if name != "_compiled_call_impl"}
-    # The dictionaries of parameters and buffers stay shared: what one rebinds the other sees.
-    state["_modules"] = {
-        name: None if child is None else _strip(child, done)
-        for name, child in inner._modules.items()
-    }
-    view.__dict__.update({name: _rebound(value, inner, view) for name, value in state.items()})
-    return view
-
-
-def _rebound(value: Any, old: nn.Module, new: nn.Module) -> Any:
-    """Point a method that was set on the instance (a patched `forward`) at the view."""
-    if isinstance(value, types.MethodType) and value.__self__ is old:
-        return types.MethodType(value.__func__, new)
-    return value

@@ -1,0 +1,103 @@
+"""Models that are compiled: recognise them, and look inside."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+from torch import nn
+
+_PREFIX = "_orig_mod."
+
+
+def is_compiled_module(module: object) -> bool:
+    """Whether the whole module is compiled, by `torch.compile` or in place."""
+    return isinstance(module, nn.Module) and (
+        is_wrapped(module)
+        or is_compiled_in_place(module)
+        or is_compiled_in_place(within_wrappers(module))
+    )
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile(module)` wrapped, or `model` itself."""
+    while is_wrapped(model):
+        model = model._orig_mod  # type: ignore[assignment]
+    return model
+
+
+def strip_compiled(model: nn.Module) -> nn.Module:
+    """Return the model as it runs without compilation, sharing its parameters and buffers.
+
+    Where nothing is compiled that is `model` itself. Otherwise it is a new module
+    of the same class over the same tensors: training one trains the other, but
+    `train()`, `eval()` and new submodules are seen by one only. `model` stays
+    compiled.
+    """
+    return _strip(model, {})
+
+
+def canonical_key(name: str) -> str:
+    """Remove what `torch.compile` puts into parameter names: `_orig_mod.`."""
+    if _PREFIX not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part != _PREFIX[:-1])
+
+
+def is_wrapped(module: object) -> bool:
+    """Return whether an object is what `torch.compile(module)` returned."""
+    # Not through `torch._dynamo`: that would import the compiler where nobody compiles.
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and isinstance(module, frames.OptimizedModule)
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether a module was compiled by its own method `compile`."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _forward_module(module: nn.Module) -> str:
+    return str(getattr(module.forward, "__module__", "") or "")
+
+
+def is_torch_layer(module: nn.Module) -> bool:
+    """Return whether a module's `forward` is that of a layer of `torch.nn`."""
+    return _forward_module(module).startswith("torch.nn.modules.")
+
+
+def within_wrappers(module: nn.Module) -> nn.Module:
+    """Return the module within torch's own wrappers (which torch's compiler does not enter)."""
+    while _forward_module(module).startswith("torch.") and not is_torch_layer(module):
+        children = list(module.children())
+        if len(children) != 1 or is_wrapped(module):
+            break
+        module = children[0]
+    return module
+
+
+def _strip(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
+    if id(module) in done:
+        return done[id(module)]
+    inner = uncompiled(module)
+    if not any(is_wrapped(part) or is_compiled_in_place(part) for part in inner.modules()):
+        done[id(module)] = inner
+        return inner
+    # Some backends give the class a `__new__` that returns another class.
+    view = object.__new__(inner.__class__)
+    done[id(module)] = done[id(inner)] = view
+    state = {name: value for name, value in vars(inner).items() if name != "_compiled_call_impl"}
+    # The dictionaries of parameters and buffers stay shared: what one rebinds the other sees.
+    state["_modules"] = {
+        name: None if child is None else _strip(child, done)
+        for name, child in inner._modules.items()
+    }
+    view.__dict__.update({name: _rebound(value, inner, view) for name, value in state.items()})
+    return view
+
+
+def _rebound(value: Any, old: nn.Module, new: nn.Module) -> Any:
+    """Point a method that was set on the instance (a patched `forward`) at the view."""
+    if isinstance(value, types.MethodType) and value.__self__ is old:
+        return types.MethodType(value.__func__, new)
+    return value

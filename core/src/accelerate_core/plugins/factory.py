@@ -1,0 +1,208 @@
+"""Creates plugins: loads them, checks their version, resolves their settings, and names them in errors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate_core.config.lookup import Sources, resolve_settings
+from accelerate_core.config.provenance import Because
+from accelerate_core.contract.parts import Checkpointer, LoaderMaker, Tracking, check_members
+from accelerate_core.errors import (
+    AccelerateError,
+    ConfigurationError,
+    MissingPluginError,
+    Mistakes,
+    PluginError,
+    listing,
+)
+from accelerate_core.plugins import catalog
+from accelerate_core.plugins.discovery import PluginRecord, check_api_version
+from accelerate_core.plugins.sections import add_section_mistakes
+
+#: The kinds of parts, each a core setting of that name, and the Protocol that a part implements.
+PARTS: dict[str, type] = {
+    "checkpointer": Checkpointer,
+    "tracking": Tracking,
+    "loaders": LoaderMaker,
+}
+
+
+@dataclass
+class PluginFactory:
+    """Creates the plugins of one Accelerator, or of a command.
+
+    Args:
+        sources: environment and config file.
+        handlers: the objects of `kwargs_handlers` by class.
+        arguments: the arguments of the Accelerator; some are a plugin's settings.
+    """
+
+    sources: Sources
+    handlers: Mapping[type, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    #: What was resolved: plugin -> field of its `Settings` -> value and where it came from.
+    settings: dict[PluginRecord, dict[str, Because]] = field(default_factory=dict)
+
+    def create(self, record: PluginRecord, *arguments: Any, plugin: Any = None) -> Any:
+        """Return a plugin's instance.
+
+        The class is called with `arguments`, then its settings if it has any, then the handlers that
+        were given for it if it takes some. A backend is always called with both.
+
+        Args:
+            plugin: the class, or an instance, which is returned as it is; default: load the record.
+
+        Raises:
+            ConfigurationError: one of its settings has a wrong value.
+            PluginError: the plugin is broken, states no version of the contract, or another name.
+            PluginVersionError: it was written for another major version of the contract.
+        """
+        if plugin is None:
+            plugin = record.load()
+        check_api_version(record, plugin)
+        self.settings[record] = {}
+        if not isinstance(plugin, type):
+            return plugin
+        settings = None
+        if getattr(plugin, "Settings", None) is not None:
+            settings, self.settings[record] = self._settings(plugin, record.name)
+        takes_handlers = getattr(plugin, "handlers", None)
+        if takes_handlers or (takes_handlers is not None and record.kind == "backend"):
+            wanted = tuple(takes_handlers)
+            mine = [one for one in self.handlers.values() if isinstance(one, wanted)]
+            arguments += (settings, mine)
+        elif settings is not None:
+            arguments += (settings,)
+        with blaming("__init__", record):
+            return plugin(*arguments)
+
+    def create_part(self, record: PluginRecord, *arguments: Any) -> Any:
+        """Return a part, with the plugin's name added to whatever its methods raise.
+
+        Raises:
+            PluginError: it lacks a member of the Protocol for its kind; and as `create`.
+        """
+        part, protocol = self.create(record, *arguments), PARTS[record.kind]
+        check_members(part, protocol, f"The {record.kind} plugin {record.label}")
+        return Blamed(part, record)
+
+    def _settings(self, plugin: Any, name: str) -> tuple[Any, dict[str, Because]]:
+        cls = plugin.Settings
+        names = getattr(cls, "__settings_arguments__", ()) or (f"{name}_plugin",)
+        spelled = [one for one in names if self.arguments.get(one) is not None]
+        if len(spelled) > 1:
+            raise ConfigurationError(
+                f"{listing(spelled)} are names of one argument; pass one of them."
+            )
+        argument = spelled[0] if spelled else names[0]
+        passed = self.arguments[argument] if spelled else self.handlers.get(cls)
+        if isinstance(passed, Mapping) and passed and getattr(plugin, "several_settings", False):
+            several = {
+                str(key): self._resolved(cls, value, f"{argument}[{key!r}]", name)
+                for key, value in passed.items()
+            }
+            first = next(iter(several.values()))
+            return {key: made for key, (made, _) in several.items()}, first[1]
+        return self._resolved(cls, passed, argument, name)
+
+    def _resolved(
+        self, cls: type[Any], passed: Any, argument: str, owner: str
+    ) -> tuple[Any, dict[str, Because]]:
+        if passed is not None and not isinstance(passed, cls):
+            raise ConfigurationError(
+                f"Accelerator({argument}=...) takes a {cls.__name__}, not {type(passed).__name__}."
+            )
+        mistakes = Mistakes()
+        with mistakes:
+            return resolve_settings(cls, passed, self.sources, owner=owner)
+        add_section_mistakes(self.arguments, self.sources, mistakes)
+        mistakes.report()
+        raise AssertionError("a mistake was collected")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part that was chosen; it is imported when it is made.
+
+    Attributes:
+        because: why it was chosen.
+    """
+
+    record: PluginRecord
+    because: str
+    factory: PluginFactory
+
+    def make(self, *arguments: Any) -> Any:
+        """Return the part, made with these arguments and its settings."""
+        return self.factory.create_part(self.record, *arguments)
+
+
+# --- whose errors they are ------------------------------------------------------------------------
+
+
+def blame(error: BaseException, hook: str, record: PluginRecord) -> None:
+    """Note on an exception which hook of which plugin raised it.
+
+    A missing plugin is a configuration error, so no plugin is named. Neither is one when one of our
+    own packages raises an error on purpose: its text says what the caller did wrong.
+    """
+    if isinstance(error, MissingPluginError):
+        return
+    on_purpose = isinstance(error, AccelerateError) and not isinstance(error, PluginError)
+    if on_purpose and record.distribution in catalog.distributions():
+        return
+    error.add_note(f"accelerate-core: hook {hook!r} of plugin {record.label}")
+
+
+def blame_methods(plugin: Any, record: PluginRecord, names: Iterable[str]) -> None:
+    """Add the plugin's name to whatever these methods of an object raise; each costs one more call."""
+    for name in names:
+        method = getattr(plugin, name)
+        setattr(plugin, name, functools.wraps(method)(blamed(method, name, record)))
+
+
+@contextmanager
+def blaming(hook: str, record: PluginRecord) -> Iterator[None]:
+    """Add the plugin's name to whatever the block raises."""
+    try:
+        yield
+    except BaseException as error:
+        blame(error, hook, record)
+        raise
+
+
+class Blamed:
+    """Passes everything on to an object, and adds its plugin's name to whatever a method raises."""
+
+    def __init__(self, part: Any, record: PluginRecord) -> None:
+        self.__dict__.update(_part=part, _record=record)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_record":  # not set yet: unpickling, copying
+            raise AttributeError(name)
+        with blaming(name, self._record):
+            value = getattr(self._part, name)
+        if callable(value):
+            value = functools.wraps(value)(blamed(value, name, self._record))
+            self.__dict__[name] = value  # looked up once
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._part, name, value)
+
+
+def blamed(method: Callable[..., Any], name: str, record: PluginRecord) -> Callable[..., Any]:
+    """Return a method that adds its plugin's name to what it raises."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        try:
+            return method(*arguments, **named)
+        except BaseException as error:
+            blame(error, name, record)
+            raise
+
+    return call
