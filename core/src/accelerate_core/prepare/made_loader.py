@@ -31,6 +31,10 @@ class MadeLoader(Blamed):
         super().__init__(loader, record)
         self.__dict__["_state"] = state
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._part)
+
     def __len__(self) -> int:
         return len(self._part)
 

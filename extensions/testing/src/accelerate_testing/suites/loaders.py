@@ -262,10 +262,8 @@ def slots(ctx: CheckContext) -> None:
     ctx.equal(calls, wanted, "calls around the loop's body")
 
 
-def _watched(
-    feed: Any, fed: list[int], accelerator: Any, batches: Any, non_blocking: bool
-) -> Iterator[Any]:
-    for batch in feed(accelerator, batches, non_blocking):
+def _watched(feed: Any, fed: list[int], batches: Any, non_blocking: bool) -> Iterator[Any]:
+    for batch in feed(batches, non_blocking):
         fed.append(len(batch["id"]))
         yield batch
 
