@@ -112,7 +112,10 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         return {}
 
     def check(self, setup: SetupView) -> None:
-        """Refuse a combination that this backend cannot run, before anything is started."""
+        """Refuse a combination that this backend cannot run, before anything is started.
+
+        `setup`: what was asked for and chosen; there are no ranks and no device yet.
+        """
 
     def distributed_type(self, accelerator: AcceleratorView) -> str:
         """Return the member of `DistributedType` that user code compares with."""
@@ -124,6 +127,8 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
     def init_process_group(self, setup: SetupView, start: Process) -> None:
         """Start the default process group; `start` has ranks, device, store and timeout.
 
+        `setup`: what was asked for and chosen.
+
         Default: start torch.distributed's default group.
         """
         runtime.start_group(start)
@@ -131,6 +136,8 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
     @owner
     def device(self, setup: SetupView, topology: Topology, cpu: bool) -> torch.device:
         """Choose and select the device of this process; called before the group starts.
+
+        `setup`: what was asked for and chosen.
 
         Default: take the local device of this rank, or the CPU.
         """
