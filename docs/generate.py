@@ -507,7 +507,7 @@ def _state_of(module: str, name: str, extras: Mapping[str, str]) -> str:
     if absent.refused(module, name):
         return "refuses"
     extra = extras.get(name)
-    return f"lent by `{extra}`" if extra else ""
+    return f"exported by `{extra}`" if extra else ""
 
 
 def _filled(page: str, what: str, generated: str) -> str:

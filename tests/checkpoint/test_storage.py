@@ -371,7 +371,8 @@ def test_a_lease_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         file = tmp_path / SAVE / LEASE
         first, until = json.loads(file.read_text())["expires"], time.monotonic() + 20
         while time.monotonic() < until:
-            if (text := file.read_text()) and json.loads(text)["expires"] > first:
+            text = file.read_text()
+            if text and json.loads(text)["expires"] > first:
                 break
             time.sleep(0.01)
         else:

@@ -152,12 +152,12 @@ class Setup:
         return facts
 
 
-def resolve(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topology) -> Setup:
+def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology) -> Setup:
     """Resolve every argument of `Accelerator`, and choose and make its plugins.
 
     Args:
         own: the arguments of its signature.
-        lent: what else it was given, for plugins or by older names.
+        more: what else it was given, for plugins or by older names.
 
     Raises:
         UnknownArgumentError: an argument nobody takes.
@@ -165,8 +165,8 @@ def resolve(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topology)
         MissingPluginError: something asked for is not installed; the text has the pip command.
     """
     core = {**dict.fromkeys(arguments.OLDER), **own}
-    check_arguments(lent, core)
-    given = {**core, **lent}
+    check_arguments(more, core)
+    given = {**core, **more}
     arguments.prepare_arguments(given)
     environ = dict(os.environ)
     sources = lookup.Sources.of(environ)
@@ -214,7 +214,7 @@ def resolve(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topology)
     dynamo = lookup.resolve_compiler(given, sources)
     if dynamo.enabled:  # one that is kept out is an error
         find("extension", "torch_compile", because=f"the compiler {dynamo.backend!r}")
-    check_owners({k: v for k, v in lent.items() if k not in core}, selection, set(factory.settings))
+    check_owners({k: v for k, v in more.items() if k not in core}, selection, set(factory.settings))
     active = [plugin for _, plugin, _ in plugins.plugins]
     arguments.refuse_unclaimed(handlers, active)
     refuse_unasked({one.label for one, _, _ in plugins.plugins}, sources)

@@ -47,7 +47,7 @@ def canonical_key(name: str) -> str:
 
 def is_wrapped(module: object) -> bool:
     """Return whether an object is what `torch.compile(module)` returned."""
-    # Not through `torch._dynamo`: that would import the compiler where nobody compiles.
+    # Reading `torch._dynamo` would import the compiler, even if nothing is ever compiled.
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return frames is not None and isinstance(module, frames.OptimizedModule)
 

@@ -1,4 +1,4 @@
-"""One Accelerator's plugins: registered, checked, called, and blamed by name."""
+"""One Accelerator's plugins: registered, checked and called, with hooks bound to it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ from accelerate_core.contract.hooks import (
     is_newer,
     mark_hooks,
 )
-from accelerate_core.errors import (
-    PluginError,
-    did_you_mean,
-    warn,
-)
+from accelerate_core.errors import PluginError, did_you_mean, warn
 from accelerate_core.plugins.discovery import PluginRecord
 from accelerate_core.plugins.factory import blame, blamed
 

@@ -143,7 +143,7 @@ class Prepared:
         self._make_loader = make_loader
         self._loader_plugin = loader_plugin
         self._warn_once = warn_once
-        self._listens_to_steps = bool(shared_hooks.implementations("on_step_end"))
+        self._step_listeners = shared_hooks.implementations("on_step_end")
         #: Parameters that were replaced: old -> (model as prepared, name).
         self.replaced_parameters = WeakIdKeyDictionary()
 
@@ -261,11 +261,12 @@ class Prepared:
             gradient_state=self._gradient_state,
             hooks=self.hooks.holding(),
             loss_scaler=self._loss_scaler,
-            after_step=self._announce_step if self._listens_to_steps else None,
+            after_step=self._announce_step if self._step_listeners else None,
         )
 
     def _announce_step(self, optimizer: Any) -> None:
-        self.shared_hooks.call_each("on_step_end", optimizer=optimizer)
+        for listener in self._step_listeners:  # in every step, so without collecting answers
+            self.shared_hooks.call(listener, optimizer=optimizer)
 
     def wrap_scheduler(
         self, scheduler: Any, optimizers: Sequence[AcceleratedOptimizer]

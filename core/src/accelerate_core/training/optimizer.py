@@ -30,7 +30,7 @@ class AcceleratedOptimizer(Optimizer):
     Args:
         gradient_state: says whether it steps now.
         hooks: the backend's `optimizer_step` and `zero_grad`.
-        loss_scaler: is told of each step, to update the scale; None if losses are not scaled.
+        loss_scaler: updates the scale after each step; None if losses are not scaled.
         after_step: called after each step.
     """
 
