@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from accelerate_core.plugin import (
-    API_VERSION,
     AcceleratorView,
     Claim,
     ConfigurationError,
@@ -47,7 +46,7 @@ class TorchCompiler:
     """The stage that compiles with `torch.compile`, active where settings name a compiler."""
 
     name = "torch_compile"
-    api_version = API_VERSION
+    api_version = (1, 0)
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
