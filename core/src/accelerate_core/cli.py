@@ -14,8 +14,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its status."""
     try:
         command_line: Any = lent("command_line")
-    except MissingPluginError as error:
-        sys.exit(f"accelerate-core alone has no commands. {error}")
+    except MissingPluginError:
+        sys.exit(
+            "The accelerate-core command needs accelerate-launch, which is not installed. "
+            'Install it with: pip install "accelerate-core[standard]"'
+        )
     command_line.main(args=arguments, prog_name="accelerate-core")
 
 
