@@ -63,7 +63,7 @@ def forgotten_parameters(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def note(patch: pytest.MonkeyPatch, folder: Path) -> None:
     with Accelerator(cpu=True) as accelerator:
-        accelerator.note_once("noted")
+        accelerator.warn_once("noted")
 
 
 def schedule(patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -117,7 +117,7 @@ def option_of_fsdp1(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def behind_a_decorator(patch: pytest.MonkeyPatch, folder: Path) -> None:
     with Accelerator(cpu=True) as accelerator:
-        accelerator.on_main_process(lambda: accelerator.note_once("noted"))()
+        accelerator.on_main_process(lambda: accelerator.warn_once("noted"))()
 
 
 @pytest.mark.filterwarnings("always")

@@ -328,7 +328,7 @@ class DeepSpeedBackend(Backend):
         if job.optimizer is not None or config.is_zero3() or (to_train and config.has("optimizer")):
             return True
         if to_train:
-            accelerator.note_once(
+            accelerator.warn_once(
                 f"{type(model).__name__} was prepared without an optimizer, so it is not trained "
                 "by DeepSpeed; pass both in one call: prepare(model, optimizer)."
             )
@@ -502,7 +502,7 @@ class DeepSpeedBackend(Backend):
         if closure is not None:
             raise ConfigurationError("A closure cannot be used with DeepSpeed.")
         if not one.dirty:
-            accelerator.note_once("optimizer.step() without a backward before it does nothing.")
+            accelerator.warn_once("optimizer.step() without a backward before it does nothing.")
             return True
         return one.step()
 
@@ -521,7 +521,7 @@ class DeepSpeedBackend(Backend):
     ) -> Callable[[], None] | None:
         """Write each engine with DeepSpeed's own writer; models without an engine as tensors."""
         if later:
-            accelerator.note_once(
+            accelerator.warn_once(
                 "DeepSpeed writes its checkpoints while training waits: blocking=False has no "
                 "effect on them."
             )

@@ -184,7 +184,7 @@ def _universal(
             "same stage (1 and 2 are alike), or start from its weights (accelerate-core deepspeed "
             "consolidate)."
         )
-    accelerator.note_once(
+    accelerator.warn_once(
         f"{directory.parent} was saved on {saved['data_ranks']} ranks at stage {saved['stage']}: "
         "it is converted to DeepSpeed's universal form first."
     )

@@ -137,7 +137,7 @@ class FP8(Precision):
             reason = "it has no linear layer"
             if first is not None:
                 reason = f"{first.name or 'the model itself'}: {first.reason}"
-            accelerator.note_once(
+            accelerator.warn_once(
                 f"mixed_precision='fp8': no layer of {kind} computes in fp8 ({reason}; all of them: "
                 "print(accelerator.explain()))."
             )

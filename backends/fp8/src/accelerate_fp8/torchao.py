@@ -97,7 +97,7 @@ class TorchAO(FP8):
         else:
             self._config = recipe.config
         if self._config.emulate and recipe.emulate is None and recipe.config is None:
-            accelerator.note_once(
+            accelerator.warn_once(
                 f"fp8 is emulated: {_device_name(accelerator.device)} has no fp8 matrix product. Losses "
                 "are those of fp8; it is slower than bf16 (emulate=True says that it is meant)."
             )

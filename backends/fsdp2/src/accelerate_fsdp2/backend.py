@@ -268,7 +268,7 @@ class FSDP2Backend(Backend):
             dist.broadcast_object_list(sent, group_src=0, group=mesh[name].get_group())
             if not _alike(own, sent[0]):
                 restore_rng_state(sent[0])
-                accelerator.note_once(
+                accelerator.warn_once(
                     f"Ranks of one {name} group had different random states; they have those of its "
                     "first rank now. Seed them alike: set_seed(seed) without device_specific.",
                     every_rank=True,
@@ -377,7 +377,7 @@ class FSDP2Backend(Backend):
         device = torch.device("cpu") if hasattr(offload, "pin_memory") else accelerator.device
         if source is None:
             weights.fill_with_nan(model, device)
-            accelerator.note_once(
+            accelerator.warn_once(
                 f"{type(model).__name__} was on the meta device on every rank, so it has no "
                 "weights yet: its shards are filled with NaN until load_state reads them."
             )
@@ -406,7 +406,7 @@ class FSDP2Backend(Backend):
                     if option in group:
                         group[option] = False
                 if optimizer.defaults.get(option):
-                    accelerator.note_once(
+                    accelerator.warn_once(
                         f"{kind}({option}=True) is switched off: its parameters are on several "
                         "meshes."
                     )

@@ -407,7 +407,7 @@ class MegatronBackend(Backend):
         if closure is not None:
             raise ConfigurationError("A closure cannot be used with Megatron.")
         if not engine.begun:
-            accelerator.note_once("optimizer.step() without a backward before it does nothing.")
+            accelerator.warn_once("optimizer.step() without a backward before it does nothing.")
             return True
         return engine.step()
 
@@ -438,7 +438,7 @@ class MegatronBackend(Backend):
     ) -> Callable[[], None] | None:
         """Write every rank's parts."""
         if later:
-            accelerator.note_once(
+            accelerator.warn_once(
                 "The backend megatron writes its checkpoints while training waits: blocking=False "
                 "has no effect on them."
             )

@@ -146,7 +146,7 @@ class XLABackend(XLACollectives, Backend):
             mesh = library.start_spmd(sizes)
             self._sharding = Sharding(mesh, sizes, accelerator.num_processes)
         if self._compilations is None:
-            self._compilations = Compilations(accelerator.note_once)
+            self._compilations = Compilations(accelerator.warn_once)
             library.register_compiler(accelerator.dynamo_plugin)
         return None
 

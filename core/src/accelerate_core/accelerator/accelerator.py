@@ -223,7 +223,7 @@ class Accelerator(
         self._tracking = setup.make_tracking(log_with, process)
         self._saving.attach(bind(Accelerator._run_parts, self))
         if setup.unasked:
-            self.note_once(setup.unasked)
+            self.warn_once(setup.unasked)
 
     # --- the setup ----------------------------------------------------------------------------
 
@@ -285,9 +285,9 @@ class Accelerator(
         result = run.prepare(self._prepared, args, device_placement)
         never = self.backend.reduces_gradients == "never" and self.num_processes > 1
         if self.optimizers and never:
-            self.note_once(f"Each rank trains its own model: {self.backend.name!r} never reduces.")
+            self.warn_once(f"Each rank trains its own model: {self.backend.name!r} never reduces.")
         if self.optimizers and not self._saving.possible:
-            self.note_once(f"This run cannot be saved: {why_without('checkpointer')}")
+            self.warn_once(f"This run cannot be saved: {why_without('checkpointer')}")
         return result[0] if len(result) == 1 else tuple(result)
 
     def prepare_model(
@@ -406,7 +406,7 @@ class Accelerator(
         said = "".join(f", {name}={getattr(self, name, None)!s}" for name in names)
         return f"Accelerator(backend={getattr(getattr(self, 'backend', None), 'name', None)}{said})"
 
-    def note_once(self, text: str, *, every_rank: bool = False) -> None:
+    def warn_once(self, text: str, *, every_rank: bool = False) -> None:
         """Warn, once per text, on the main process, or with `every_rank` on each."""
         self._warn_once(text, every_rank=every_rank)
 

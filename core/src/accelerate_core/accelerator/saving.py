@@ -107,7 +107,7 @@ class Saving:
         run = self._run()
         late = run.tracking.flush_trackers(SAVE_WAIT)
         if late:
-            run.accelerator.note_once(
+            run.accelerator.warn_once(
                 f"Saving waits {SAVE_WAIT:.0f} s for trackers, and {listing(late)} had not taken "
                 "everything: if the run is killed now, that tracker may lack values from before "
                 "the checkpoint. To have every value after a kill, add 'jsonl' to log_with.",

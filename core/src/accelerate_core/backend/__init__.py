@@ -432,7 +432,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         Default: write nothing: the core keeps models and optimizers.
         """
         if options:
-            accelerator.note_once(
+            accelerator.warn_once(
                 f"The backend {self.name!r} has no use for {listing(options)} of save_state."
             )
         return None

@@ -223,7 +223,7 @@ class AcceleratorView(SetupView, Protocol):
 
     # --- telling ------------------------------------------------------------------------------
 
-    def note_once(self, text: str, *, every_rank: bool = False) -> None:
+    def warn_once(self, text: str, *, every_rank: bool = False) -> None:
         """Warn, once per text, on the main process.
 
         Args:

@@ -130,7 +130,7 @@ class DirectoryCheckpointer:
         state, background, numbered = self._state, self.background, self._numbering.automatic
         beside = None if blocking else background.open(state.collectives)
         if beside is None and not blocking:
-            state.note_once("This backend has no second group of ranks: saving blocks.")
+            state.warn_once("This backend has no second group of ranks: saving blocks.")
         state.update_scale()
         state.check_gradients_can_be_saved()
         draft = self._begin(output_dir)
@@ -280,7 +280,7 @@ class DirectoryCheckpointer:
             source, wrong = open_together(state, self.storage, place, verify)
             if source is not None:
                 for text in passed:
-                    state.note_once(
+                    state.warn_once(
                         f"load_state passed over {text} It goes on from {basename(place)}."
                     )
                 return source

@@ -184,7 +184,7 @@ def check_fits(state: TrainingState, source: Source) -> None:
         mesh = source.facts.get("mesh")
         state.check_gradients_fit(source.place, source.saved_by, mesh)
     if more:
-        state.note_once(
+        state.warn_once(
             f"{source.place} holds {' and '.join(more)} more than this run has prepared or "
             "registered; they are left."
         )
@@ -215,7 +215,7 @@ def read_states(
     for name, obj in named_objects(state).items():
         if name == files.SCALER and not source.has(name):
             text = f"{source.place} was saved without a gradient scaler: its scale starts anew."
-            loads.append(partial(state.note_once, text))
+            loads.append(partial(state.warn_once, text))
             continue
         held = source.read(name, trust=None if name == files.SCALER else trust)
         loads.append(partial(obj.load_state_dict, held))
@@ -338,7 +338,7 @@ def _off_the_file(state: Any, optimizer: Any) -> Any:
 
 def _load_rank(state: TrainingState, source: Source, ranks: Mapping[int, Any]) -> None:
     if MARK not in ranks[0]:
-        state.note_once(
+        state.warn_once(
             f"{source.place} was written by Hugging Face Accelerate and has no checksums. Models, "
             "optimizers, schedulers, scaler, registered objects and random states were taken over; "
             "the position in the data was not: use skip_first_batches for the epoch that was begun."

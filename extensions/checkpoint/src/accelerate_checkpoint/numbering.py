@@ -72,7 +72,7 @@ class Numbering:
                 trouble = str(error)
         number, trouble = state.collectives.broadcast_object((number, trouble))
         if number != state.project.iteration:
-            state.note_once(
+            state.warn_once(
                 f"checkpoint_{number - 1} is later than the one that was loaded and is kept: "
                 f"saving goes on with checkpoint_{number}."
             )

@@ -165,7 +165,7 @@ class Preemption:
     def close(self) -> None:
         """Stop watching and give the signals back."""
         if self.requested and not self._left:
-            self._state.note_once(
+            self._state.warn_once(
                 "A signal asked this run to save and leave, but no step boundary came after it: "
                 "nothing was saved for it. A step boundary is where the loop over a prepared "
                 "loader asks for its next batch after a step."

@@ -81,7 +81,7 @@ class TrainingState:
         #: What `save_model` writes: the whole weights, where they are needed.
         self.whole_model_state = run.whole_state
         #: Warns, once per text, on the main process.
-        self.note_once = accelerator.note_once
+        self.warn_once = accelerator.warn_once
         #: Ends the run; called by preemption once its save stands.
         self.end_training = run.end_training
 
@@ -208,7 +208,7 @@ class TrainingState:
             self._accelerator.step = int(first.get("step", 0))
         else:
             if saved_by != count:
-                self.note_once(
+                self.warn_once(
                     f"The checkpoint was saved by {saved_by} process(es) and is loaded by {count}: "
                     "the position in the data is carried over; ranks that were not there keep "
                     "their own random states."
@@ -226,7 +226,7 @@ class TrainingState:
         if generators := own.get(OWN, {}).get("generators"):
             accelerator.hooks.load_rng_state(generators)
         if missed := rng_state.restore_rng_state(own):
-            accelerator.note_once(
+            accelerator.warn_once(
                 f"No random state could be set on rank {rank} for {', '.join(missed)}.",
                 every_rank=True,
             )
@@ -237,7 +237,7 @@ class TrainingState:
             return
         loaders = self._accelerator.loaders
         if len(states) != len(loaders):
-            self.note_once(
+            self.warn_once(
                 f"The checkpoint has the positions of {len(states)} loaders, and {len(loaders)} "
                 "are prepared here: they are matched in the order of their preparing."
             )
@@ -246,7 +246,7 @@ class TrainingState:
                 continue
             was, now = state.get("dataset_size"), getattr(loader, "dataset_size", None)
             if was is not None and was != now:
-                self.note_once(
+                self.warn_once(
                     f"Loader {index} had {was} samples when the checkpoint was saved, and has "
                     f"{now} here: its position is not taken over. Loaders are matched in the "
                     "order of their preparing."
