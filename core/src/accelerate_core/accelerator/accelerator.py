@@ -44,7 +44,7 @@ from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.process import agree
 from accelerate_core.errors import WarnOnce, call_all
 from accelerate_core.plugins.discovery import lent, why_without
-from accelerate_core.plugins.factory import blaming
+from accelerate_core.plugins.factory import attribution
 from accelerate_core.plugins.manager import BoundHooks, SharedHooks, bind
 from accelerate_core.prepare import run
 from accelerate_core.prepare.prepared import Prepared, PreparedObjects
@@ -246,7 +246,7 @@ class Accelerator(
     @property
     def distributed_type(self) -> DistributedType:
         """Which kind of setup runs, as the active backend names it."""
-        with blaming("distributed_type", self._setup.backend_record):
+        with attribution("distributed_type", self._setup.backend_record):
             return cast(DistributedType, DistributedType(self.backend.distributed_type(self)))
 
     @property

@@ -50,7 +50,13 @@ from accelerate_core.plugins.discovery import (
     find,
     installed,
 )
-from accelerate_core.plugins.factory import PARTS, Part, PluginFactory, blame_methods, blaming
+from accelerate_core.plugins.factory import (
+    PARTS,
+    Part,
+    PluginFactory,
+    attribute_methods,
+    attribution,
+)
 from accelerate_core.plugins.manager import ActivePlugins, BoundHooks, OwnerMethod
 from accelerate_core.plugins.sections import add_section_mistakes
 from accelerate_core.plugins.selection import (
@@ -196,7 +202,7 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
     backend: Backend = factory.create(record, plugin=selection.plugin)
     plugins.add(backend, record, selection.because)
     check_declarations(backend, f"the backend plugin {record.label}")
-    with blaming("core_defaults", record):
+    with attribution("core_defaults", record):
         defaults = {**backend.core_defaults(), "parallelism_config": None}
     detected = {name: Because(v, f"backend {record.name}") for name, v in defaults.items()}
     values = lookup.resolve_core(passed, sources, detected)
@@ -208,7 +214,7 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
     check_needs(precision, chosen)
     if chosen.distribution != OWN_DISTRIBUTION:  # the core's own need no note, and cost no call
         methods = ("check", "scaler", "autocast", "prepare", "plain_state", "recompute")
-        blame_methods(precision, chosen, methods)
+        attribute_methods(precision, chosen, methods)
     for one in select("extension", request).settled().active:
         plugins.add(factory.create(one.record), one.record, one.because)
     dynamo = lookup.resolve_compiler(given, sources)
@@ -288,7 +294,7 @@ def check(setup: Setup) -> tuple[Saving, LoaderMaker | None]:
         What saves, and the factory of loaders, None if the core makes them. The factory is made
         here so that the ranks can compare its settings.
     """
-    with blaming("check", setup.backend_record):
+    with attribution("check", setup.backend_record):
         setup.backend.check(setup)
     # A checkpointer that was named is made now, so that what is impossible fails before training.
     named = setup.because["checkpointer"].value is not None

@@ -77,7 +77,7 @@ class PluginFactory:
             arguments += (settings, mine)
         elif settings is not None:
             arguments += (settings,)
-        with blaming("__init__", record):
+        with attribution("__init__", record):
             return plugin(*arguments)
 
     def create_part(self, record: PluginRecord, *arguments: Any) -> Any:
@@ -88,7 +88,7 @@ class PluginFactory:
         """
         part, protocol = self.create(record, *arguments), PARTS[record.kind]
         check_members(part, protocol, f"The {record.kind} plugin {record.label}")
-        return Blamed(part, record)
+        return Attributed(part, record)
 
     def _settings(self, plugin: Any, name: str) -> tuple[Any, dict[str, Because]]:
         cls = plugin.Settings
@@ -144,7 +144,7 @@ class Part:
 # --- whose errors they are ------------------------------------------------------------------------
 
 
-def blame(error: BaseException, hook: str, record: PluginRecord) -> None:
+def add_plugin_note(error: BaseException, hook: str, record: PluginRecord) -> None:
     """Note on an exception which hook of which plugin raised it.
 
     A missing plugin is a configuration error, so no plugin is named. Neither is one when one of our
@@ -158,24 +158,24 @@ def blame(error: BaseException, hook: str, record: PluginRecord) -> None:
     error.add_note(f"accelerate-core: hook {hook!r} of plugin {record.label}")
 
 
-def blame_methods(plugin: Any, record: PluginRecord, names: Iterable[str]) -> None:
+def attribute_methods(plugin: Any, record: PluginRecord, names: Iterable[str]) -> None:
     """Add the plugin's name to whatever these methods of an object raise; each costs one more call."""
     for name in names:
         method = getattr(plugin, name)
-        setattr(plugin, name, functools.wraps(method)(blamed(method, name, record)))
+        setattr(plugin, name, functools.wraps(method)(attributed(method, name, record)))
 
 
 @contextmanager
-def blaming(hook: str, record: PluginRecord) -> Iterator[None]:
+def attribution(hook: str, record: PluginRecord) -> Iterator[None]:
     """Add the plugin's name to whatever the block raises."""
     try:
         yield
     except BaseException as error:
-        blame(error, hook, record)
+        add_plugin_note(error, hook, record)
         raise
 
 
-class Blamed:
+class Attributed:
     """Passes everything on to an object, and adds its plugin's name to whatever a method raises."""
 
     def __init__(self, part: Any, record: PluginRecord) -> None:
@@ -184,10 +184,10 @@ class Blamed:
     def __getattr__(self, name: str) -> Any:
         if name == "_record":  # not set yet: unpickling, copying
             raise AttributeError(name)
-        with blaming(name, self._record):
+        with attribution(name, self._record):
             value = getattr(self._part, name)
         if callable(value):
-            value = functools.wraps(value)(blamed(value, name, self._record))
+            value = functools.wraps(value)(attributed(value, name, self._record))
             self.__dict__[name] = value  # looked up once
         return value
 
@@ -195,14 +195,14 @@ class Blamed:
         setattr(self._part, name, value)
 
 
-def blamed(method: Callable[..., Any], name: str, record: PluginRecord) -> Callable[..., Any]:
+def attributed(method: Callable[..., Any], name: str, record: PluginRecord) -> Callable[..., Any]:
     """Return a method that adds its plugin's name to what it raises."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         try:
             return method(*arguments, **named)
         except BaseException as error:
-            blame(error, name, record)
+            add_plugin_note(error, name, record)
             raise
 
     return call

@@ -23,7 +23,7 @@ from accelerate_core.contract.hooks import (
 )
 from accelerate_core.errors import PluginError, did_you_mean, warn
 from accelerate_core.plugins.discovery import PluginRecord
-from accelerate_core.plugins.factory import blame, blamed
+from accelerate_core.plugins.factory import add_plugin_note, attributed
 
 if TYPE_CHECKING:
     import torch
@@ -151,7 +151,7 @@ class BoundHooks(OwnerHooks):
             try:
                 return function(accelerator(), *arguments)
             except BaseException as error:
-                blame(error, name, plugin)
+                add_plugin_note(error, name, plugin)
                 raise
 
         return call
@@ -253,7 +253,7 @@ class ActivePlugins:
         made = []
         for key in sorted(found):
             record, function = self._active[key][0], found[key].function
-            attributed = blamed(function, hook, record)
+            attributed = attributed(function, hook, record)
             made.append(Implementation(key, record, attributed, found[key].argnames))
         return made
 

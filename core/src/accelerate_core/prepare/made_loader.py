@@ -9,11 +9,11 @@ from accelerate_core.contract.parts import PreparedLoader, check_members
 from accelerate_core.delegation import itself
 from accelerate_core.errors import PluginError
 from accelerate_core.plugins.discovery import PluginRecord
-from accelerate_core.plugins.factory import Blamed, blame, blaming
+from accelerate_core.plugins.factory import Attributed, add_plugin_note, attribution
 from accelerate_core.training.gradient_state import GradientState
 
 
-class MadeLoader(Blamed):
+class MadeLoader(Attributed):
     """Hands everything on to the loader that a plugin made, and names the plugin in what it raises.
 
     Args:
@@ -52,12 +52,12 @@ class MadeLoader(Blamed):
                 yield from batches
         except Exception as error:
             if not state.in_listener:
-                blame(error, "__iter__", self._record)
+                add_plugin_note(error, "__iter__", self._record)
             raise
 
     def skipping(self, num_batches: int) -> MadeLoader:
         """Return this loader without its first batches."""
-        with blaming("skipping", self._record):
+        with attribution("skipping", self._record):
             rest = self._part.skipping(num_batches)
         return MadeLoader(rest, self._record, self._state)
 
