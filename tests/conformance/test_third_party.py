@@ -244,6 +244,8 @@ def test_the_choice_of_a_maker_of_loaders_is_explained(site: Path) -> None:
         assert done.returncode == 0, done.stderr
         told.append(" ".join(done.stdout.split()))
     assert "records: active, environment variable ACCELERATE_LOADERS" in told[0]
-    assert "accelerate-records 0.1.0, entry point accelerate_records:RecordsMaker" in told[0]
+    assert (
+        "accelerate-records 0.1.0, entry point accelerate_records:RecordsLoaderFactory" in told[0]
+    )
     assert "records: available, not asked for" in told[1]
     assert "none is named: the core does it" in told[1]

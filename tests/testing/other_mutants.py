@@ -24,7 +24,7 @@ import psutil
 import torch
 from accelerate_diary import DiaryTracker
 from accelerate_grid import GridPrecision, GridSettings
-from accelerate_records import RecordsLoader, RecordsMaker
+from accelerate_records import RecordsLoader, RecordsLoaderFactory
 from accelerate_starter import StarterLauncher
 from accelerate_tally import TallyExtension, TallySettings
 
@@ -809,10 +809,10 @@ class PrintsWhereItSaves(DirectoryCheckpointer):
         return super().save_state(target, **how)
 
 
-# --- makers of loaders -------------------------------------------------------------------------------
+# --- loader factories -------------------------------------------------------------------------------
 
 
-class Makes(RecordsMaker):
+class Makes(RecordsLoaderFactory):
     """Makes the loaders of records that a mutant damaged."""
 
     loader: type[RecordsLoader] = RecordsLoader

@@ -42,7 +42,7 @@ from accelerate_core.contract.members import ReduceOp as ReduceOp
 from accelerate_core.contract.members import Scope as Scope
 from accelerate_core.contract.parts import Checkpointer as Checkpointer
 from accelerate_core.contract.parts import Contribution as Contribution
-from accelerate_core.contract.parts import LoaderMaker as LoaderMaker
+from accelerate_core.contract.parts import LoaderFactory as LoaderFactory
 from accelerate_core.contract.parts import LogKwargs as LogKwargs
 from accelerate_core.contract.parts import PreparedLoader as PreparedLoader
 from accelerate_core.contract.parts import RunParts as RunParts

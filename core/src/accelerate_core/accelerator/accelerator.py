@@ -37,7 +37,7 @@ from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.config.provenance import Because
 from accelerate_core.config.shown import Shown
 from accelerate_core.contract.hooks import wrong_answer
-from accelerate_core.contract.parts import LoaderMaker, RunParts
+from accelerate_core.contract.parts import LoaderFactory, RunParts
 from accelerate_core.delegation import attribute
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
@@ -159,20 +159,20 @@ class Accelerator(
         topology = runtimes.running() or runtimes.launched_topology()
         self._setup = resolve(arguments, plugin_arguments, topology)
         self._options = dataclasses.replace(self._setup.options)  # a script may change them
-        self._saving, loader_maker = check(self._setup)
+        self._saving, loader_factory = check(self._setup)
         self._closed = False
         handlers = self._setup.handlers
         self.init_handler: InitProcessGroupKwargs | None = handlers.get(InitProcessGroupKwargs)
         self.scaler_handler: GradScalerKwargs | None = handlers.get(GradScalerKwargs)
         self._process = start_process(self, self._setup)
         try:
-            self._build(loader_maker, log_with)
+            self._build(loader_factory, log_with)
             self._shared_hooks.call_each("on_start")
         except BaseException:
             runtimes.release(self)
             raise
 
-    def _build(self, loader_maker: LoaderMaker | None, log_with: Any) -> None:
+    def _build(self, loader_factory: LoaderFactory | None, log_with: Any) -> None:
         """Build the parts, each from those before it."""
         setup, process, options = self._setup, self._process, self._options
         self._warn_once = WarnOnce(main=process.process_index == 0)
@@ -204,7 +204,7 @@ class Accelerator(
             data=self._collectives.data_comm,
             gradient_state=self.gradient_state,
             loss_scaler=loss_scaler,
-            make_loader=None if loader_maker is None else bind(loader_maker.make_loader, self),
+            make_loader=None if loader_factory is None else bind(loader_factory.make_loader, self),
             loader_plugin=setup.parts["loaders"],
             warn_once=self._warn_once,
         )

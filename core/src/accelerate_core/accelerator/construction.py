@@ -35,7 +35,7 @@ from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.config.provenance import Because
 from accelerate_core.config.schema import settings_fields
 from accelerate_core.contract.capabilities import check_declarations
-from accelerate_core.contract.parts import LoaderMaker, Tracking
+from accelerate_core.contract.parts import LoaderFactory, Tracking
 from accelerate_core.contract.topology import Topology
 from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.data.rng import check_rng_types
@@ -287,7 +287,7 @@ def _unasked(selection: Selection) -> str:
     )
 
 
-def check(setup: Setup) -> tuple[Saving, LoaderMaker | None]:
+def check(setup: Setup) -> tuple[Saving, LoaderFactory | None]:
     """Refuse what the backend or a part cannot do, before any process group exists.
 
     Returns:

@@ -15,7 +15,7 @@ from accelerate_core.errors import PluginError, listing
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpointer", "LoaderMaker", "LogKwargs", "PreparedLoader", "RunParts", "Tracking"]
+__all__ = ["Checkpointer", "LoaderFactory", "LogKwargs", "PreparedLoader", "RunParts", "Tracking"]
 
 
 class Stateful(Protocol):
@@ -288,7 +288,7 @@ class PreparedLoader(Protocol):
         """Return this loader without its first batches (per rank), counted from an epoch's start."""
 
 
-class LoaderMaker(Protocol):
+class LoaderFactory(Protocol):
     """Makes prepared loaders, in the place of the core.
 
     The class states `name`, as its entry point has it, and `api_version`. With a `Settings`, made

@@ -10,7 +10,7 @@ from typing import Any
 
 from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.config.provenance import Because
-from accelerate_core.contract.parts import Checkpointer, LoaderMaker, Tracking, check_members
+from accelerate_core.contract.parts import Checkpointer, LoaderFactory, Tracking, check_members
 from accelerate_core.errors import (
     AccelerateError,
     ConfigurationError,
@@ -27,7 +27,7 @@ from accelerate_core.plugins.sections import add_section_mistakes
 PARTS: dict[str, type] = {
     "checkpointer": Checkpointer,
     "tracking": Tracking,
-    "loaders": LoaderMaker,
+    "loaders": LoaderFactory,
 }
 
 

@@ -253,8 +253,8 @@ class ActivePlugins:
         made = []
         for key in sorted(found):
             record, function = self._active[key][0], found[key].function
-            attributed = attributed(function, hook, record)
-            made.append(Implementation(key, record, attributed, found[key].argnames))
+            function_with_note = attributed(function, hook, record)
+            made.append(Implementation(key, record, function_with_note, found[key].argnames))
         return made
 
     def owner_methods(

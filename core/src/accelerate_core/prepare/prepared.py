@@ -33,7 +33,7 @@ from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import PrepareError
 from accelerate_core.plugins.factory import Part
 from accelerate_core.plugins.manager import BoundHooks, SharedHooks
-from accelerate_core.prepare.made_loader import MadeLoader
+from accelerate_core.prepare.external_loader import ExternalLoader
 from accelerate_core.prepare.plan import PreparePlan
 from accelerate_core.training.forward import unwrap_forward, wrap_forward
 from accelerate_core.training.gradient_state import GradientState
@@ -179,7 +179,7 @@ class Prepared:
         if prepared is None or self._loader_plugin is None:
             prepared = self._core_loader(data_loader, on_device, slice_fn_for_dispatch)
         else:
-            prepared = MadeLoader(prepared, self._loader_plugin.record, self._gradient_state)
+            prepared = ExternalLoader(prepared, self._loader_plugin.record, self._gradient_state)
             prepared.put_on_device = on_device
             prepared.even_batches = options.dataloader_config.even_batches
         self.objects.loaders.append(prepared)

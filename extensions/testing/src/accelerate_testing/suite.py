@@ -195,7 +195,7 @@ class CheckpointerSuite(_Suite):
 
 
 class LoadersSuite(_Suite):
-    """The suite of a maker of loaders, in one process and over the installed backend for several.
+    """The suite of a loader factory, in one process and over the installed backend for several.
 
     `options`: `make`, a function `module:name` of `(folder, samples, batch_size, shuffle,
     drop_last)`; it returns what a script would give to `prepare`, over the samples 0, 1, ... in that

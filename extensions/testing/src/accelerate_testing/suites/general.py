@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from accelerate_core.contract.parts import Checkpointer, LoaderMaker
+from accelerate_core.contract.parts import Checkpointer, LoaderFactory
 from accelerate_core.errors import AccelerateError, listing
 from accelerate_core.plugins.discovery import (
     OWN_DISTRIBUTION,
@@ -156,7 +156,7 @@ def metadata(ctx: CheckContext) -> str:
 def _check_form(kind: str, plugin: Any, record: PluginRecord) -> None:
     """A plugin is a class: of some kinds a subclass, of others of the form of a Protocol."""
     assert isinstance(plugin, type), f"{record.target} is {plugin!r}, and no class"
-    forms = {"launcher": Launcher, "checkpointer": Checkpointer, "loaders": LoaderMaker}
+    forms = {"launcher": Launcher, "checkpointer": Checkpointer, "loaders": LoaderFactory}
     if kind in forms:
         for method in vars(forms[kind]):
             needed = not method.startswith("_")

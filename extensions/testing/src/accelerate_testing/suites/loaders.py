@@ -1,4 +1,4 @@
-"""What a maker of loaders keeps: every sample once, the same order again, no batch twice."""
+"""What a loader factory keeps: every sample once, the same order again, no batch twice."""
 
 from __future__ import annotations
 

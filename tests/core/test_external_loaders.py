@@ -88,8 +88,8 @@ def told(root: Path, fault: str, use: str = EPOCH) -> str:
     return said
 
 
-def test_a_made_loader_is_seen_as_its_own(tmp_path) -> None:
-    assert told(tmp_path, "") == "MadeLoader Made 4 [False, False, False, True]"
+def test_an_external_loader_is_seen_as_its_own(tmp_path) -> None:
+    assert told(tmp_path, "") == "ExternalLoader Made 4 [False, False, False, True]"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from accelerate_core.plugins.factory import Attributed, add_plugin_note, attribu
 from accelerate_core.training.gradient_state import GradientState
 
 
-class MadeLoader(Attributed):
+class ExternalLoader(Attributed):
     """Hands everything on to the loader that a plugin made, and names the plugin in what it raises.
 
     Args:
@@ -55,11 +55,11 @@ class MadeLoader(Attributed):
                 add_plugin_note(error, "__iter__", self._record)
             raise
 
-    def skipping(self, num_batches: int) -> MadeLoader:
+    def skipping(self, num_batches: int) -> ExternalLoader:
         """Return this loader without its first batches."""
         with attribution("skipping", self._record):
             rest = self._part.skipping(num_batches)
-        return MadeLoader(rest, self._record, self._state)
+        return ExternalLoader(rest, self._record, self._state)
 
     def __reduce__(self) -> Any:
         return itself, (self._part,)  # as for optimizers: what belongs to this run stays here

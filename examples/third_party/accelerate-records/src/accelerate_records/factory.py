@@ -17,10 +17,10 @@ from accelerate_records.loader import RecordsLoader
 from accelerate_records.records import Records
 from accelerate_records.settings import RecordsSettings
 
-__all__ = ["RecordsMaker"]
+__all__ = ["RecordsLoaderFactory"]
 
 
-class RecordsMaker:
+class RecordsLoaderFactory:
     """Makes loaders of `Records`; all others are left to the core.
 
     A loader that draws its samples in a way of its own, or collates them so, is left too: it is read
