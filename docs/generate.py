@@ -418,7 +418,7 @@ def drop_in() -> str:
         "[its README](../extensions/drop_in/README.md), what behaves otherwise in "
         "[migration](migration.md).",
         "",
-        "Each module that is there has every public name of the original's. A name under *lent* comes "
+        "Each module that is there has every public name of the original's. A name under *exported* comes "
         "with the package of that extra; without it the name can be "
         "imported and says what to install when it is used. *Refuses* can be imported, too.",
         "",
@@ -490,7 +490,7 @@ def drop_in() -> str:
 
 
 def _exports_by_extra() -> dict[str, str]:
-    """Return the extra that lends a name, of names that this clone's big packages do not have."""
+    """Return the extra that exports a name, of names that this clone's big packages do not have."""
     made = json.loads(known_packages())["EXPORTS"]
     own = {"drop-in", "big-model", "checkpoint", "launch", "tracking"}
     return {name: extra for name, extra in made.items() if extra not in own}
@@ -575,8 +575,8 @@ def known_packages() -> str:
         for group in kinds.keys() & points:
             names[kinds[group]] |= dict.fromkeys(points[group], extra)
         own = content.get("tool", {}).get("accelerate-core", {})
-        lent = [*points.get("exports", ()), *own.get("not-offered-yet", ())]
-        found["EXPORTS"] |= dict.fromkeys(lent, extra)
+        exported = [*points.get("exports", ()), *own.get("not-offered-yet", ())]
+        found["EXPORTS"] |= dict.fromkeys(exported, extra)
         for name, target in points.get("commands", {}).items():
             summaries[name] = pkgutil.resolve_name(target).get_short_help_str(200)
         for name, target in points.get("trackers", {}).items():

@@ -46,7 +46,7 @@ def test_the_ring_trains_as_one_process_does(site: str) -> None:
 
 
 @pytest.mark.dist
-def test_its_argument_and_its_lent_name_choose_it(site: str) -> None:
+def test_its_argument_and_its_exported_name_choose_it(site: str) -> None:
     said = ranks(site, 2, "argument").results[0]["explain"]
     assert "backend = 'ring'  (ring_plugin was passed)" in said
     assert "ring.chunk_mb = 1  (constructor argument ring_plugin)" in said

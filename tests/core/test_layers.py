@@ -116,7 +116,7 @@ def test_authors_and_our_own_plugins_import_public_names_only() -> None:
             "write_a_loader",
         )
     )
-    lent = set(installed().exports)  # public names of the plugins themselves
+    exported = set(installed().exports)  # public names of the plugins themselves
     found = set()
     for path in (*templates, *examples, *pages, *ours):
         for module, imported, whole in IMPORT.findall(path.read_text()):
@@ -128,7 +128,7 @@ def test_authors_and_our_own_plugins_import_public_names_only() -> None:
                 name = name.split(" as ")[0]
                 found.add((module, name))
                 known = "@" in name or (
-                    module == "accelerate_core" and (name in lent or name.startswith("DiLoCo"))
+                    module == "accelerate_core" and (name in exported or name.startswith("DiLoCo"))
                 )
                 assert known or name in names.get(module, ()), f"{path}: {name} of {module!r}"
     assert {

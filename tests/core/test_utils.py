@@ -20,12 +20,12 @@ from torch import nn
 import accelerate_core
 import accelerate_core.utils as utils
 from accelerate_core.errors import ConfigurationError, MissingPluginError
-from accelerate_core.plugins.discovery import lent_names
+from accelerate_core.plugins.discovery import exported_names
 
 # --- the namespace --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted({*accelerate_core.__all__, *lent_names()}))
+@pytest.mark.parametrize("name", sorted({*accelerate_core.__all__, *exported_names()}))
 def test_every_listed_name_resolves(name: str) -> None:
     assert getattr(utils, name) is not None
     assert name in dir(utils)

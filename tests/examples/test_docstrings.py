@@ -32,7 +32,7 @@ SOURCES = sorted(
     if (path / "__init__.py").exists()
 )
 
-#: What a user meets first has an example: of the Accelerator, and lent by packages.
+#: What a user meets first has an example: of the Accelerator, and exported by packages.
 MEMBERS = (
     "accumulate autocast backward clip_grad_norm_ clip_grad_value_ gather "
     "gather_for_metrics get_state_dict init_trackers join_uneven_inputs load_state log "

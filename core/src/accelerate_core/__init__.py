@@ -30,16 +30,16 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value
         return value
     if importlib.util.find_spec(f"{__name__}.{name}") is not None:
-        return importlib.import_module(f"{__name__}.{name}")  # before anybody's lent name
+        return importlib.import_module(f"{__name__}.{name}")  # before names that plugins export
     from accelerate_core.errors import MissingPluginError, UnknownNameError
     from accelerate_core.plugins import catalog, discovery
 
     try:
-        return discovery.lent(name)
+        return discovery.exported(name)
     except AttributeError as error:
         text = str(error)
         if text == name:
-            known = [*_HOMES, *discovery.lent_names()]
+            known = [*_HOMES, *discovery.exported_names()]
             hint = discovery.suggestion(name, known, catalog.EXPORTS)
             text = f"module 'accelerate_core' has no attribute {name!r}.{hint}"
     if _asked_by_from_import(sys._getframe(1)):
@@ -57,4 +57,4 @@ def _asked_by_from_import(caller: FrameType) -> bool:
 def __dir__() -> list[str]:
     from accelerate_core.plugins import discovery
 
-    return sorted({*globals(), *_HOMES, *discovery.lent_names()})
+    return sorted({*globals(), *_HOMES, *discovery.exported_names()})

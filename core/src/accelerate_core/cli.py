@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from accelerate_core.errors import MissingPluginError
-from accelerate_core.plugins.discovery import lent
+from accelerate_core.plugins.discovery import exported
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its status."""
     try:
-        command_line: Any = lent("command_line")
+        command_line: Any = exported("command_line")
     except MissingPluginError:
         sys.exit(
             "The accelerate-core command needs accelerate-launch, which is not installed. "

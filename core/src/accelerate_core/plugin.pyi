@@ -64,7 +64,7 @@ from accelerate_core.data.loader import LoaderOptions as LoaderOptions
 from accelerate_core.data.prepare import prepare_loader as prepare_loader
 from accelerate_core.data.rng import GENERATORS as GENERATORS
 from accelerate_core.distributed.communicator import Communicator as Communicator
-from accelerate_core.distributed.process import once as once
+from accelerate_core.distributed.process import process_global as process_global
 from accelerate_core.distributed.process import running as running
 from accelerate_core.distributed.torch_collectives import TorchCollectives as TorchCollectives
 from accelerate_core.distributed.torch_collectives import bind_collectives as bind_collectives
@@ -92,9 +92,9 @@ from accelerate_core.errors import warn as warn
 from accelerate_core.failures import is_failure as is_failure
 from accelerate_core.plugins.catalog import pip_command as pip_command
 from accelerate_core.plugins.discovery import check_api_version as check_api_version
+from accelerate_core.plugins.discovery import exported as exported
 from accelerate_core.plugins.discovery import find as find
 from accelerate_core.plugins.discovery import installed as installed
-from accelerate_core.plugins.discovery import lent as lent
 from accelerate_core.plugins.selection import Claim as Claim
 from accelerate_core.plugins.selection import Request as Request
 from accelerate_core.state import AcceleratorState as AcceleratorState

@@ -1,4 +1,4 @@
-"""The public names once more, where Hugging Face Accelerate has them; with what packages lend."""
+"""The public names once more, where Hugging Face Accelerate has them; with what packages export."""
 
 from __future__ import annotations
 

@@ -113,9 +113,9 @@ def test_handlers_are_settings_as_elsewhere():
     handler = DistributedDataParallelKwargs(comm_hook="fp16", bucket_cap_mb=5)
     assert handler.comm_hook is DDPCommunicationHookType.FP16
     assert handler.to_kwargs() == {"comm_hook": DDPCommunicationHookType.FP16, "bucket_cap_mb": 5}
-    from accelerate_core import DistributedDataParallelKwargs as lent
+    from accelerate_core import DistributedDataParallelKwargs as exported
 
-    assert lent is DistributedDataParallelKwargs
+    assert exported is DistributedDataParallelKwargs
 
 
 def test_one_process_wraps_nothing():

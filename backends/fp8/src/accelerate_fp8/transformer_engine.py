@@ -18,8 +18,8 @@ from accelerate_core.plugin import (
     ConfigurationError,
     MissingPluginError,
     PrepareError,
-    once,
     origin_of,
+    process_global,
     warn,
 )
 from accelerate_fp8.layers import (
@@ -115,7 +115,7 @@ class TransformerEngine(FP8):
 
         It would go on reducing theirs, over groups that are no more.
         """
-        once("transformer_engine.quantization", "", lambda: None, _forget)
+        process_global("transformer_engine.quantization", "", lambda: None, _forget)
 
     # --- models ---------------------------------------------------------------------------------
 

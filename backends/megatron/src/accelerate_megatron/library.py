@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core.plugin import ConfigurationError, once
+from accelerate_core.plugin import ConfigurationError, process_global
 from accelerate_megatron.settings import Sizes
 
 _NVTE = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
@@ -44,9 +44,9 @@ def start(sizes: Sizes, seed: int, timeout: timedelta | None, attention: str | N
         RuntimeConflictError: another Accelerator has made them otherwise.
         ConfigurationError: somebody else has made them, or there is no CUDA device.
     """
-    once("megatron.parallel_state", sizes, lambda: _start(sizes, seed, timeout), _end)
+    process_global("megatron.parallel_state", sizes, lambda: _start(sizes, seed, timeout), _end)
     if attention is not None:  # megatron says it to Transformer Engine by variables
-        once("megatron.attention_backend", attention, _variables, _restore)
+        process_global("megatron.attention_backend", attention, _variables, _restore)
 
 
 def _start(sizes: Sizes, seed: int, timeout: timedelta | None) -> Any:

@@ -20,7 +20,7 @@ from accelerate_core.plugin import (
     ConfigurationError,
     MissingPluginError,
     RuntimeConflictError,
-    once,
+    process_global,
 )
 
 #: The torch that each torch_xla is built for has its number.
@@ -132,7 +132,9 @@ def start_spmd(sizes: Mapping[str, int]) -> Any:
             used a device on its own.
         ConfigurationError: there are more or fewer devices.
     """
-    return once("torch_xla.spmd", dict(sizes), lambda: _mesh(sizes), lambda _: _switch.off())
+    return process_global(
+        "torch_xla.spmd", dict(sizes), lambda: _mesh(sizes), lambda _: _switch.off()
+    )
 
 
 def _mesh(sizes: Mapping[str, int]) -> Any:

@@ -43,7 +43,7 @@ from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.process import agree
 from accelerate_core.errors import WarnOnce, call_all
-from accelerate_core.plugins.discovery import lent, why_without
+from accelerate_core.plugins.discovery import exported, why_without
 from accelerate_core.plugins.factory import attribution
 from accelerate_core.plugins.manager import BoundHooks, SharedHooks, bind
 from accelerate_core.prepare import run
@@ -313,7 +313,7 @@ class Accelerator(
     @property
     def profile_handler(self) -> Any:
         """The `ProfileKwargs` among `kwargs_handlers`, None if there is none."""
-        return self._setup.handlers.get(lent("ProfileKwargs"))
+        return self._setup.handlers.get(exported("ProfileKwargs"))
 
     def profile(self, profile_handler: Any = None) -> AbstractContextManager[Any]:
         """Return a context that profiles with `torch.profiler` and yields its profiler.
@@ -329,7 +329,7 @@ class Accelerator(
                 accelerator.backward(loss_function(model(x), y))
             accelerator.print(profiler.key_averages().table(row_limit=5))
         """
-        return lent("profile")(profile_handler or self.profile_handler, self.process_index)  # type: ignore[no-any-return]
+        return exported("profile")(profile_handler or self.profile_handler, self.process_index)  # type: ignore[no-any-return]
 
     # --- checkpoints --------------------------------------------------------------------------
 

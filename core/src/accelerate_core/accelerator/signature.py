@@ -53,5 +53,5 @@ class ShowsPluginArguments(type):
         _, *parameters = inspect.signature(cast(Any, cls).__init__).parameters.values()
         extra = sorted(plugin_arguments() - {one.name for one in parameters})
         kind = inspect.Parameter.KEYWORD_ONLY
-        lent = [inspect.Parameter(name, kind, default=None) for name in extra]
-        return inspect.Signature([*parameters[:-1], *lent])
+        from_plugins = [inspect.Parameter(name, kind, default=None) for name in extra]
+        return inspect.Signature([*parameters[:-1], *from_plugins])

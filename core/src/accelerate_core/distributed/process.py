@@ -183,7 +183,7 @@ _globals: dict[str, _Global] = {}
 _endings = ExitStack()
 
 
-def once(key: str, wanted: Any, start: Callable[[], T], end: Callable[[T], object]) -> T:
+def process_global(key: str, wanted: Any, start: Callable[[], T], end: Callable[[T], object]) -> T:
     """Return a library's global state, which a process has once, made by the first to need it.
 
     A plugin calls it in `mesh` or `on_start`, which every Accelerator goes through; in `device`,

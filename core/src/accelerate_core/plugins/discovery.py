@@ -262,16 +262,16 @@ def check_api_version(record: PluginRecord, plugin: Any) -> None:
         )
 
 
-# --- public names that plugins lend to `accelerate_core`, resolved on first use ---------------
+# --- public names that plugins export to `accelerate_core`, resolved on first use ---------------
 
 
-def lent(name: str) -> Any:
+def exported(name: str) -> Any:
     """Return what an installed plugin exports under `name`.
 
     Raises:
         MissingPluginError: a known plugin would bring it, or it needs a library that is not installed;
             the text has the pip command.
-        PluginError: the plugin that lends it is broken.
+        PluginError: the plugin that exports it is broken.
         AttributeError: nobody knows the name, or an installed plugin does not offer it.
     """
     found = installed().exports.get(name)
@@ -283,7 +283,7 @@ def lent(name: str) -> Any:
             raise
         except (Exception, SystemExit) as error:
             raise PluginError(
-                f"{name} is lent by {distribution}, which is broken: loading {target} raised "
+                f"{name} is exported by {distribution}, which is broken: loading {target} raised "
                 f"{type(error).__name__}: {error}. Reinstall or upgrade {distribution}."
             ) from error
     if name in catalog.EXPORTS:
@@ -303,8 +303,8 @@ def lent(name: str) -> Any:
     raise AttributeError(name)
 
 
-def lent_names() -> list[str]:
-    """List the names installed plugins lend, and the probes."""
+def exported_names() -> list[str]:
+    """List the names installed plugins export, and the probes."""
     return sorted({*installed().exports, *catalog.PROBES})
 
 

@@ -439,16 +439,18 @@ def plugin_arguments() -> set[str]:
     return {n for n in installed().triggers if n.isidentifier() and n == n.lower()} - reserved
 
 
-def check_owners(lent: Mapping[str, Any], selection: Selection, active: set[PluginRecord]) -> None:
+def check_owners(
+    passed: Mapping[str, Any], selection: Selection, active: set[PluginRecord]
+) -> None:
     """Refuse constructor arguments whose plugins are installed and not active: nobody reads them.
 
     Args:
-        lent: those that were passed and are not the core's.
+        passed: those that were passed and are not the core's.
         selection: the chosen backend.
         active: the active plugins.
     """
     names = {(record.kind, record.name) for record in active}  # a class that was given has its own
-    for name in plugin_arguments() & {key for key, value in lent.items() if value is not None}:
+    for name in plugin_arguments() & {key for key, value in passed.items() if value is not None}:
         owners = [record for record in installed().plugins if name in record.triggers]
         if owners and not any((record.kind, record.name) in names for record in owners):
             states = {c.record: f"{c.state}: {c.because}" for c in selection.considered}

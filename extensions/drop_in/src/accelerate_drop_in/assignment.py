@@ -24,7 +24,7 @@ from accelerate_core.config.provenance import Because
 from accelerate_core.data.rng import check_rng_types
 from accelerate_core.distributed import process
 from accelerate_core.errors import AssignmentError, ConfigurationError, MissingPluginError, warn
-from accelerate_core.plugins.discovery import lent
+from accelerate_core.plugins.discovery import exported
 
 Effect = Literal["honoured", "no effect", "refused"]
 
@@ -59,7 +59,7 @@ def _set_ddp_handler(accelerator: Any, value: Any) -> None:
     try:
         from accelerate_ddp import DDPBackend, DistributedDataParallelKwargs
     except ModuleNotFoundError as error:
-        raise MissingPluginError(str(lent("DistributedDataParallelKwargs"))) from error
+        raise MissingPluginError(str(exported("DistributedDataParallelKwargs"))) from error
     _expect("ddp_handler", value, DistributedDataParallelKwargs, optional=True)
     vars(accelerator)["_ddp_handler"] = value
     if not isinstance(accelerator.backend, DDPBackend):
@@ -88,7 +88,7 @@ def _set_autocast_handler(accelerator: Any, value: Any) -> None:
 
 
 def _set_profile_handler(accelerator: Any, value: Any) -> None:
-    kind = lent("ProfileKwargs")
+    kind = exported("ProfileKwargs")
     _expect("profile_handler", value, kind, optional=True)
     accelerator._setup.handlers[kind] = value
 

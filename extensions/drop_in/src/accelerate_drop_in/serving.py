@@ -26,7 +26,7 @@ _CONFIG, _ESTIMATE, _PARSERS = (
     f"accelerate_drop_in.commands.{name}" for name in ("config", "estimate", "parsers")
 )
 _DATA = "accelerate_core.data"
-#: Where else a module's names are looked for, before what all packages of ours lend.
+#: Where else a module's names are looked for, before what all our packages export.
 _HOMES = {
     "": ("accelerate_drop_in.accelerator",),
     "accelerator": ("accelerate_drop_in.accelerator", "accelerate_core.accelerator"),

@@ -59,7 +59,7 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
 
 try:
     _ClearML: Any = tracker_class("clearml")
-except MissingPluginError:  # who lends the name says what to install
+except MissingPluginError:  # the plugin that exports the name says what to install
     pass
 else:
 

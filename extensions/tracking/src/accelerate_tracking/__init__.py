@@ -58,9 +58,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return a tracker class that an installed package lends, such as the peer has here."""
-    from accelerate_core.plugin import lent
+    """Return a tracker class that an installed package exports, such as the peer has here."""
+    from accelerate_core.plugin import exported
 
     if name.startswith("__"):
         raise AttributeError(name)
-    return lent(name)
+    return exported(name)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from accelerate_core import Accelerator, Backend, once
+from accelerate_core import Accelerator, Backend, process_global
 from accelerate_core.distributed import process
 from accelerate_core.errors import RuntimeConflictError
 
@@ -44,7 +44,9 @@ class Halves(Backend):
 
     def mesh(self, accelerator: Any) -> Any:
         size = self.size
-        self.found = once("library.groups", {"tp": size}, lambda: Library.start(size), Library.stop)
+        self.found = process_global(
+            "library.groups", {"tp": size}, lambda: Library.start(size), Library.stop
+        )
         return super().mesh(accelerator)
 
 
@@ -108,8 +110,8 @@ def test_the_one_made_last_ends_first_and_a_failure_stops_none(said: list[str]) 
         said.append(f"fails to end {value}")
         raise OSError("busy")
 
-    assert once("switch", True, lambda: "on", fails) == "on"
-    assert once("other", True, lambda: "there", said.append) == "there"
+    assert process_global("switch", True, lambda: "on", fails) == "on"
+    assert process_global("other", True, lambda: "there", said.append) == "there"
     with pytest.raises(OSError, match="busy"):
         accelerator.end_training()
     assert said[1:] == ["there", "fails to end on", "stop 2, with a group"]
