@@ -259,7 +259,7 @@ def test_ranks(variables: dict[str, str], said: str) -> None:
 def test_several_processes_without_a_backend_for_them() -> None:
     request = Request({}, {"ACCELERATE_DISABLED_PLUGINS": "ddp"}, Topology(0, 2, because="a test"))
     with pytest.raises(MissingPluginError, match=re.escape('pip install "accelerate-core[ddp]"')):
-        select("backend", request).settled()
+        select("backend", request).or_raise()
 
 
 def test_a_misspelt_variable_is_pointed_out_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,16 +36,16 @@ from accelerate_deepspeed.settings import get_active_deepspeed_plugin
 RUN = steps.RunSizes(data_ranks=2, all_ranks=2, accumulation=4, micro_batch=8)
 
 
-def settled(config=None, **fields) -> HfDeepSpeedConfig:
+def resolved(config=None, **fields) -> HfDeepSpeedConfig:
     plugin = DeepSpeedPlugin(hf_ds_config=config, **fields)
-    steps.settle_fields(plugin)
+    steps.resolve_fields(plugin)
     return plugin.hf_ds_config
 
 
 def test_without_anything_the_stage_is_2_and_nothing_is_clipped():
-    config = settled()
+    config = resolved()
     assert config.config == {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.0}
-    assert settled({"steps_per_print": 5}).stage == 0  # DeepSpeed's own meaning of a config
+    assert resolved({"steps_per_print": 5}).stage == 0  # DeepSpeed's own meaning of a config
 
 
 def test_a_client_that_fills_its_config_later_is_read():
@@ -63,7 +63,7 @@ def test_a_client_that_fills_its_config_later_is_read():
 
 
 def test_every_auto_is_resolved_with_its_reason():
-    config = settled(
+    config = resolved(
         {
             "zero_optimization": {
                 "stage": "auto",
@@ -89,12 +89,12 @@ def test_every_auto_is_resolved_with_its_reason():
         },
         zero_stage=3,
     )  # fmt: skip
-    assert not steps.settle_precision(config, "bf16", "the test")
-    steps.settle_batches(config, RUN)
-    steps.settle_sizes(config, SimpleNamespace(config=SimpleNamespace(hidden_sizes=[8, 16])))
+    assert not steps.resolve_precision(config, "bf16", "the test")
+    steps.resolve_batches(config, RUN)
+    steps.resolve_sizes(config, SimpleNamespace(config=SimpleNamespace(hidden_sizes=[8, 16])))
     optimizer = DummyOptim([], lr=0.5, weight_decay=0.25)
-    steps.settle_optimizer(config, optimizer, DummyScheduler(optimizer, 11, 3), 2, split=False)
-    steps.settle_rest(config)
+    steps.resolve_optimizer(config, optimizer, DummyScheduler(optimizer, 11, 3), 2, split=False)
+    steps.resolve_rest(config)
     assert config.autos() == []
     zero = config.config["zero_optimization"]
     assert (zero["stage"], zero["offload_optimizer"]) == (3, {"device": "none"})
@@ -110,16 +110,16 @@ def test_every_auto_is_resolved_with_its_reason():
 
 def test_a_schedule_of_the_config_takes_the_rate_of_torchs_optimizer():
     given = {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}
-    config = settled({"scheduler": {"type": "WarmupLR", "params": given}})
+    config = resolved({"scheduler": {"type": "WarmupLR", "params": given}})
     sgd = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.3)
-    steps.settle_optimizer(config, sgd, DummyScheduler(sgd), 2, split=False)
+    steps.resolve_optimizer(config, sgd, DummyScheduler(sgd), 2, split=False)
     assert config.get_value("scheduler.params") == {"warmup_max_lr": 0.3, "warmup_num_steps": 1}
 
 
 def test_what_nothing_says_is_named():
-    config = settled({"zero_optimization": {"stage": 2, "sub_group_size": "auto"}})
+    config = resolved({"zero_optimization": {"stage": 2, "sub_group_size": "auto"}})
     with pytest.raises(ConfigurationError, match=r"zero_optimization\.sub_group_size"):
-        steps.settle_rest(config)
+        steps.resolve_rest(config)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_what_nothing_says_is_named():
 )
 def test_bad_configs_are_refused(given, text):
     with pytest.raises(ConfigurationError, match=text):
-        settled(given)
+        resolved(given)
 
 
 def test_without_an_accelerator_no_plugin_is_active():
@@ -147,10 +147,10 @@ def test_without_an_accelerator_no_plugin_is_active():
 def test_base64_may_be_longer_than_a_file_name():
     config = {"zero_optimization": {"stage": 1}, "tensorboard": {"output_path": "x" * 300}}
     encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
-    assert settled(encoded).stage == 1
+    assert resolved(encoded).stage == 1
     twice = base64.urlsafe_b64encode(b'{"fp16": {}, "fp16": {}}').decode()
     with pytest.raises(ConfigurationError, match="base64 text has 'fp16' twice"):
-        settled(twice)
+        resolved(twice)
 
 
 def test_a_precision_that_wants_the_loss_scaled_is_refused():
@@ -163,12 +163,12 @@ def test_a_precision_that_wants_the_loss_scaled_is_refused():
 def test_a_file_with_a_list_is_refused(tmp_path):
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ConfigurationError, match="is a list"):
-        settled(tmp_path / "list.json")
+        resolved(tmp_path / "list.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe{")
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        settled(str(tmp_path / "bytes.json"))
+        resolved(str(tmp_path / "bytes.json"))
     with pytest.raises(ConfigurationError, match=r"Did you mean 'list\.json'"):
-        settled(str(tmp_path / "lits.json"))
+        resolved(str(tmp_path / "lits.json"))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_file_with_a_list_is_refused(tmp_path):
 )
 def test_bad_fields_are_refused(fields, text):
     with pytest.raises(ConfigurationError, match=text):
-        settled(**fields)
+        resolved(**fields)
 
 
 def test_environment_and_file_fill_what_the_constructor_leaves_out(tmp_path):
@@ -216,7 +216,7 @@ def test_environment_and_file_fill_what_the_constructor_leaves_out(tmp_path):
     asked = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}})
     plugin, _ = resolve_settings(DeepSpeedPlugin, asked, sources, owner="deepspeed")
     with pytest.raises(ConfigurationError, match=r"ACCELERATE_DEEPSPEED_ZERO_STAGE.*stage=2"):
-        steps.settle_fields(plugin)
+        steps.resolve_fields(plugin)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_environment_and_file_fill_what_the_constructor_leaves_out(tmp_path):
 )  # fmt: skip
 def test_precisions_that_go_wrong_are_refused(config, wanted, text):
     with pytest.raises(ConfigurationError, match=text):
-        steps.settle_precision(settled(config), wanted, "the test")
+        steps.resolve_precision(resolved(config), wanted, "the test")
 
 
 SCALES = [
@@ -253,10 +253,10 @@ SCALES = [
 
 @pytest.mark.parametrize(("section", "scaling", "expected"), SCALES)
 def test_the_loss_scale_is_the_cores_and_the_configs(section, scaling, expected):
-    config = settled({"fp16": section} if section else {})
+    config = resolved({"fp16": section} if section else {})
     given = None if scaling is None else GradScalerKwargs(**scaling)
     for _ in range(2):  # a plugin may serve a second Accelerator
-        assert steps.settle_precision(config, "fp16", "the test", given)
+        assert steps.resolve_precision(config, "fp16", "the test", given)
         assert config.config["fp16"] == expected
 
 
@@ -272,9 +272,9 @@ def test_the_loss_scale_is_the_cores_and_the_configs(section, scaling, expected)
     ],
 )
 def test_scales_that_cannot_be_are_refused(section, scaling, text):
-    config = settled({"fp16": {"enabled": True, **section}})
+    config = resolved({"fp16": {"enabled": True, **section}})
     with pytest.raises(ConfigurationError, match=text):
-        steps.settle_precision(config, "fp16", "the test", GradScalerKwargs(**scaling))
+        steps.resolve_precision(config, "fp16", "the test", GradScalerKwargs(**scaling))
 
 
 def test_an_op_that_cannot_be_compiled_says_what_to_install_or_set(monkeypatch, tmp_path):
@@ -284,11 +284,11 @@ def test_an_op_that_cannot_be_compiled_says_what_to_install_or_set(monkeypatch, 
     with pytest.raises(ConfigurationError, match=r"g\+\+.*zero_force_ds_cpu_optimizer"):
         check_compiler("cpu_adam")
     adam = {"optimizer": {"type": "AdamW", "params": {}}}
-    assert needs_build(settled(adam)) == "fused_adam"
+    assert needs_build(resolved(adam)) == "fused_adam"
     offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    assert needs_build(settled(adam | offload)) == "cpu_adam"
+    assert needs_build(resolved(adam | offload)) == "cpu_adam"
     adam["optimizer"]["params"]["torch_adam"] = True
-    assert needs_build(settled(adam)) is None
+    assert needs_build(resolved(adam)) is None
 
 
 @pytest.mark.soak

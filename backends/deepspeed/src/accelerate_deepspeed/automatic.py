@@ -51,7 +51,7 @@ class RunSizes:
     micro_batch: int | None = None
 
 
-def settle_fields(plugin: DeepSpeedPlugin) -> None:
+def resolve_fields(plugin: DeepSpeedPlugin) -> None:
     """Put the plugin's fields into its config, which must not say something else."""
     config: HfDeepSpeedConfig = plugin.hf_ds_config
     bare = not config.config
@@ -174,7 +174,7 @@ def own_precision(config: HfDeepSpeedConfig) -> tuple[str, str] | None:
     return next(((precision, name) for name, precision in found.items()), None)
 
 
-def settle_precision(
+def resolve_precision(
     config: HfDeepSpeedConfig, wanted: str, origin: str, scaling: GradScalerKwargs | None = None
 ) -> bool:
     """Resolve precision; return whether DeepSpeed does it, and the core does not.
@@ -216,11 +216,13 @@ def settle_precision(
             "fp16 (mixed_precision='fp16'), or bfloat16."
         )
     if own[1] == name:
-        _settle_scale(config, scaling, asked)
+        _resolve_scale(config, scaling, asked)
     return True
 
 
-def _settle_scale(config: HfDeepSpeedConfig, scaling: GradScalerKwargs | None, asked: bool) -> None:
+def _resolve_scale(
+    config: HfDeepSpeedConfig, scaling: GradScalerKwargs | None, asked: bool
+) -> None:
     """Put how the loss is scaled into the section fp16.
 
     Args:
@@ -271,7 +273,7 @@ def _settle_scale(config: HfDeepSpeedConfig, scaling: GradScalerKwargs | None, a
 # --- batches --------------------------------------------------------------------------------------
 
 
-def settle_batches(config: HfDeepSpeedConfig, run: RunSizes) -> None:
+def resolve_batches(config: HfDeepSpeedConfig, run: RunSizes) -> None:
     """Resolve the three batch sizes, of which each follows from the other two."""
     micro_name, total_name = "train_micro_batch_size_per_gpu", "train_batch_size"
     micro, total = (_whole(config, name) for name in (micro_name, total_name))
@@ -308,7 +310,7 @@ def _whole(config: HfDeepSpeedConfig, name: str) -> int | None:
 # --- what follows from the model, the optimizer and the scheduler ---------------------------------
 
 
-def settle_sizes(config: HfDeepSpeedConfig, model: Any) -> None:
+def resolve_sizes(config: HfDeepSpeedConfig, model: Any) -> None:
     """Resolve the bucket sizes of stage 3 by the model's hidden size."""
     hidden = hidden_size(model)
     square = hidden * hidden if hidden is not None else 0
@@ -337,7 +339,7 @@ def hidden_size(model: Any) -> int | None:
     return None
 
 
-def settle_optimizer(
+def resolve_optimizer(
     config: HfDeepSpeedConfig, optimizer: Any, scheduler: Any, data_ranks: int, split: bool
 ) -> None:
     """Resolve the sections `optimizer` and `scheduler` by their stand-ins.
@@ -373,10 +375,10 @@ def settle_optimizer(
         lr = config.get_value("optimizer.params.lr", there)
     else:
         lr = dummy.lr
-    _settle_scheduler(config, scheduler, lr, 1 if split else data_ranks)
+    _resolve_scheduler(config, scheduler, lr, 1 if split else data_ranks)
 
 
-def _settle_scheduler(config: HfDeepSpeedConfig, scheduler: Any, lr: Any, parts: int) -> None:
+def _resolve_scheduler(config: HfDeepSpeedConfig, scheduler: Any, lr: Any, parts: int) -> None:
     dummy = scheduler if isinstance(scheduler, DummyScheduler) else None
     makes = dummy is not None and dummy.lr_scheduler_callable is not None
     if config.has("scheduler"):
@@ -415,7 +417,7 @@ def _fill(config: HfDeepSpeedConfig, section: str, known: dict[str, Any], by: st
 _ITS_OWN = ("data_types.", "expert_parallel.", "elasticity.", "autotuning.", "tensor_parallel.")
 
 
-def settle_rest(config: HfDeepSpeedConfig) -> None:
+def resolve_rest(config: HfDeepSpeedConfig) -> None:
     """Refuse what is still "auto"."""
     for name in config.autos():
         if not name.startswith(_ITS_OWN):
@@ -424,7 +426,7 @@ def settle_rest(config: HfDeepSpeedConfig) -> None:
             )
 
 
-def settle_engine(config: HfDeepSpeedConfig, prepared: bool) -> None:
+def resolve_engine(config: HfDeepSpeedConfig, prepared: bool) -> None:
     """Set what this backend needs of the engine: its `step()` is the boundary."""
     name = "managed_gradient_accumulation"
     if config.is_true(name):

@@ -35,7 +35,7 @@ from accelerate_deepspeed.engines import (
     DeepSpeedEngineWrapper,
     Engines,
     TrainedEngine,
-    agree_on_scale,
+    use_smallest_scale,
 )
 from accelerate_deepspeed.optimizers import DummyOptim, DummyScheduler
 from accelerate_deepspeed.prepare import (
@@ -92,7 +92,7 @@ class DeepSpeedBackend(Backend):
             self.settings if self._several else {"default": self.settings}
         )
         for plugin in self.plugins.values():
-            automatic.settle_fields(plugin)
+            automatic.resolve_fields(plugin)
         self._selected = next(iter(self.plugins))
         #: Engines that train.
         self.engines = Engines()
@@ -141,7 +141,7 @@ class DeepSpeedBackend(Backend):
         does: set[bool] = set()
         for plugin in self.plugins.values():
             config = plugin.hf_ds_config
-            does.add(automatic.settle_precision(config, precision, origin, self._scaling))
+            does.add(automatic.resolve_precision(config, precision, origin, self._scaling))
             automatic.check_accumulation(config, steps)
             self._check_parallel(setup.parallelism_config, config)
         if len(does) > 1:
@@ -388,7 +388,7 @@ class DeepSpeedBackend(Backend):
             # Stages 0 to 2 add the parts of a sequence up, stage 3 takes their mean, as here.
             loss = loss / self._ulysses.size
         if len(found) > 1:
-            agree_on_scale(found)
+            use_smallest_scale(found)
         for one in found:
             if not one.dirty or one.finished:
                 one.begun()
@@ -402,14 +402,14 @@ class DeepSpeedBackend(Backend):
             loss = loss.float() * first.loss_scale
         if not others:
             first.engine.backward(loss, scale_wrt_gas=False, **kwargs)
-            first.settle()
+            first.finish_backward()
             return
         with ExitStack() as stack:
             for one in others:
                 stack.enter_context(one.joined())
             first.engine.backward(loss, scale_wrt_gas=False, **kwargs)
             for one in found:
-                one.settle()
+                one.finish_backward()
 
     def scale_gradients(
         self, accelerator: AcceleratorView, models: Sequence[nn.Module], factor: torch.Tensor

@@ -87,14 +87,14 @@ def _resolve(config: str | None, options: dict[str, Any]) -> HfDeepSpeedConfig:
     sources = Sources.of(dict(os.environ))
     asked = DeepSpeedPlugin(**given) if given else None
     plugin, _ = resolve_settings(DeepSpeedPlugin, asked, sources, owner="deepspeed")
-    automatic.settle_fields(plugin)
+    automatic.resolve_fields(plugin)
     found: HfDeepSpeedConfig = plugin.hf_ds_config
     names = ("mixed_precision", "gradient_accumulation_steps")
     core = resolve_core({name: options[name] for name in names}, sources, {})
     precision, steps = (core[name] for name in names)
     own = automatic.own_precision(found)
     wanted = own[0] if own and precision.origin == "default" else str(precision.value)
-    automatic.settle_precision(found, wanted, precision.origin)
+    automatic.resolve_precision(found, wanted, precision.origin)
     there = automatic.check_accumulation(found, steps)
     count = options["num_processes"]
     sizes = automatic.RunSizes(
@@ -104,9 +104,9 @@ def _resolve(config: str | None, options: dict[str, Any]) -> HfDeepSpeedConfig:
         accumulation_origin=found.where("gradient_accumulation_steps") if there else steps.origin,
         micro_batch=options["micro_batch"],
     )
-    automatic.settle_batches(found, sizes)
+    automatic.resolve_batches(found, sizes)
     if (hidden := options["hidden_size"]) is not None:
-        automatic.settle_sizes(found, SimpleNamespace(config=SimpleNamespace(hidden_size=hidden)))
+        automatic.resolve_sizes(found, SimpleNamespace(config=SimpleNamespace(hidden_size=hidden)))
     if found.has("optimizer") and options["lr"] is not None:
         optimizer = DummyOptim([], options["lr"], options["weight_decay"])
         scheduler = None
@@ -114,8 +114,8 @@ def _resolve(config: str | None, options: dict[str, Any]) -> HfDeepSpeedConfig:
         if found.has("scheduler") and total is not None:
             scheduler = DummyScheduler(optimizer, total, options["warmup_num_steps"])
         if not found.has("scheduler") or scheduler is not None:
-            automatic.settle_optimizer(found, optimizer, scheduler, count, split=False)
-    automatic.settle_engine(found, not found.has("optimizer"))
+            automatic.resolve_optimizer(found, optimizer, scheduler, count, split=False)
+    automatic.resolve_engine(found, not found.has("optimizer"))
     if importlib.util.find_spec("deepspeed") is not None:
         library.load(torch.device("cpu"))
         library.check_sections(found)

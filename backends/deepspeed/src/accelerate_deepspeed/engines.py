@@ -90,7 +90,7 @@ class TrainedEngine:
         name = "_manual_backward_expected" if self.stage else "_running_engine_backward"
         return _set((self.engine, name, True))
 
-    def settle(self) -> None:
+    def finish_backward(self) -> None:
         """End a backward that went through this engine, also where DeepSpeed lost count.
 
         It counts forwards, not backwards: a discriminator that has judged two batches is left with
@@ -403,7 +403,7 @@ class DeepSpeedEngineWrapper:
         return None if norm is None else float(norm)
 
 
-def agree_on_scale(engines: Sequence[TrainedEngine]) -> None:
+def use_smallest_scale(engines: Sequence[TrainedEngine]) -> None:
     """Give engines that one loss goes through one scale: a static one, else the smallest.
 
     Gradients that are there already are brought to it.

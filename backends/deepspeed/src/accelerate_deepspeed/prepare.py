@@ -151,13 +151,13 @@ def make_engine(
     if optimizer is None and config.has("optimizer") and not trains_something(model):
         config.del_config_sub_tree("optimizer")
     scheduler = job.schedulers[0].value if job.schedulers else None
-    automatic.settle_batches(config, run)
-    automatic.settle_sizes(config, model)
-    automatic.settle_optimizer(
+    automatic.resolve_batches(config, run)
+    automatic.resolve_sizes(config, model)
+    automatic.resolve_optimizer(
         config, optimizer, scheduler, run.data_ranks, accelerator.split_batches
     )
-    automatic.settle_engine(config, optimizer is not None)
-    automatic.settle_rest(config)
+    automatic.resolve_engine(config, optimizer is not None)
+    automatic.resolve_rest(config)
     plugin.hf_ds_config = config
     _mark_leaves(deepspeed, model, plugin.transformer_moe_cls_names or ())
     given, parameters = optimizer, None

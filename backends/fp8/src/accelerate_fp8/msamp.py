@@ -113,7 +113,7 @@ class MSAMP(FP8):
         model.value.register_state_dict_post_hook(_make_plain)
         loading = _Loading()
         model.value.register_load_state_dict_pre_hook(loading.fill)
-        model.value.register_load_state_dict_post_hook(loading.settle)
+        model.value.register_load_state_dict_post_hook(loading.drop_filled_keys)
         self.note_layers(accelerator, model.value, layers)
         self._trained = model.value
 
@@ -231,6 +231,6 @@ class _Loading:
                 weight.copy_(plain.cast(weight.qtype))  # type: ignore[attr-defined]
                 self._filled.add(name)
 
-    def settle(self, module: nn.Module, incompatible: Any) -> None:
+    def drop_filled_keys(self, module: nn.Module, incompatible: Any) -> None:
         missing = [name for name in incompatible.missing_keys if name not in self._filled]
         incompatible.missing_keys[:] = missing

@@ -227,7 +227,7 @@ class FSDP2Backend(Backend):
         config = sizes_of(accelerator)
         self._refuse_shared(model)
         self._align_generators(accelerator)
-        self._agree_on_weights(accelerator, model)
+        self._make_weights_consistent(accelerator, model)
         if config.tp_enabled:
             handler = config.tp_handler
             self._added_names[model] = tensor_parallel.parallelise(
@@ -274,7 +274,7 @@ class FSDP2Backend(Backend):
                     every_rank=True,
                 )
 
-    def _agree_on_weights(self, accelerator: AcceleratorView, model: nn.Module) -> None:
+    def _make_weights_consistent(self, accelerator: AcceleratorView, model: nn.Module) -> None:
         if accelerator.num_processes == 1 and not weights.on_meta(model):
             return
         weights.check_models(model)

@@ -153,7 +153,7 @@ class Engine:
         for chunk in self.chunks:
             chunk.scale_gradients(factor)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Reduce gradients over the ranks and hand them to the optimizer, once per step."""
         if self.ready:
             return
@@ -202,7 +202,7 @@ class Engine:
 
     def clip_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip the gradients by their norm; return it as it was."""
-        self.settle()
+        self.flush()
         self.clipped = True
         norm = self.norm(norm_type)
         if not self.overflowed:
@@ -212,7 +212,7 @@ class Engine:
 
     def clip_value(self, value: float) -> None:
         """Clip each element of the gradients."""
-        self.settle()
+        self.flush()
         self.clipped = True
         held = [p for p in self.optimizer.get_parameters() if p.grad is not None]
         torch.nn.utils.clip_grad_value_(held, value)
@@ -220,7 +220,7 @@ class Engine:
     def step(self) -> bool:
         """Step; False if gradients overflowed."""
         if not self.ready:
-            self.settle()
+            self.flush()
         if self.overflowed:
             return False
         if self.clip is not None and not self.clipped:

@@ -209,7 +209,7 @@ def made_by_provider(provider: Callable[..., Any], run: Run) -> Made:
                 f"The provider returned a {type(chunk).__name__}; it returns a MegatronModule, such "
                 "as megatron.core.models.gpt.GPTModel."
             )
-        _settle(chunk.config, options)
+        _resolve_config(chunk.config, options)
     check_model(vars(chunks[0].config), sizes)
     return Made(chunks, sizes)
 
@@ -221,7 +221,7 @@ _OF_THE_RUN = {
 }  # fmt: skip
 
 
-def _settle(config: Any, options: Mapping[str, Any]) -> None:
+def _resolve_config(config: Any, options: Mapping[str, Any]) -> None:
     """Compare a provider's config with the run's, and set what is the run's to know.
 
     Raises:

@@ -321,9 +321,9 @@ class MegatronLMPlugin(BackendSettings):
             default = fields[name].default
             if value not in (None, default) and value is not False:
                 raise ConfigurationError(f"{name}={value!r} is not offered: {way}.")
-        self._settle_attention()
-        self._settle_recomputation()
-        self._settle_pipeline()
+        self._resolve_attention()
+        self._resolve_recomputation()
+        self._resolve_pipeline()
         consumed = self.consumed_samples or []
         if len(consumed) > 3 or any(count < 0 for count in consumed):
             raise ConfigurationError(
@@ -340,7 +340,7 @@ class MegatronLMPlugin(BackendSettings):
                 f"'deepspeed' with sp_size={cp}."
             )
 
-    def _settle_attention(self) -> None:
+    def _resolve_attention(self) -> None:
         given = self.attention_backend
         if given is None:
             return
@@ -359,7 +359,7 @@ class MegatronLMPlugin(BackendSettings):
                 "attention_backend out: 'auto' is megatron-core's own attention then."
             )
 
-    def _settle_recomputation(self) -> None:
+    def _resolve_recomputation(self) -> None:
         details = [
             name for name in ("recompute_method", "recompute_num_layers")
             if getattr(self, name) is not None
@@ -382,7 +382,7 @@ class MegatronLMPlugin(BackendSettings):
                 "recomputes attention in each layer. Leave them out, or say 'full'."
             )
 
-    def _settle_pipeline(self) -> None:
+    def _resolve_pipeline(self) -> None:
         uneven = self.decoder_last_pipeline_num_layers is not None
         if uneven and self.num_layers_per_virtual_pipeline_stage is not None:
             raise ConfigurationError(

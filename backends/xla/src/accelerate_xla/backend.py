@@ -272,7 +272,7 @@ class XLABackend(XLACollectives, Backend):
         """Return the whole state in host memory; what is tied stays tied."""
         from accelerate_xla import checkpoint  # a mesh for another backend asks this one, too
 
-        with library.settled():
+        with library.synced():
             return checkpoint.on_host(accelerator.unwrap_model(model).state_dict(keep_vars=True))
 
     def load_model_state(
@@ -290,7 +290,7 @@ class XLABackend(XLACollectives, Backend):
 
     def optimizer_state(self, accelerator: AcceleratorView, optimizer: Any) -> dict[str, Any]:
         """Return the whole state in host memory."""
-        with library.settled():
+        with library.synced():
             state: dict[str, Any] = map_tensors(lambda one: one.cpu(), optimizer.state_dict())
         return state
 
@@ -330,7 +330,7 @@ class XLABackend(XLACollectives, Backend):
             return super().save_state(accelerator, directory, options, later)
         from accelerate_xla import checkpoint
 
-        with library.settled():
+        with library.synced():
             return checkpoint.save(accelerator, directory, later)
 
     def load_state(

@@ -160,7 +160,7 @@ def _is_touched() -> bool:
 
 
 @contextmanager
-def settled() -> Iterator[None]:
+def synced() -> Iterator[None]:
     """Run what is pending, and leave the generator as it was: each `sync` moves it on."""
     model = imported("core.xla_model")
     seed = model.get_rng_state()

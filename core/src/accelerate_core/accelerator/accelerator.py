@@ -41,7 +41,7 @@ from accelerate_core.contract.parts import LoaderFactory, RunParts
 from accelerate_core.delegation import attribute
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
-from accelerate_core.distributed.process import agree
+from accelerate_core.distributed.process import check_consistent
 from accelerate_core.errors import WarnOnce, call_all
 from accelerate_core.plugins.discovery import exported, why_without
 from accelerate_core.plugins.factory import attribution
@@ -177,7 +177,7 @@ class Accelerator(
         setup, process, options = self._setup, self._process, self._options
         self._warn_once = WarnOnce(main=process.process_index == 0)
         setup.precision.check(self)
-        agree(process, setup.facts())
+        check_consistent(process, setup.facts())
         self.hooks = BoundHooks(setup.owner_methods, self)
         self._shared_hooks: SharedHooks = SharedHooks(setup.plugins, self)
         self.hooks.mesh()  # all ranks make its groups now, in the same order

@@ -191,7 +191,7 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
     wanted = values["backend"]
     if given["backend"] is not None:
         wanted = Because(given["backend"], "constructor argument backend")
-    selection = select("backend", request, wanted).settled()
+    selection = select("backend", request, wanted).or_raise()
     record = selection.record
     if (has := getattr(selection.plugin, "Settings", None)) is not None:
         fields = settings_fields(has, owner=record.name)
@@ -208,14 +208,14 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
     values = lookup.resolve_core(passed, sources, detected)
     values["backend"] = Because(record.name, selection.because)
     wanted = values["mixed_precision"]
-    chosen = select("precision", request, wanted).settled().record
+    chosen = select("precision", request, wanted).or_raise().record
     precision: Precision = factory.create(chosen)
     plugins.add(precision, chosen, wanted.origin)
     check_needs(precision, chosen)
     if chosen.distribution != OWN_DISTRIBUTION:  # the core's own need no note, and cost no call
         methods = ("check", "scaler", "autocast", "prepare", "plain_state", "recompute")
         attribute_methods(precision, chosen, methods)
-    for one in select("extension", request).settled().active:
+    for one in select("extension", request).or_raise().active:
         plugins.add(factory.create(one.record), one.record, one.because)
     dynamo = lookup.resolve_compiler(given, sources)
     if dynamo.enabled:  # one that is kept out is an error
@@ -249,7 +249,7 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
 
 
 def _part(selection: Selection, factory: PluginFactory) -> Part | None:
-    chosen = selection.settled().active
+    chosen = selection.or_raise().active
     return Part(chosen[0].record, chosen[0].because, factory) if chosen else None
 
 

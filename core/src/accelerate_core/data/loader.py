@@ -25,7 +25,7 @@ from accelerate_core.data.steps import Item, check_rank
 from accelerate_core.delegation import itself
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError, warn
-from accelerate_core.training.gradient_state import GradientState, Served
+from accelerate_core.training.gradient_state import BatchInfo, GradientState
 
 _RESTORED = "load_state put this loader behind batch {} of its epoch (counted over all ranks)."
 _TWICE = " No backward followed: if the script skips, too, set restore_positions=False."
@@ -109,7 +109,7 @@ class CoreLoader(DataLoader[Any]):
             synchronized_generator=find_generator(self._view),
             _position=Position(),
             _runs=[],
-            _served=Served(),
+            _served=BatchInfo(),
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -271,7 +271,7 @@ class CoreLoader(DataLoader[Any]):
                 f"{_RESTORED.format(seen)} skip_first_batches({num_batches}) counts from its start."
             )
         clone = object.__new__(type(self))
-        clone.__dict__.update(self.__dict__, _skip=num_batches, _runs=[], _served=Served())
+        clone.__dict__.update(self.__dict__, _skip=num_batches, _runs=[], _served=BatchInfo())
         return clone
 
     # -- iterating ---------------------------------------------------------------------------
@@ -323,14 +323,14 @@ class CoreLoader(DataLoader[Any]):
         persistent = getattr(self.base, "persistent_workers", False)
         return persistent and getattr(self.base, "_iterator", None) is not None
 
-    def _batches(self, served: Served) -> Iterator[Any]:
+    def _batches(self, served: BatchInfo) -> Iterator[Any]:
         """Begin to read; each batch is noted in `served` and in the position."""
         items = self._start(served)
         if self.options.fixed_batch is not None:
             items = self._filled(items, self.options.fixed_batch)
         return self._noted(items, served)
 
-    def _noted(self, items: Iterator[Item], served: Served) -> Iterator[Any]:
+    def _noted(self, items: Iterator[Item], served: BatchInfo) -> Iterator[Any]:
         position, per_step = self._position, self._source.per_step
         state = self.gradient_state
         restored = 0 if self._skip or state is None else position.batches

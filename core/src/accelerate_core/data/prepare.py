@@ -255,14 +255,14 @@ def _make_seedable(loader: Any, data_seed: int | None, comm: Communicator | None
         return
     if data_seed is None:
         # Not a draw: preparing must not move the stream that the weights come from.
-        data_seed = _agreed(torch.tensor([torch.initial_seed() & (2**62 - 1)]), comm)
+        data_seed = _same_seed(torch.tensor([torch.initial_seed() & (2**62 - 1)]), comm)
     seedable = SeedableRandomSampler(
         sampler.data_source, sampler.replacement, sampler._num_samples, data_seed=data_seed
     )
     _set_order_sampler(loader, seedable)
 
 
-def _agreed(seed: torch.Tensor, comm: Communicator | None) -> int:
+def _same_seed(seed: torch.Tensor, comm: Communicator | None) -> int:
     return int((seed if comm is None else share_from_main(comm)(seed)).item())
 
 

@@ -377,7 +377,7 @@ def _check_fits(
         refuse(f"Communication backend {comm_backend!r}", there)
 
 
-def agree(runtime: Runtime, facts: Mapping[str, Any]) -> None:
+def check_consistent(runtime: Runtime, facts: Mapping[str, Any]) -> None:
     """Compare `facts` with rank 0's through the store; every rank learns the verdict.
 
     Raises:
@@ -386,7 +386,7 @@ def agree(runtime: Runtime, facts: Mapping[str, Any]) -> None:
     """
     if runtime.num_processes == 1 or runtime.store is None:
         return
-    prefix = f"agree/{next(_handshakes)}"
+    prefix = f"consistent/{next(_handshakes)}"
     mine = json.dumps(dict(facts), sort_keys=True, default=str)
     store = runtime.store
     wait = runtime.timeout or timedelta(minutes=5)

@@ -124,7 +124,7 @@ class Selection:
     error: AccelerateError | None = None
     given: Any = None
 
-    def settled(self) -> Selection:
+    def or_raise(self) -> Selection:
         """Return the selection, or raise what kept it from being made."""
         if self.error is not None:
             raise self.error

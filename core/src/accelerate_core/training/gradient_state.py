@@ -11,8 +11,8 @@ from accelerate_core.distributed import process
 
 
 @dataclass(slots=True)
-class Served:
-    """What a loader says about the batch it served last.
+class BatchInfo:
+    """What a loader knows about the batch it handed out last.
 
     `last`: no batch follows. `real`: how many samples of the global batch (all ranks' batches in
     rank order) are real where the rest was added to fill it up, else None. `whole`: how many
@@ -62,8 +62,8 @@ class GradientState(metaclass=_Current):
     loop_body_end: Callable[[], None] | None = field(default=None, init=False)
     #: Whether it is running, or has raised: what it raises is not the loader's.
     in_listener: bool = field(default=False, init=False)
-    _open: list[tuple[weakref.ref[Any], Served]] = field(default_factory=list, init=False)
-    _touched: Served | None = field(default=None, init=False)
+    _open: list[tuple[weakref.ref[Any], BatchInfo]] = field(default_factory=list, init=False)
+    _touched: BatchInfo | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.num_steps = self.num_steps or 1
@@ -76,7 +76,7 @@ class GradientState(metaclass=_Current):
         )
 
     def serve(
-        self, loader: Any, start: Callable[[Served], Iterator[Any]], whole: int | None = None
+        self, loader: Any, start: Callable[[BatchInfo], Iterator[Any]], whole: int | None = None
     ) -> Iterator[Any]:
         """Iterate over a loader's batches, and track where the loop is.
 
@@ -89,7 +89,7 @@ class GradientState(metaclass=_Current):
                 in which `last` and `real` have to be set when a batch comes out.
             whole: samples of a full global batch, None if that is not known.
         """
-        served = Served(whole=whole)
+        served = BatchInfo(whole=whole)
         batches = start(served)
         exhausted = False
         self._open.append((weakref.ref(loader), served))
@@ -130,7 +130,7 @@ class GradientState(metaclass=_Current):
         touched = self._touched
         return (0, None) if touched is None else (touched.real or 0, touched.whole)
 
-    def _active(self) -> tuple[Any, Served] | None:
+    def _active(self) -> tuple[Any, BatchInfo] | None:
         """Return the open loader that served last, else the one opened last.
 
         An iterator that is kept for later stays open and says nothing about the loop around it.
@@ -141,7 +141,7 @@ class GradientState(metaclass=_Current):
                 return loader, served
         return self._innermost()
 
-    def _innermost(self) -> tuple[Any, Served] | None:
+    def _innermost(self) -> tuple[Any, BatchInfo] | None:
         while self._open:
             reference, served = self._open[-1]
             if (loader := reference()) is not None:

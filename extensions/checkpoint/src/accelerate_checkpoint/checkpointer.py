@@ -22,10 +22,10 @@ from accelerate_checkpoint.background import Background
 from accelerate_checkpoint.draft import Draft, Gather, Report, new_draft, raise_any
 from accelerate_checkpoint.load import (
     Source,
-    agreed,
     check_fits,
     open_together,
     read_states,
+    run_collectively,
     take_over,
 )
 from accelerate_checkpoint.local_storage import LocalStorage
@@ -251,13 +251,13 @@ class DirectoryCheckpointer:
         with source:
             check_fits(state, source)
             read = partial(read_states, state, source, load_kwargs or {}, options, trust)
-            loads = agreed(state, "read", source.naming_place(read))
+            loads = run_collectively(state, "read", source.naming_place(read))
             state.update_scale()  # what is pending belongs to the state that is replaced
             load = source.naming_place(partial(take_over, state, source, loads, options))
             if state.owns_format:
                 load()  # it communicates on the way, and agrees by itself
             else:
-                agreed(state, "loaded", load)
+                run_collectively(state, "loaded", load)
             if source.fetched is not None:
                 state.collectives.barrier()  # until then other ranks may read what was fetched
         self._numbering.loaded(source.place)

@@ -103,7 +103,7 @@ class SaveInProgress:
                 os.rename(self.target, old)
                 os.rename(swap, self.target)
             sync_directory(self.target.parent)
-            _settle(old, self.target)
+            _remove_replaced(old, self.target)
         else:
             os.rename(self.path, self.target)
         sync_directory(self.target.parent)
@@ -143,7 +143,7 @@ def clean_up(parent: Path) -> None:
                 if match["stage"] in ("saving", "deleted"):
                     shutil.rmtree(path, ignore_errors=True)
                 elif target.exists():
-                    _settle(path, target)
+                    _remove_replaced(path, target)
                 else:
                     os.rename(path, target)
         except OSError as error:  # another process does the same, or it cannot be written here
@@ -158,7 +158,7 @@ _CHECKPOINT_FILE = re.compile(
 )
 
 
-def _settle(old: Path, target: Path) -> None:
+def _remove_replaced(old: Path, target: Path) -> None:
     """Remove a replaced checkpoint; what others have put into its directory moves to the new one."""
     try:
         manifest = read_manifest(old)

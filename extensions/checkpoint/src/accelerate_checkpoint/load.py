@@ -98,7 +98,7 @@ class Source:
         return files.read(self.directory / name, trust=trust, allowed=allowed, **options)
 
 
-def agreed(state: TrainingState, what: str, job: Callable[[], T]) -> T:
+def run_collectively(state: TrainingState, what: str, job: Callable[[], T]) -> T:
     """Do something on every rank; if any of them fails, all do."""
     failure: Exception | None = None
     try:

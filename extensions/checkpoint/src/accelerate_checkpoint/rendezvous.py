@@ -56,7 +56,7 @@ class Call:
         return cls(verb, directory, [*done], place)
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"{self.verb} in {self.place[0]}" if self.place else self.verb
 
     def text(self) -> str:
@@ -105,7 +105,7 @@ class Rendezvous:
         number, place = self._number, tuple(call.place)
         self._number += 1
         wait = self._patience(place) if whole else SHARDED
-        self._wait([f"{number}/{rank}" for rank in self._others], wait, settle=True)
+        self._wait([f"{number}/{rank}" for rank in self._others], wait, drain_device=True)
         came = {rank: self._read(f"{number}/{rank}") for rank in self._others}
         missing = [rank for rank, theirs in came.items() if not (theirs and call.meets(theirs))]
         verdict = TOGETHER if not missing else BY_MAIN if whole else REFUSED
@@ -141,7 +141,7 @@ class Rendezvous:
             self._store.set(f"{number}/{self._rank}", call.text())
             if not self._wait([f"{number}/verdict"], seconds):
                 raise CheckpointError(
-                    f"Rank {self._rank} is at {call.told}, and the main process did not come to it "
+                    f"Rank {self._rank} is at {call.description}, and the main process did not come to it "
                     f"within {seconds:.0f} s. All ranks have to call it."
                 )
             verdict, text, missing = json.loads(self._store.get(f"{number}/verdict"))
@@ -162,14 +162,14 @@ class Rendezvous:
     def _read(self, key: str) -> Call | None:
         return Call(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
-    def _wait(self, keys: list[str], seconds: float, settle: bool = False) -> bool:
+    def _wait(self, keys: list[str], seconds: float, drain_device: bool = False) -> bool:
         """Wait for keys; in short sleeps, as a wait in the store keeps other threads out of it."""
         until, pause = time.monotonic() + seconds, 0.0005
         while not self._store.check(keys):
-            if settle and self._process.device.type != "cpu":
+            if drain_device and self._process.device.type != "cpu":
                 # What is queued on the device waits for the others: it is no time of theirs.
                 synchronize(self._process.device)
-                until, settle = time.monotonic() + seconds, False
+                until, drain_device = time.monotonic() + seconds, False
             if time.monotonic() >= until:
                 return False
             time.sleep(pause)
@@ -191,7 +191,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _refusal(call: Call, missing: Sequence[int]) -> str:
     return (
-        f"{call.told} was called by the main process, and not by {_ranks(missing)} within "
+        f"{call.description} was called by the main process, and not by {_ranks(missing)} within "
         f"{SHARDED:.0f} s. Each rank holds a part of what is saved here, so all of them have to call "
         "it: take it out of blocks that only some of them run."
     )

@@ -101,7 +101,7 @@ def prepare_data_loader(
         use_stateful_dataloader=use_stateful_dataloader,
         read_ahead=read_ahead,
     )
-    settled = LoaderOptions(
+    loader_options = LoaderOptions(
         config=config,
         num_processes=count,
         process_index=index,
@@ -112,7 +112,7 @@ def prepare_data_loader(
         comm=_default_communicator(count) if comm is None else comm,
         **options,
     )
-    made = prepare_loader(dataloader, settled)
+    made = prepare_loader(dataloader, loader_options)
     _read_shards(made)
     return made
 

@@ -198,13 +198,13 @@ class _Agent(LocalElasticAgent):
             reminder.start()
         try:
             super()._rendezvous(worker_group)
-            self._agree_on_restarts(worker_group)
+            self._use_highest_restart_count(worker_group)
         finally:
             reminder.cancel()
             if self.watch is not None:
                 self.watch.answered()
 
-    def _agree_on_restarts(self, group: Any) -> None:
+    def _use_highest_restart_count(self, group: Any) -> None:
         """Let the agents of all machines agree on how often the group was started again.
 
         Each counts its own failures: after one on another machine the ranks would otherwise look for

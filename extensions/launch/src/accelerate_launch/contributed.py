@@ -147,7 +147,7 @@ def take(
         origin = f"command line {option}"
         if one.switch:
             if schema.kind == "backend":
-                backend = _agreed(backend, Because(schema.name, origin))
+                backend = _single_backend(backend, Because(schema.name, origin))
             made[one.env] = Because("true", origin)
             continue
         if schema.kind == "backend" and backend.value is None:
@@ -164,7 +164,7 @@ def take(
     return made, backend
 
 
-def _agreed(backend: Because, asked: Because) -> Because:
+def _single_backend(backend: Because, asked: Because) -> Because:
     if backend.value not in (None, asked.value):
         raise ConfigurationError(
             f"{asked.origin} asks for the backend {asked.value!r}, but {backend.origin} asks for "

@@ -31,7 +31,7 @@ from accelerate_testing.processes import (
     run_command,
 )
 from accelerate_testing.results import Result
-from accelerate_testing.standing import TELL, frames_of, stood_file, told
+from accelerate_testing.stack_dump import DUMP_SIGNAL, call_site, frames_of, stack_dump_file
 
 _LAUNCHES = 6  # after so many that were lost, the rest is not run
 _HANGS = 3  # after so many that hung, too
@@ -237,7 +237,7 @@ class _Session:
     def _start(
         self, names: Sequence[str], ranks: int, *, dying: str = "", collect: bool = True
     ) -> CompletedRun:
-        for pattern in ("*.json", "now.*", "stood.*"):
+        for pattern in ("*.json", "now.*", "stacks.*"):
             for path in self.folder.glob(pattern):
                 path.unlink()
         self.now = ""
@@ -325,7 +325,7 @@ class _Session:
         if self.stuck and self.pids:
             for pid in self.pids:
                 with suppress(ProcessLookupError):
-                    os.kill(pid, TELL)
+                    os.kill(pid, DUMP_SIGNAL)
             until = time.monotonic() + _DUMP
             while not self._dumped() and time.monotonic() < until:
                 time.sleep(0.1)
@@ -333,7 +333,7 @@ class _Session:
 
     def _dumped(self) -> bool:
         """Whether all ranks have told where they stand."""
-        paths = [stood_file(self.folder, rank) for rank in range(len(self.pids))]
+        paths = [stack_dump_file(self.folder, rank) for rank in range(len(self.pids))]
         return all(
             path.exists() and "run_check" in path.read_text(errors="replace") for path in paths
         )
@@ -364,9 +364,9 @@ class _Session:
         self.hung += run.timed_out
         frames = [
             frames_of(path.read_text(errors="replace"))
-            for path in sorted(self.folder.glob("stood.*"))
+            for path in sorted(self.folder.glob("stacks.*"))
         ]
-        said += [f"rank {rank} stood in {told(its)}" for rank, its in enumerate(frames) if its]
+        said += [f"rank {rank} stood in {call_site(its)}" for rank, its in enumerate(frames) if its]
         gone = f"the processes ended with {run.returncode}"
         if run.timed_out:
             gone = f"it did not end: {self.stuck or f'after {run.seconds:.0f} s it was not over'}"

@@ -23,7 +23,7 @@ from accelerate_core.contract.hooks import HOOKS
 from accelerate_testing.checks import checks_of, own_classes
 from accelerate_testing.context import CheckContext
 from accelerate_testing.results import Skip
-from accelerate_testing.standing import TELL, stood_file
+from accelerate_testing.stack_dump import DUMP_SIGNAL, stack_dump_file
 from accelerate_testing.suites.leaving import Started
 
 #: The exit status of ranks that gave up on one another.
@@ -40,8 +40,8 @@ def main(task_file: str) -> None:
     known = checks_of(kind)
     prelude = task["prelude"]
     ranks = Ranks(folder, timeout)
-    stood = stood_file(folder, ranks.rank).open("w", encoding="utf-8")
-    faulthandler.register(TELL, stood)
+    dump = stack_dump_file(folder, ranks.rank).open("w", encoding="utf-8")
+    faulthandler.register(DUMP_SIGNAL, dump)
     started = Started()
     ctx = CheckContext(kind, name, name, folder, timeout, task["options"])
     for name in task["checks"]:

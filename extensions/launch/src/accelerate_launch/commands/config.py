@@ -217,7 +217,7 @@ def _check_deeply(config: ConfigFile) -> None:
     if (signals := values["preemption_signals"].value) is not None:
         chosen = select("checkpointer", Request({}, os.environ, Topology()), values["checkpointer"])
         # The checkpointer refuses signals that cannot be caught.
-        if found := chosen.settled().active:
+        if found := chosen.or_raise().active:
             factory = PluginFactory(sources)
             factory.create_part(found[0].record, ProjectConfiguration(), signals)
         else:

@@ -62,7 +62,7 @@ class Training(ResumableTrainer):
         super().step(loss, *metric)
         self.count.seen += 1
 
-    def told(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """Return a copy of all that has to be as in the run that was not stopped."""
         accelerator = self.accelerator
         inner = accelerator.unwrap_model(self.model)
@@ -71,7 +71,7 @@ class Training(ResumableTrainer):
         with torch.random.fork_rng(devices=[]):
             drawn = float(torch.rand(())), random.random()
         random.setstate(random_state)
-        told = {
+        state = {
             "weights and buffers": dict(inner.state_dict()),
             "state of the optimizer": state,
             "learning rate": self.scheduler.get_last_lr(),
@@ -79,14 +79,14 @@ class Training(ResumableTrainer):
             "step": accelerator.step,
             "random numbers": drawn,
         }
-        return copy.deepcopy(told)
+        return copy.deepcopy(state)
 
     def is_as(self, expected: Any, what: str) -> None:
-        """Fail on every rank unless the run is, on each of them, what `told` said before."""
-        wrong = raised(AssertionError, lambda: _same(self.told(), expected, what))
-        self.agree(str(wrong or ""))
+        """Fail on every rank unless the run is, on each of them, what `snapshot` returned before."""
+        wrong = raised(AssertionError, lambda: _same(self.snapshot(), expected, what))
+        self.fail_together(str(wrong or ""))
 
-    def agree(self, wrong: str) -> None:
+    def fail_together(self, wrong: str) -> None:
         """Fail on every rank with what is wrong on any of them: none waits for one that gave up."""
         told = dict.fromkeys(filter(None, self.accelerator.communicator.gather_object(wrong)))
         assert not told, "; ".join(told)
@@ -96,7 +96,7 @@ class Training(ResumableTrainer):
         name, wrong = target.rstrip("/").rpartition("/")[2], f"load_state took a checkpoint {why}"
         if told := raised(CheckpointError, lambda: self.load(target)):
             wrong = "" if name in str(told) else f"the error does not name {name}: {told}"
-        self.agree(wrong)
+        self.fail_together(wrong)
 
 
 def _same(got: Any, expected: Any, what: str) -> None:
@@ -129,7 +129,7 @@ def resume(ctx: CheckContext) -> str:
         run.go_on(saved_after)
         run.accelerator.save_state(target)
         run.go_on(run.END)
-        expected = run.told()
+        expected = run.snapshot()
         ctx.end()
         again = Training(ctx, seed=5)
         again.go_on(1)
@@ -147,7 +147,7 @@ def overwriting(ctx: CheckContext) -> None:
     for until in (2, 4):
         run.go_on(until)
         run.accelerator.save_state(target)
-    expected = run.told()
+    expected = run.snapshot()
     run.go_on(8)
     run.load(target)
     run.is_as(expected, "the second save")
@@ -181,7 +181,7 @@ def failing(ctx: CheckContext) -> None:
     trouble = "nothing left to write on"
     for blocking in (True, False):
         run.accelerator.save_state(target)
-        before, count = run.told(), run.count
+        before, count = run.snapshot(), run.count
         run.go_on(4 if blocking else 6)
         if run.accelerator.process_index == ctx.size - 1:
             count.trouble = trouble
@@ -192,12 +192,12 @@ def failing(ctx: CheckContext) -> None:
                 run.accelerator.wait_for_checkpoint()
             except CheckpointError as error:
                 wrong = "" if trouble in str(error) else f"the reason is not told: {error}"
-            run.agree(wrong)
+            run.fail_together(wrong)
             if place != target:
                 run.refuses(place, "that was never completed")
         count.trouble = ""
         told = raised(CheckpointError, lambda: run.load(target))
-        run.agree(
+        run.fail_together(
             f"the earlier checkpoint does not load after a save that failed: {told}" * bool(told)
         )
         run.is_as(before, "the earlier checkpoint, after a save that failed")
@@ -236,7 +236,7 @@ def damaged(ctx: CheckContext) -> str:
     run.go_on(3)
     run.accelerator.save_state(target)
     run.go_on(4)
-    before, tried = run.told(), 0
+    before, tried = run.snapshot(), 0
     damages = _damages(ctx, target) if ctx.rank == 0 else iter(())
     while what := run.accelerator.communicator.broadcast_object(next(damages, None)):
         run.refuses(target, what)
@@ -303,7 +303,7 @@ def beside_training(ctx: CheckContext) -> None:
     with held_threads():
         run.accelerator.save_state(target, blocking=False)
         run.go_on(run.END)
-        expected = run.told()
+        expected = run.snapshot()
     run.accelerator.wait_for_checkpoint()
     ctx.end()
     run = Training(ctx, seed=3)
@@ -330,7 +330,7 @@ def naming(ctx: CheckContext) -> str | None:
     for until in (2, 4, 6):
         run.go_on(until)
         saved.append(run.accelerator.save_state())
-    expected = run.told()
+    expected = run.snapshot()
     ctx.equal(len(set(saved)), 3, f"names of three saves, {saved}")
     run.refuses(saved[0], "that total_limit=2 has no room for")
     run.load(saved[1])

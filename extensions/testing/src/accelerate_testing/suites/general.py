@@ -219,7 +219,7 @@ def selection(ctx: CheckContext) -> str | None:
 
     record = _record_of(ctx)
     one = Topology()
-    chosen = select(ctx.kind, Request({}, {}, one), Because(ctx.name, "plugins check")).settled()
+    chosen = select(ctx.kind, Request({}, {}, one), Because(ctx.name, "plugins check")).or_raise()
     ctx.equal([its.record.name for its in chosen.active], [ctx.name], "what its name chooses")
     if not record.triggers:
         return "by name only: it has no triggers"
@@ -234,7 +234,7 @@ def selection(ctx: CheckContext) -> str | None:
         found.append(f"{trigger}: {claim.priority if claim else 'no claim'}")
         if ctx.kind == "backend" and claim is not None:
             try:
-                select("backend", request).settled()
+                select("backend", request).or_raise()
             except AccelerateError as error:
                 error.add_note(f"while {trigger} is set")
                 raise

@@ -1,4 +1,4 @@
-"""Where the ranks of a check that hangs stand: read from what they write when they are asked."""
+"""Stack dumps of the ranks of a check that hangs, which each rank writes when it gets a signal."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-#: Asks a rank: of all signals one that nobody uses.
-TELL = signal.SIGVTALRM
+#: Makes a rank write its stacks; a signal that nothing else uses.
+DUMP_SIGNAL = signal.SIGVTALRM
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 #: The frame under which a check runs, in `accelerate_testing.worker`.
 _CHECK = "run_check"
@@ -22,9 +22,9 @@ _OTHERS = re.compile(
 Frame = tuple[str, str, str]
 
 
-def stood_file(folder: Path, rank: int) -> Path:
+def stack_dump_file(folder: Path, rank: int) -> Path:
     """Return the file into which a rank writes its stacks when it is asked."""
-    return folder / f"stood.{rank}"
+    return folder / f"stacks.{rank}"
 
 
 def frames_of(dump: str) -> list[Frame]:
@@ -37,7 +37,7 @@ def frames_of(dump: str) -> list[Frame]:
     return []
 
 
-def told(frames: Sequence[Frame]) -> str:
+def call_site(frames: Sequence[Frame]) -> str:
     """Return the innermost frame, and those that called it in the plugin and in the check."""
     own = [f for f in frames[1:] if not _OTHERS.search(f[0]) and not _is_stdlib(f[0])]
     shown = [*frames[:1], *own[:4]]
