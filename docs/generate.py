@@ -752,7 +752,7 @@ _GROUPS = (
             "accelerate_core.state",
         ),
     ),
-    ("Settings", ("accelerate_core.config", "accelerate_core.truth")),
+    ("Settings", ("accelerate_core.config", "accelerate_core.booleans")),
     ("Errors and warnings", ("accelerate_core.errors", "accelerate_core.failures")),
     ("Processes and collectives", ("accelerate_core.distributed",)),
     ("Data and training", ("accelerate_core.data", "accelerate_core.training")),

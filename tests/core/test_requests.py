@@ -18,7 +18,7 @@ class Sound(Base):
     name = "sound"
     @classmethod
     def detect(cls, request):
-        asked = request.flag("ACCELERATE_USE_SOUND") or "sound_plugin" in request.arguments
+        asked = request.env_flag("ACCELERATE_USE_SOUND") or "sound_plugin" in request.arguments
         in_file = request.config is not None and "sound_config" in request.config
         return Claim(40, "sound is asked for") if asked or in_file else None
 

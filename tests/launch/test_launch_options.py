@@ -225,7 +225,7 @@ class Plugin(Backend):
     Settings = Halo
     @classmethod
     def detect(cls, request):
-        return Claim(50, "asked") if request.flag("ACCELERATE_USE_HALO") else None
+        return Claim(50, "asked") if request.env_flag("ACCELERATE_USE_HALO") else None
 
 class Launcher:
     name = "halo"
@@ -244,7 +244,7 @@ class Extension:
             default=1, help="steps between two glows")}))
     @classmethod
     def detect(cls, request):
-        return Claim(50, "asked") if request.flag("ACCELERATE_USE_GLOW") else None
+        return Claim(50, "asked") if request.env_flag("ACCELERATE_USE_GLOW") else None
 
 import click
 @click.command()

@@ -3,6 +3,8 @@
 from accelerate_core.accelerator import Accelerator as Accelerator
 from accelerate_core.backend import Backend as Backend
 from accelerate_core.backend.precision import Precision as Precision
+from accelerate_core.booleans import env_flag as env_flag
+from accelerate_core.booleans import parse_bool as parse_bool
 from accelerate_core.builtin.compiled import is_compiled_in_place as is_compiled_in_place
 from accelerate_core.builtin.compiled import is_compiled_module as is_compiled_module
 from accelerate_core.builtin.compiled import is_torch_layer as is_torch_layer
@@ -102,5 +104,3 @@ from accelerate_core.state import PartialState as PartialState
 from accelerate_core.training.forward import wrap_forward as wrap_forward
 from accelerate_core.training.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from accelerate_core.training.scheduler import AcceleratedScheduler as AcceleratedScheduler
-from accelerate_core.truth import flag as flag
-from accelerate_core.truth import truth as truth

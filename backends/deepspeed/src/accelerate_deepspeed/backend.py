@@ -110,7 +110,7 @@ class DeepSpeedBackend(Backend):
         for name in ("deepspeed_plugin", "deepspeed_plugins"):
             if request.arguments.get(name) is not None:
                 return Claim(60, f"{name} was passed")
-        if request.flag("ACCELERATE_USE_DEEPSPEED"):
+        if request.env_flag("ACCELERATE_USE_DEEPSPEED"):
             return Claim(60, "ACCELERATE_USE_DEEPSPEED is set")
         if request.config is not None and "deepspeed_config" in request.config:
             return Claim(35, request.config.where("deepspeed_config"))

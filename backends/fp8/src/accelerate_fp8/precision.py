@@ -15,7 +15,7 @@ from accelerate_core.plugin import (
     ConfigurationError,
     Precision,
     Sources,
-    flag,
+    env_flag,
     listing,
     origin_of,
     resolve_settings,
@@ -93,7 +93,7 @@ class FP8(Precision):
         """Refuse what is said to another engine, but what the peer's launcher writes for all."""
         for word in ("FPROP", "DGRAD", "WGRAD"):
             variable = f"ACCELERATE_FP8_OVERRIDE_{word}"
-            if flag(sources.environ, variable):
+            if env_flag(sources.environ, variable):
                 raise ConfigurationError(
                     f"{variable} is set, and Transformer Engine has no override_linear_precision any "
                     "more. Leave it out; a recipe of the library's has backward_override."

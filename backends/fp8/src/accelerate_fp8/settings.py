@@ -11,8 +11,8 @@ from accelerate_core.plugin import (
     did_you_mean,
     listing,
     option,
+    parse_bool,
     settings,
-    truth,
     warn,
 )
 
@@ -225,7 +225,7 @@ class TERecipeKwargs(KwargsHandler):
         given: Any = self.override_linear_precision
         each = given.split(",") if isinstance(given, str) else given
         each = each if isinstance(each, list | tuple) else [each]
-        if any(truth(one) is not False for one in each):
+        if any(parse_bool(one) is not False for one in each):
             raise ConfigurationError(
                 f"override_linear_precision={given!r}: Transformer Engine has none any more. Leave it "
                 "out; a recipe of the library's has backward_override."

@@ -125,7 +125,7 @@ class FSDP2Backend(Backend):
             if request.arguments.get(name) is not None:
                 return Claim(priority, f"{name} was passed")
         for name, priority in (("FSDP", 50), ("PARALLELISM_CONFIG", 40)):
-            if request.flag(f"ACCELERATE_USE_{name}"):
+            if request.env_flag(f"ACCELERATE_USE_{name}"):
                 return Claim(priority, f"ACCELERATE_USE_{name} is set")
         for section, priority in (("fsdp_config", 30), ("parallelism_config", 20)):
             if request.config is not None and section in request.config:

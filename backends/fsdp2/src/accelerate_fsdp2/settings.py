@@ -16,8 +16,8 @@ from accelerate_core.plugin import (
     did_you_mean,
     listing,
     option,
+    parse_bool,
     settings,
-    truth,
     warn,
 )
 
@@ -198,7 +198,7 @@ class FullyShardedDataParallelPlugin(BackendSettings):
     def _reshard(self, value: Any) -> bool | int | None:
         value = getattr(value, "name", value)  # FSDP1's ShardingStrategy
         if isinstance(value, str):
-            said = truth(value)
+            said = parse_bool(value)
             if said is None and not value.strip().isdigit():
                 return bool(self._strategy(value) == "FULL_SHARD")
             value = int(value) if said is None else said
@@ -328,7 +328,7 @@ def _names(value: Any) -> list[str] | None:
 def _offload(value: Any) -> Any:
     if isinstance(value, OffloadPolicy | None):
         return value
-    said = truth(getattr(value, "offload_params", value))  # FSDP1's has the attribute
+    said = parse_bool(getattr(value, "offload_params", value))  # FSDP1's has the attribute
     if said is None:
         raise ConfigurationError(f"cpu_offload={value!r} takes True, False or a CPUOffloadPolicy.")
     return said

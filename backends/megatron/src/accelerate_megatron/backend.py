@@ -99,7 +99,7 @@ class MegatronBackend(Backend):
         """Claim what asks for Megatron, and meshes with a pipeline."""
         if request.arguments.get("megatron_lm_plugin") is not None:
             return Claim(60, "megatron_lm_plugin was passed")
-        if request.flag("ACCELERATE_USE_MEGATRON_LM"):
+        if request.env_flag("ACCELERATE_USE_MEGATRON_LM"):
             return Claim(60, "ACCELERATE_USE_MEGATRON_LM is set")
         if request.config is not None and "megatron_lm_config" in request.config:
             return Claim(35, request.config.where("megatron_lm_config"))
@@ -107,7 +107,7 @@ class MegatronBackend(Backend):
         if getattr(config, "pp_size", 1) > 1:
             return Claim(60, "parallelism_config has pp_size")
         size = request.environ.get("PARALLELISM_CONFIG_PP_SIZE", "1")
-        if request.flag("ACCELERATE_USE_PARALLELISM_CONFIG") and size != "1":
+        if request.env_flag("ACCELERATE_USE_PARALLELISM_CONFIG") and size != "1":
             return Claim(60, f"PARALLELISM_CONFIG_PP_SIZE={size}")
         return None
 

@@ -13,8 +13,8 @@ from accelerate_core.plugin import (
     did_you_mean,
     listing,
     option,
+    parse_bool,
     settings,
-    truth,
     warn,
 )
 
@@ -345,7 +345,7 @@ class MegatronLMPlugin(BackendSettings):
         if given is None:
             return
         text = str(getattr(given, "name", given)).lower()  # megatron-core's AttnBackend has one
-        said = truth(text)
+        said = parse_bool(text)
         self.attention_backend = text if said is None else ("auto" if said else "unfused")
         if self.attention_backend not in _ATTENTION:
             raise ConfigurationError(

@@ -76,7 +76,7 @@ class XLABackend(XLACollectives, Backend):
         """Claim a run where torch_xla is installed and a device of it was named, or is a TPU."""
         if request.arguments.get("xla_plugin") is not None:
             return Claim(80, "xla_plugin was passed")
-        if request.flag("ACCELERATE_XLA_SPMD"):
+        if request.env_flag("ACCELERATE_XLA_SPMD"):
             return Claim(80, "ACCELERATE_XLA_SPMD is set")
         if request.cpu:
             return None

@@ -24,7 +24,7 @@ def parallelism(
     config, can = given["parallelism_config"], backend.supports.get("mesh") or ()
     processes = 0 if backend.supports.get("own_mesh") else request.topology.num_processes
     in_file = sources.config is not None and "parallelism_config" in sources.config
-    if config is None and not request.flag("ACCELERATE_USE_PARALLELISM_CONFIG") and not in_file:
+    if config is None and not request.env_flag("ACCELERATE_USE_PARALLELISM_CONFIG") and not in_file:
         return _mesh_of(backend, processes) if "dp_shard" in can else None
     resolved, because = resolve_settings(ParallelismConfig, config, sources)
     sizes: ParallelismConfig = resolved

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from accelerate_core.booleans import parse_bool
 from accelerate_core.config.schema import option, settings, settings_fields
-from accelerate_core.truth import truth
 
 
 def _precision(text: str, variable: str) -> str:
     if variable == "USE_FP16":  # older name of the seeds: a flag, not a precision
-        return "fp16" if truth(text) else "no"
+        return "fp16" if parse_bool(text) else "no"
     return text.lower()
 
 

@@ -13,13 +13,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from accelerate_core.booleans import require_bool
 from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.config.files import CONFIG_VARIABLE, ConfigFile, read_config
 from accelerate_core.config.handlers import TorchDynamoPlugin
 from accelerate_core.config.provenance import BECAUSE_VARIABLE, Because, variable_origin
 from accelerate_core.config.schema import SettingField, given_fields, settings_fields
 from accelerate_core.errors import ConfigurationError, Mistakes, did_you_mean, listing, warn
-from accelerate_core.truth import switch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +168,7 @@ def converted(field: SettingField, value: Any, shown: str, *, variable: str = ""
     if field.optional and text in ("none", "null"):
         return None
     if field.kind == "bool" or field.choices == ("true", "false"):
-        return switch(value, shown)
+        return require_bool(value, shown)
     if field.kind in ("int", "float"):
         return _number(field, value, shown)
     if field.choices is not None and text not in ("none", "null"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+from accelerate_core.booleans import parse_bool, require_bool
 from accelerate_core.config.files import ConfigFile
 from accelerate_core.config.provenance import Because, variable_origin
 from accelerate_core.contract.topology import Topology
@@ -30,7 +31,6 @@ from accelerate_core.plugins.discovery import (
     installed,
     suggestion,
 )
-from accelerate_core.truth import switch, truth
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Request:
     config: ConfigFile | None = None
     cpu: bool = False
 
-    def flag(self, name: str) -> bool:
+    def env_flag(self, name: str) -> bool:
         """Tell whether an environment variable is set to a true value."""
-        return bool(truth(self.environ.get(name, "")))
+        return bool(parse_bool(self.environ.get(name, "")))
 
 
 #: No plugin is named.
@@ -373,11 +373,11 @@ def fired_triggers(request: Request) -> dict[str, Fired]:
                 fired[name] = Fired(f"{request.topology.num_processes} processes ({because})")
         elif request.arguments.get(name) is not None:
             fired[name] = Fired(f"constructor argument {name}", Strength.ARGUMENT)
-        elif text != "" and truth(text) is not False:
+        elif text != "" and parse_bool(text) is not False:
             origin = variable_origin(name, request.environ)
             if name.startswith("ACCELERATE_USE_"):
-                switch(text, f"{origin[0].upper()}{origin[1:]}={text!r}")
-            asks = name.startswith("ACCELERATE_") or truth(text)
+                require_bool(text, f"{origin[0].upper()}{origin[1:]}={text!r}")
+            asks = name.startswith("ACCELERATE_") or parse_bool(text)
             fired[name] = Fired(f"{origin}={text}", Strength.of(origin) if asks else DETECTED)
         elif request.config is not None and _asked_by_file(name, request.config):
             asks = request.config[name] is True or isinstance(request.config[name], dict)
@@ -422,7 +422,7 @@ def _refuse_missing(request: Request, least: int) -> None:
             continue
         if request.arguments.get(name) is not None:
             said = f"The argument {name} of Accelerator belongs to"
-        elif request.flag(name) and Strength.of(origin) >= least:
+        elif request.env_flag(name) and Strength.of(origin) >= least:
             said = f"{origin[0].upper()}{origin[1:]} asks for"
         elif config is not None and least <= Strength.FILE and _asked_by_file(name, config):
             said = f"The section {name} ({config.where(name)}) asks for"

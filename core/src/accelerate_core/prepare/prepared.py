@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_core.backend import Backend
 from accelerate_core.backend.precision import Precision
+from accelerate_core.booleans import env_flag
 from accelerate_core.builtin.compiled import strip_compiled, uncompiled
 from accelerate_core.config.handlers import (
     AutocastKwargs,
@@ -41,7 +42,6 @@ from accelerate_core.training.loss_scaler import LossScaler
 from accelerate_core.training.misuse import NotCalled, warn_if_thrown_away
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.scheduler import AcceleratedScheduler
-from accelerate_core.truth import flag
 
 
 @dataclass
@@ -307,7 +307,7 @@ class Prepared:
         Raises:
             PrepareError: with the way out.
         """
-        bypass = flag(os.environ, "ACCELERATE_BYPASS_DEVICE_MAP")
+        bypass = env_flag(os.environ, "ACCELERATE_BYPASS_DEVICE_MAP")
         if self.process.num_processes > 1 and not bypass and self.verify_device_map(model):
             raise PrepareError(
                 "A model spread over devices by a device map such as 'auto' cannot be trained on several "

@@ -47,7 +47,9 @@ class RingBackend(Backend):
         if request.arguments.get("ring_plugin") is not None:
             return Claim(60, "ring_plugin was passed")
         return (
-            Claim(50, "ACCELERATE_USE_RING is set") if request.flag("ACCELERATE_USE_RING") else None
+            Claim(50, "ACCELERATE_USE_RING is set")
+            if request.env_flag("ACCELERATE_USE_RING")
+            else None
         )
 
     def distributed_type(self, accelerator: AcceleratorView) -> str:

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accelerate_big_model.tensors import Device, rebuilt
 from accelerate_checkpoint.weights import as_device
-from accelerate_core.truth import flag
+from accelerate_core.booleans import env_flag
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def init_on_device(device: Device, include_buffers: bool | None = None) -> Itera
     """
     target = as_device(device)
     if include_buffers is None:
-        include_buffers = flag(os.environ, "ACCELERATE_INIT_INCLUDE_BUFFERS")
+        include_buffers = env_flag(os.environ, "ACCELERATE_INIT_INCLUDE_BUFFERS")
     if include_buffers:
         with target:
             yield

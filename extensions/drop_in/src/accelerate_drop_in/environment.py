@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from accelerate_core.booleans import OFF, ON, env_flag, parse_bool
 from accelerate_core.errors import ConfigurationError, listing
-from accelerate_core.truth import OFF, ON, flag, truth
 from accelerate_launch.affinity import set_numa_affinity
 from accelerate_launch.mpi import FLAVOURS
 
@@ -30,7 +30,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     Raises:
         ConfigurationError: the text is neither.
     """
-    said = truth(value)
+    said = parse_bool(value)
     if said is None:
         raise ConfigurationError(
             f"{value!r} is neither true nor false; allowed are {listing(ON + OFF)}."
@@ -69,7 +69,7 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
     Raises:
         ConfigurationError: it is set to something else; the text names the variable.
     """
-    return flag(os.environ, key, default)
+    return env_flag(os.environ, key, default)
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:

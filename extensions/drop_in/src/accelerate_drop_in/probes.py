@@ -16,7 +16,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from accelerate_core.truth import flag
+from accelerate_core.booleans import env_flag
 
 _BY_PLACE = inspect.Parameter.POSITIONAL_OR_KEYWORD
 #: Arguments that the original's probes of devices have, with their defaults. They make no difference:
@@ -47,7 +47,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     """
     if check_is_tpu and check_is_gpu:
         raise ValueError("check_is_tpu=True and check_is_gpu=True exclude each other; pass one.")
-    wanted = flag(dict(os.environ), "USE_TORCH_XLA", default=True)
+    wanted = env_flag(dict(os.environ), "USE_TORCH_XLA", default=True)
     if not wanted or find_spec("torch_xla") is None:
         return False
     if not (check_is_tpu or check_is_gpu):

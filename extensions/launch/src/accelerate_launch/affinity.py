@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from accelerate_core import AcceleratorView, Claim, Request, hookimpl
-from accelerate_core.truth import flag, truth
+from accelerate_core.booleans import env_flag, parse_bool
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class CpuAffinity:
     def detect(cls, request: Request) -> Claim | None:
         """Claim the run unless the variable says no; a word that is neither is refused later."""
         text = request.environ.get(VARIABLE, "")
-        if not text or truth(text) is False:
+        if not text or parse_bool(text) is False:
             return None
         return Claim(10, f"environment variable {VARIABLE}={text}")
 
@@ -39,7 +39,7 @@ class CpuAffinity:
         Raises:
             ConfigurationError: the variable is neither yes nor no.
         """
-        if flag(os.environ, VARIABLE, default=True):
+        if env_flag(os.environ, VARIABLE, default=True):
             set_numa_affinity(accelerator.local_process_index)
 
 

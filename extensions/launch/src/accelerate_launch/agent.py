@@ -19,8 +19,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api
 
+from accelerate_core.booleans import parse_bool
 from accelerate_core.errors import ConfigurationError
-from accelerate_core.truth import truth
 from accelerate_launch.failures import AGENT_VARIABLE, describe, held, remember
 from accelerate_launch.lost_rendezvous import LONG_PATIENCE, LostRendezvous
 from accelerate_launch.machine_0 import MachineZero, find_machine_0, split_endpoint
@@ -102,7 +102,7 @@ def _find_machine_0(parsed: Any, source: str) -> MachineZero | None:
         is_machine_0 = parsed.node_rank == 0
     else:
         host, port = split_endpoint(parsed.rdzv_endpoint)
-        is_machine_0 = truth(conf["is_host"]) if "is_host" in conf else None
+        is_machine_0 = parse_bool(conf["is_host"]) if "is_host" in conf else None
     machine = MachineZero(host, port, source, parsed.rdzv_backend, conf)
     find_machine_0(machine, is_machine_0=is_machine_0)
     _Agent.meeting = f"all {parsed.nnodes} machines to meet at {machine}"

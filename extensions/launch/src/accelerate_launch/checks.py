@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 
+from accelerate_core.booleans import parse_bool
 from accelerate_core.config.files import ConfigFile
 from accelerate_core.config.provenance import Because
 from accelerate_core.errors import ConfigurationError, Mistakes, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
-from accelerate_core.truth import truth
 from accelerate_launch import devices, peer
 from accelerate_launch.cluster import ClusterEnvironment
 from accelerate_launch.machine_0 import is_here
@@ -173,7 +173,7 @@ def processes(
             f"num_processes={said} contradicts what is around: "
             f"{around.values['num_processes'].origin}. Leave it out."
         )
-    on_cpu = truth(chosen["cpu"].value)
+    on_cpu = parse_bool(chosen["cpu"].value)
     ids = gpu_ids(chosen["gpu_ids"])
     if chosen["multi_gpu"].value and on_cpu:
         raise ConfigurationError(

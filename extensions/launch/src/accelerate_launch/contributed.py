@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from accelerate_core.booleans import parse_bool
 from accelerate_core.config.files import ConfigFile
 from accelerate_core.config.lookup import converted
 from accelerate_core.config.provenance import Because
@@ -20,7 +21,6 @@ from accelerate_core.errors import (
 )
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
-from accelerate_core.truth import truth
 from accelerate_launch import peer
 from accelerate_launch.checks import check_mapping
 from accelerate_launch.options import LAUNCH_OPTIONS
@@ -152,7 +152,7 @@ def take(
             continue
         if schema.kind == "backend" and backend.value is None:
             for variable in schema.switches:
-                if truth(environ.get(variable, "")):
+                if parse_bool(environ.get(variable, "")):
                     backend = Because(schema.name, f"environment variable {variable}")
         _check_asked_for(one, precision if schema.kind == "precision" else backend)
         if schema.section == "parallelism_config":

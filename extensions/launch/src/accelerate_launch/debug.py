@@ -28,7 +28,7 @@ class CompareParameters:
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
         """Claim runs in debug mode."""
-        return Claim(0, "debug mode is on") if request.flag("ACCELERATE_DEBUG_MODE") else None
+        return Claim(0, "debug mode is on") if request.env_flag("ACCELERATE_DEBUG_MODE") else None
 
     def on_step_end(self, accelerator: AcceleratorView, optimizer: Any) -> None:
         """Compare after the second step of each optimizer.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.truth import flag
+from accelerate_core.booleans import env_flag
 
 #: Names the agent to its ranks, which then leave their tracebacks to it.
 AGENT_VARIABLE = "ACCELERATE_AGENT_PID"
@@ -99,7 +99,7 @@ def describe(failures: Mapping[int, Any], *, brief: bool = False) -> tuple[str, 
     if failure.exitcode < 0 and (stacks := _stacks(failure)):
         above = stacks
     lines.append(above if trace in ("", *_shown) else trace)
-    if _aborted_in_collective(failures) and not flag(os.environ, "ACCELERATE_DEBUG_MODE"):
+    if _aborted_in_collective(failures) and not env_flag(os.environ, "ACCELERATE_DEBUG_MODE"):
         lines += [_collective(failures) or _SOME_COLLECTIVE, _RUN_WITH_DEBUG]
     log = _log(failure)
     lines.append(f"Log: {log}" if log else "Keep logs: --log_dir DIR")
@@ -127,7 +127,7 @@ def describe_function(failures: Mapping[int, Any]) -> str:
     lines = []
     for rank in sorted(failures.keys() - {first}):
         lines.append(f"Rank {rank} failed as well: {_said(failures[rank])}")
-    if _aborted_in_collective(failures) and not flag(os.environ, "ACCELERATE_DEBUG_MODE"):
+    if _aborted_in_collective(failures) and not env_flag(os.environ, "ACCELERATE_DEBUG_MODE"):
         lines += [_SOME_COLLECTIVE, _RUN_WITH_DEBUG]
     lines.append(f"Rank {first} failed: {_how(failures[first])}.")
     message = failures[first].message

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from accelerate_core.booleans import env_flag
 from accelerate_core.errors import RuntimeConflictError
-from accelerate_core.truth import flag
 from accelerate_launch.devices import get_free_port
 from accelerate_launch.failures import describe_function
 from accelerate_launch.machine_0 import MachineZero, find_machine_0, split_endpoint
@@ -68,7 +68,7 @@ def run_elastic(function: Callable[..., Any], args: Sequence[Any], plan: LaunchP
             with _short_logs(plan.max_restarts):
                 elastic_launch(made, _Rank(function))(*args)
         except ChildFailedError as error:
-            if flag(os.environ, "ACCELERATE_DEBUG_MODE"):
+            if env_flag(os.environ, "ACCELERATE_DEBUG_MODE"):
                 raise
             error.args = (describe_function(error.failures),)
             # torch's own frames are not shown: the text has the function's traceback.
@@ -160,7 +160,7 @@ class _ShortLogs(logging.Filter):
 @contextmanager
 def _short_logs(restarts: int) -> Iterator[None]:
     """Shorten torch's logs of failing ranks, unless debug mode is on."""
-    shown = flag(os.environ, "ACCELERATE_DEBUG_MODE")
+    shown = env_flag(os.environ, "ACCELERATE_DEBUG_MODE")
     names = (
         ()
         if shown

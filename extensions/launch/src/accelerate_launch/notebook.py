@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import Any
 
 from accelerate_core import failures
+from accelerate_core.booleans import env_flag
 from accelerate_core.config.provenance import Because
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import find
-from accelerate_core.truth import flag
 from accelerate_launch.functions import patch_environment
 from accelerate_launch.plan import LOOPBACK, LaunchPlan, Target
 from accelerate_launch.planning import asks_launchers, refuse_nesting
@@ -219,7 +219,7 @@ def _start(
     try:
         launcher.launch_function(prepared, args, plan)
     except Exception as error:
-        if flag(os.environ, "ACCELERATE_DEBUG_MODE"):
+        if env_flag(os.environ, "ACCELERATE_DEBUG_MODE"):
             raise
         return error.with_traceback(_below_ours(error.__traceback__))
     return None

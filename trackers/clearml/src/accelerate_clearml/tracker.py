@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from accelerate_core.plugin import TrackerError, truth
+from accelerate_core.plugin import TrackerError, parse_bool
 from accelerate_tracking import (
     Columns,
     GeneralTracker,
@@ -56,7 +56,7 @@ class ClearMLTracker(GeneralTracker):
     def unusable(cls, environ: Mapping[str, str]) -> str | None:
         why = super().unusable(environ)
         offline = environ.get("CLEARML_OFFLINE_MODE") or environ.get("TRAINS_OFFLINE_MODE")
-        if why or truth(offline):
+        if why or parse_bool(offline):
             return why
         file = Path(environ.get("CLEARML_CONFIG_FILE") or Path.home() / "clearml.conf")
         key, server = environ.get("CLEARML_API_ACCESS_KEY"), environ.get("CLEARML_API_HOST")

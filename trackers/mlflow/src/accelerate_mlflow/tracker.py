@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.plugin import flag, warn
+from accelerate_core.plugin import env_flag, warn
 from accelerate_tracking import Columns, GeneralTracker, Rows, pictures, split
 
 #: What the server takes at once.
@@ -67,7 +67,7 @@ class MLflowTracker(GeneralTracker):
         self._given_id = environ.get("MLFLOW_RUN_ID") or run_id
         tags = environ.get("MLFLOW_TAGS") or tags or {}
         self.tags = json.loads(tags) if isinstance(tags, str) else dict(tags)
-        self.nested_run = flag(environ, "MLFLOW_NESTED_RUN", bool(nested_run))
+        self.nested_run = env_flag(environ, "MLFLOW_NESTED_RUN", bool(nested_run))
         self.run_name = run_name
         self.description = description
         self._names: dict[str, str] = {}

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.plugin import ConfigurationError, truth
+from accelerate_core.plugin import ConfigurationError, parse_bool
 from accelerate_launch import LaunchPlan, PrepareForLaunch, target_command
 from accelerate_xla import library
 from accelerate_xla.launch.settings import TPULaunch
@@ -44,10 +44,10 @@ class TPULauncher:
             return True
         if "RANK" in plan.environment:  # this process is one that somebody else has started
             return False
-        on_cpu = _value(plan, "cpu") or truth(os.environ.get("ACCELERATE_USE_CPU", ""))
+        on_cpu = _value(plan, "cpu") or parse_bool(os.environ.get("ACCELERATE_USE_CPU", ""))
         if (asked := plan.contributed.get(SWITCH)) is not None:
             given = asked.origin.startswith("command line")
-            return bool(truth(asked.value)) and (given or not on_cpu)
+            return bool(parse_bool(asked.value)) and (given or not on_cpu)
         kind = os.environ.get("PJRT_DEVICE", "")
         there = kind.startswith("TPU") or (not kind and library.has_tpu(os.environ))
         return plan.target.kind == "function" and there and not on_cpu
@@ -159,7 +159,7 @@ def asks_for_spmd(plan: LaunchPlan) -> str:
     """Return what asks for one process on all devices, "" if nothing does."""
     around = {**os.environ, **plan.environment}
     if (said := around.get("ACCELERATE_XLA_SPMD")) is not None:
-        return "ACCELERATE_XLA_SPMD" if truth(said) else ""
+        return "ACCELERATE_XLA_SPMD" if parse_bool(said) else ""
     sizes = (
         name
         for name, value in around.items()
@@ -167,7 +167,7 @@ def asks_for_spmd(plan: LaunchPlan) -> str:
         and name.endswith("_SIZE")
         and value not in ("", "1", "None")
     )
-    return next(sizes, _MESH if truth(around.get(_MESH, "")) else "")
+    return next(sizes, _MESH if parse_bool(around.get(_MESH, "")) else "")
 
 
 def _refuse(plan: LaunchPlan) -> None:

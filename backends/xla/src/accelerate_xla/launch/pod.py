@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from accelerate_core.plugin import ConfigurationError, truth
+from accelerate_core.plugin import ConfigurationError, parse_bool
 from accelerate_launch import LaunchPlan
 from accelerate_xla.launch.local import SWITCH
 from accelerate_xla.launch.settings import TPUPod
@@ -41,7 +41,7 @@ class TPUPodLauncher:
 
     def accepts(self, plan: LaunchPlan) -> bool:
         """Whether a pod is asked for, and this is not yet one of its hosts."""
-        there = self.settings.no_tpu_cluster or truth(os.environ.get(IN_POD, ""))
+        there = self.settings.no_tpu_cluster or parse_bool(os.environ.get(IN_POD, ""))
         return not there and (self.settings.tpu_use_cluster or plan.launcher == self.name)
 
     def launch_command(self, plan: LaunchPlan) -> list[str]:

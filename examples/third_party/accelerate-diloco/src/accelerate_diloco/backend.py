@@ -40,7 +40,7 @@ class DiLoCoBackend(Backend):
         """Claim where it is asked for."""
         if request.arguments.get("diloco_plugin") is not None:
             return Claim(60, "diloco_plugin was passed")
-        if request.flag("ACCELERATE_USE_DILOCO"):
+        if request.env_flag("ACCELERATE_USE_DILOCO"):
             return Claim(50, "ACCELERATE_USE_DILOCO is set")
         return None
 

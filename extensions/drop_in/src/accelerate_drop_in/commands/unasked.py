@@ -16,11 +16,11 @@ from typing import Any
 
 import click
 
+from accelerate_core.booleans import env_flag, parse_bool
 from accelerate_core.config.files import CONFIG_VARIABLE
 from accelerate_core.errors import AccelerateError
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import disabled_names, installed
-from accelerate_core.truth import flag, truth
 
 _MESH, _SAGEMAKER = "parallelism_config_", "aws_"
 
@@ -95,7 +95,7 @@ def _takes_next(name: str, option: Any, following: list[str]) -> bool:
     """Tell whether the word after an option is its value."""
     if option is not None:
         switch = getattr(option, "takes_switch", False)
-        alone = switch and (not following or truth(following[0]) is None)
+        alone = switch and (not following or parse_bool(following[0]) is None)
         return not (option.is_flag or alone)
     return _of_plugins().get(name) == "value"
 
@@ -131,7 +131,7 @@ def _asks_for_mesh(options: list[_Given]) -> bool:
 
     if any(one.name == "use_parallelism_config" for one in options):
         return True
-    if flag(os.environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+    if env_flag(os.environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         return True
     named = next((one.words[-1] for one in options if one.name == "config_file"), None)
     if named is None and not os.environ.get(CONFIG_VARIABLE):

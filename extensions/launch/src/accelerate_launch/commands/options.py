@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import click
 
+from accelerate_core.booleans import parse_bool
 from accelerate_core.config.lookup import converted
 from accelerate_core.config.schema import SettingField
 from accelerate_core.errors import AccelerateError, ConfigurationError, did_you_mean
-from accelerate_core.truth import truth
 from accelerate_launch.contributed import Contributed, contributed_options, refuse_unknown
 from accelerate_launch.options import LAUNCH_OPTIONS, TRAINING
 
@@ -135,7 +135,7 @@ class GroupedCommand(click.Command):
             if option is None or option.is_flag:
                 continue
             switch = isinstance(option, PluginOption) and option.takes_switch
-            if switch and (not rest or truth(rest[0]) is None):
+            if switch and (not rest or parse_bool(rest[0]) is None):
                 made[-1] = f"{word}=true"
             elif rest:
                 made.append(rest.pop(0))
