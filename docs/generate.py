@@ -249,7 +249,7 @@ VARIABLES = {
     "ACCELERATE_XLA_SPMD": "asks for the backend `xla`: one process, a mesh of its devices",
 }
 #: What processes of ours tell each other.
-INTERNAL = {"ACCELERATE_AGENT_PID", "ACCELERATE_BECAUSE", "ACCELERATE_TESTING_RESULTS"}
+INTERNAL = {"ACCELERATE_AGENT_PID", "ACCELERATE_PROVENANCE", "ACCELERATE_TESTING_RESULTS"}
 SOURCES = ("core", "extensions/*", "backends/*", "trackers/*")
 
 

@@ -51,7 +51,7 @@ def make(backend: str) -> list[list[Any]]:
     """
     stand_in(backend)
     os.environ["ACCELERATE_BACKEND"] = backend
-    supports = find("backend", backend, because="the matrix").load().supports
+    supports = find("backend", backend, source="the matrix").load().supports
     rows: list[list[Any]] = []
     for precision in installed().of_kind("precision"):
         os.environ["ACCELERATE_MIXED_PRECISION"] = precision.name

@@ -36,7 +36,7 @@ HONOURED: dict[str, Any] = {
 }
 #: Attributes that Accelerate lets scripts replace, and arguments of the constructor.
 REFUSED = [
-    *("backend", "because", "checkpointer", "cpu", "ddp_handler", "deepspeed_plugin", "device"),
+    *("backend", "provenance", "checkpointer", "cpu", "ddp_handler", "deepspeed_plugin", "device"),
     "dynamo_plugin",
     *("distributed_type", "fp8_enabled", "fp8_recipe_handler", "fsdp_plugin", "gradient_state"),
     *("hooks", "init_handler", "kwargs_handlers", "log_with", "megatron_lm_plugin"),

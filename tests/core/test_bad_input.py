@@ -206,7 +206,7 @@ ENVIRONMENT: dict[str, tuple[dict[str, str], list[str]]] = {
     "precision from the launcher": (
         {
             "ACCELERATE_MIXED_PRECISION": "fp61",
-            "ACCELERATE_BECAUSE": '{"ACCELERATE_MIXED_PRECISION": "command line --mixed_precision"}',
+            "ACCELERATE_PROVENANCE": '{"ACCELERATE_MIXED_PRECISION": "command line --mixed_precision"}',
         },
         ["asked for by command line --mixed_precision"],
     ),
@@ -257,7 +257,7 @@ def test_ranks(variables: dict[str, str], said: str) -> None:
 
 
 def test_several_processes_without_a_backend_for_them() -> None:
-    request = Request({}, {"ACCELERATE_DISABLED_PLUGINS": "ddp"}, Topology(0, 2, because="a test"))
+    request = Request({}, {"ACCELERATE_DISABLED_PLUGINS": "ddp"}, Topology(0, 2, source="a test"))
     with pytest.raises(MissingPluginError, match=re.escape('pip install "accelerate-core[ddp]"')):
         select("backend", request).or_raise()
 

@@ -340,11 +340,11 @@ def test_settings_that_ask_for_nothing_compile_nothing(monkeypatch: pytest.Monke
 def test_a_compiler_that_is_asked_for_is_chosen_like_any_plugin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    because = "torch_compile (accelerate-compile 0.1.0)  (the compiler 'eager' is asked for)"
+    reason = "torch_compile (accelerate-compile 0.1.0)  (the compiler 'eager' is asked for)"
     for arguments in ({"dynamo_backend": "eager"}, {"dynamo_plugin": dynamo()}):
-        assert because in Accelerator(cpu=True, **arguments).explain()
+        assert reason in Accelerator(cpu=True, **arguments).explain()
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
-    assert because in Accelerator(cpu=True).explain()
+    assert reason in Accelerator(cpu=True).explain()
     assert "torch_compile" not in Accelerator(cpu=True, dynamo_backend="no").explain()
     monkeypatch.setenv("ACCELERATE_DISABLED_PLUGINS", "torch_compile")
     with pytest.raises(PluginError, match="keeps out the extension plugin 'torch_compile'"):

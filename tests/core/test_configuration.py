@@ -34,7 +34,7 @@ def test_the_strongest_source_wins_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "gradient_accumulation_steps"
-    steps = lambda **arguments: str(Accelerator(**arguments).because[name])  # noqa: E731
+    steps = lambda **arguments: str(Accelerator(**arguments).provenance[name])  # noqa: E731
     assert steps() == "1 (default)"
     config = tmp_path / "config.yaml"
     config.write_text("debug: false\ngradient_accumulation_steps: 2\n")
@@ -45,7 +45,7 @@ def test_the_strongest_source_wins_and_says_so(
     said = json.dumps(
         {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "command line --gradient_accumulation_steps"}
     )
-    monkeypatch.setenv("ACCELERATE_BECAUSE", said)
+    monkeypatch.setenv("ACCELERATE_PROVENANCE", said)
     assert steps() == "3 (command line --gradient_accumulation_steps)"
     assert (
         steps(gradient_accumulation_steps=4)
@@ -61,8 +61,8 @@ def test_a_backends_own_defaults_are_stronger_than_ours_only(tmp_path: Path) -> 
     code = """
     from accelerate_core import Accelerator
     name = "gradient_accumulation_steps"
-    out([str(Accelerator(backend="engine").because[name]),
-         str(Accelerator(backend="engine", gradient_accumulation_steps=1).because[name])])
+    out([str(Accelerator(backend="engine").provenance[name]),
+         str(Accelerator(backend="engine", gradient_accumulation_steps=1).provenance[name])])
     """
     detected, given = dummies.run(tmp_path, code)
     assert detected == "6 (backend engine)"
@@ -90,16 +90,18 @@ def test_only_what_was_not_given_is_filled_from_elsewhere(tmp_path: Path) -> Non
     path.write_text("dynamo_config:\n  mode: max-autotune\n  fullgraph: true\n")
     environ = {"ACCELERATE_DYNAMO_BACKEND": "eager", "ACCELERATE_DYNAMO_USE_FULLGRAPH": "no"}
     given = TorchDynamoPlugin(mode="default")
-    made, because = resolve_settings(TorchDynamoPlugin, given, Sources(environ, read_config(path)))
+    made, provenance = resolve_settings(
+        TorchDynamoPlugin, given, Sources(environ, read_config(path))
+    )
     assert (made.backend, made.mode, made.fullgraph, made.dynamic) == (
         "eager",
         "default",
         False,
         None,
     )
-    assert because["mode"].origin == "constructor argument dynamo_plugin"
-    assert because["fullgraph"].origin == "environment variable ACCELERATE_DYNAMO_USE_FULLGRAPH"
-    assert because["dynamic"].origin == "default"
+    assert provenance["mode"].origin == "constructor argument dynamo_plugin"
+    assert provenance["fullgraph"].origin == "environment variable ACCELERATE_DYNAMO_USE_FULLGRAPH"
+    assert provenance["dynamic"].origin == "default"
     assert given.backend is None
 
 

@@ -190,7 +190,7 @@ FUTURE = "    def of_the_future(self, accelerator): raise AssertionError\n"
 MATRIX = """
 import os, warnings
 from accelerate_core import Accelerator
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 from accelerate_launch import LaunchPlan, Target, choose_launcher
 from accelerate_core.plugins.discovery import installed
 from accelerate_launch.explain.planned_run import planned_run
@@ -231,7 +231,7 @@ for name in ("older", "equal", "newer", "next"):
     result["tracker", name, "automatic"] = attempt(lambda: tracked(name))
     result["launcher", name, "named"] = attempt(
         lambda: choose_launcher(LaunchPlan(Target("x"), launcher="l" + name)).name)
-    wanted = {"START_" + name.upper(): Because("1", "the test")}
+    wanted = {"START_" + name.upper(): SourcedValue("1", "the test")}
     result["launcher", name, "automatic"] = attempt(
         lambda: choose_launcher(LaunchPlan(Target("x"), contributed=wanted)).name)
 result["rows"] = {row["name"]: [row["state"], row["api_version"]] for row in rows(planned_run(os.environ))}

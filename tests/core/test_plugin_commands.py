@@ -92,7 +92,7 @@ def table(root: Path, **environ: str) -> dict[str, dict[str, str]]:
     return {row["name"]: row for row in json.loads(done.stdout)}
 
 
-def test_the_table_tells_kind_version_state_and_because(root: Path) -> None:
+def test_the_table_tells_kind_version_state_and_reason(root: Path) -> None:
     rows = table(root, USE_LEFT="1", USE_RIGHT="1", ACCELERATE_DISABLED_PLUGINS="fp16")
     assert rows["left"] == {
         "kind": "backend",
@@ -101,9 +101,9 @@ def test_the_table_tells_kind_version_state_and_because(root: Path) -> None:
         "version": "1.0",
         "api_version": "1.0",
         "state": "active",
-        "because": "left wants it",
+        "reason": "left wants it",
     }
-    shown = {name: (row["state"], row["because"]) for name, row in rows.items()}
+    shown = {name: (row["state"], row["reason"]) for name, row in rows.items()}
     assert shown["right"] == ("passed over", "right wants it, priority 60")
     assert shown["single"] == ("available", "not asked for")
     assert shown["fp16"] == ("disabled", "ACCELERATE_DISABLED_PLUGINS")
@@ -134,7 +134,7 @@ def decision(root: Path, name: str, *more: str, **environ: str) -> dict[str, Any
 
 def test_why_tells_that_the_compiler_is_active(root: Path) -> None:
     made = decision(root, "torch_compile", ACCELERATE_DYNAMO_BACKEND="eager")
-    assert (made["state"], made["because"]) == ("active", "the compiler 'eager' is asked for")
+    assert (made["state"], made["reason"]) == ("active", "the compiler 'eager' is asked for")
     assert decision(root, "torch_compile", ACCELERATE_DYNAMO_BACKEND="no")["state"] == "available"
 
 
@@ -170,18 +170,18 @@ def test_why_tells_triggers_claims_and_rivals(root: Path) -> None:
     tie = decision(root, "left", USE_LEFT="1", USE_TIED="1")
     assert "equal priority 70" in tie["steps"]["selection"]
     assert "tied (dummy-tied 1.0)" in tie["steps"]["selection"]
-    assert (tie["state"], "equal priority 70" in tie["because"]) == ("undecided", True)
+    assert (tie["state"], "equal priority 70" in tie["reason"]) == ("undecided", True)
 
 
 def test_why_reads_configuration_and_the_number_of_processes(root: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("backend: right\nmixed_precision: bf16\n")
     named = decision(root, "right", "--config_file", str(config))
-    assert (named["state"], named["because"]) == ("active", f"{config} line 1")
+    assert (named["state"], named["reason"]) == ("active", f"{config} line 1")
     half = decision(root, "bf16", "--config_file", str(config))
-    assert (half["state"], half["because"]) == ("active", f"{config} line 2")
+    assert (half["state"], half["reason"]) == ("active", f"{config} line 2")
     two = decision(root, "ddp", "--num_processes", "2")
-    assert (two["state"], two["because"]) == ("active", "2 processes")
+    assert (two["state"], two["reason"]) == ("active", "2 processes")
 
 
 LAUNCHER = """
@@ -229,12 +229,12 @@ def test_the_table_and_why_decide_as_launch_does_with_the_same_file(
         done.stderr
     )
     rope = decision(tmp_path, "rope", *file, **environ)
-    because = {
+    reason = {
         "launcher": f"{config} line 3",
         "trigger": "asked because of environment variable ROPE",
     }
-    expected = ("active", because[key]) if key in because else ("available", "not asked for")
-    assert (rope["state"], rope["because"]) == expected
+    expected = ("active", reason[key]) if key in reason else ("available", "not asked for")
+    assert (rope["state"], rope["reason"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_an_environment_that_decides_nothing_is_told(
     assert said in done.stderr
     rows = json.loads(done.stdout)
     assert {row["kind"] for row in rows if row["state"] == "undecided"} == undecided
-    assert all(said in row["because"] for row in rows if row["state"] == "undecided")
+    assert all(said in row["reason"] for row in rows if row["state"] == "undecided")
     assert not any(row["kind"] in undecided and row["state"] == "available" for row in rows)
 
 
@@ -288,7 +288,7 @@ def test_a_config_file_that_launch_refuses_decides_nothing(root: Path, tmp_path:
     assert not any(row["state"] == "active" for row in json.loads(done.stdout))
     left = decision(root, "left", "--config_file", str(config))
     assert left["state"] == "undecided"
-    assert "Unknown key 'num_procesess'" in left["because"]
+    assert "Unknown key 'num_procesess'" in left["reason"]
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_why_says_what_the_table_says(
     rows = {row["name"]: row for row in json.loads(done.stdout)}
     made = {name: decision(root, name, **environ) for name in names}
     for name, told in made.items():
-        assert (told["state"], told["because"]) == (rows[name]["state"], rows[name]["because"])
+        assert (told["state"], told["reason"]) == (rows[name]["state"], rows[name]["reason"])
     first = made[names[0]]
     assert first["problem"] in done.stderr
     assert first["state"] == ("refused" if names[0] == "future" else "undecided")
@@ -329,7 +329,7 @@ def test_what_cannot_be_made_is_no_choice(root: Path, name: str, state: str, sai
     made = decision(root, name, **environ)
     assert made["state"] == state
     assert made["steps"]["decision"].startswith(state)
-    assert said in made["because"]
+    assert said in made["reason"]
     broken = state != "active"
     assert bool(made["problem"]) == broken
     # Of the others of its kind none is chosen either.
@@ -357,7 +357,7 @@ def test_a_precision_that_a_backend_does_not_accept_is_refused_before_a_run(root
     assert done.returncode == 1
     assert made["problem"] in done.stderr
     rows = {row["name"]: row for row in json.loads(done.stdout)}
-    assert (rows["picky"]["state"], rows["bf16"]["because"]) == ("active", made["problem"])
+    assert (rows["picky"]["state"], rows["bf16"]["reason"]) == ("active", made["problem"])
     env = clean_environment(**environ)
     env["PYTHONPATH"] = f"{root}:{env['PYTHONPATH']}"
     code = "from accelerate_core import Accelerator\nAccelerator(cpu=True)"

@@ -34,13 +34,13 @@ class High(Raises):
     name = "high"
     @classmethod
     def detect(cls, request):
-        return Claim("high", "because")
+        return Claim("high", "a reason")
 
 class NotANumber(Raises):
     name = "nan"
     @classmethod
     def detect(cls, request):
-        return Claim(float("nan"), "because")
+        return Claim(float("nan"), "reason")
 
 class Faulty(Backend):
     name = "faulty"
@@ -152,15 +152,15 @@ def test_who_cannot_answer_what_a_variable_asks_is_named_and_listed(root, variab
         """
         from accelerate_launch.explain.planned_run import planned_run
         from accelerate_launch.explain.report import rows
-        out([[row["name"], row["state"], row["because"]] for row in rows(planned_run(os.environ))])
+        out([[row["name"], row["state"], row["reason"]] for row in rows(planned_run(os.environ))])
         """,
         {variable: "1"},
     )
     name = variable.removeprefix("TRY_").lower()
-    state, because = next((s, b) for n, s, b in listed if n == name)
+    state, reason = next((s, b) for n, s, b in listed if n == name)
     assert state == "broken"
     words = ("boom", "returned True", "no such hardware", "no licence", "not 'high'", "not nan")
-    assert any(word in because for word in words)
+    assert any(word in reason for word in words)
 
 
 @pytest.mark.parametrize(

@@ -72,11 +72,11 @@ def test_a_trigger_imports_its_plugin_and_no_other(fifty: Path) -> None:
     code = f"""
     from accelerate_core import Accelerator
     a = Accelerator()
-    out([a.backend.name, a.because["backend"].origin, {IMPORTED}])
+    out([a.backend.name, a.provenance["backend"].origin, {IMPORTED}])
     """
     env = {"ACCELERATE_USE_DUMMY3": "1", "DUMMY_EXTENSION2": "1"}
-    name, because, imported = dummies.run(fifty, code, env)
-    assert (name, because) == ("backend3", "backend3 wants it")
+    name, reason, imported = dummies.run(fifty, code, env)
+    assert (name, reason) == ("backend3", "backend3 wants it")
     assert imported == ["dummy_backend3", "dummy_extension2"]
 
 
@@ -91,13 +91,13 @@ asked = attempt(Accelerator)
 row = next(r for r in rows(planned_run(os.environ)) if r["name"] == "broken")
 named = attempt(lambda: Accelerator(backend="broken"))
 other = Accelerator(backend="single").backend.name
-out([asked, row["state"], row["because"], named, other, {IMPORTED}])
+out([asked, row["state"], row["reason"], named, other, {IMPORTED}])
 """
     )
     env = {"ACCELERATE_USE_BROKEN": "1"}
-    asked, state, because, named, other, imported = dummies.run(fifty, code, env)
+    asked, state, reason, named, other, imported = dummies.run(fifty, code, env)
     assert (state, other) == ("broken", "single")
-    assert "no library here" in because
+    assert "no library here" in reason
     for said in (asked, named):
         assert said[0] == "PluginError"
         assert "dummy-broken 1.0" in said[1]
@@ -222,7 +222,7 @@ os.environ["LEFT"] = os.environ["RIGHT"] = "1"
 result["tie"] = attempt(Accelerator)
 result["settled"] = make("right")
 os.environ["ACCELERATE_BACKEND"] = "left"
-result["settled by environment"] = attempt(lambda: Accelerator().because["backend"])
+result["settled by environment"] = attempt(lambda: Accelerator().provenance["backend"])
 out(result)
 """
     )

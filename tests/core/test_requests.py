@@ -55,7 +55,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     try:
         accelerator = Accelerator(cpu=True, **ARGUMENTS)
-        said = [accelerator.backend.name, accelerator.because["backend"].origin]
+        said = [accelerator.backend.name, accelerator.provenance["backend"].origin]
     except Exception as error:
         said = [type(error).__name__, str(error)]
 out([*said, " ".join(str(one.message) for one in caught)])
@@ -173,8 +173,8 @@ def test_a_missing_plugin_that_is_overruled_is_no_error(root: Path, tmp_path: Pa
 
 def test_a_section_of_its_own_asks_for_a_backend(root: Path, tmp_path: Path) -> None:
     section = "sectioned_config:\n  chunk: 5\n"
-    name, because, _ = made(root, tmp_path, file=section)
-    assert (name, because) == ("sectioned", f"{tmp_path / 'config.yaml'} line 1")
+    name, reason, _ = made(root, tmp_path, file=section)
+    assert (name, reason) == ("sectioned", f"{tmp_path / 'config.yaml'} line 1")
     assert made(root, tmp_path, file=section, ACCELERATE_USE_SOUND="1")[0] == "sound"
     both = f"{section}second_config:\n  a: 1\n"
     kind, text, _ = made(root, tmp_path, file=both)

@@ -111,14 +111,14 @@ def test_plugins_lists_what_is_installed_without_torch() -> None:
     assert done.returncode == 0, done.stderr
     rows = {(row["kind"], row["name"]): row for row in json.loads(done.stdout)}
     assert rows["precision", "bf16"]["state"] == "active"
-    assert "ACCELERATE_MIXED_PRECISION" in rows["precision", "bf16"]["because"]
+    assert "ACCELERATE_MIXED_PRECISION" in rows["precision", "bf16"]["reason"]
     assert rows["precision", "fp16"]["state"] == "available"
 
 
 def test_plugins_as_a_table() -> None:
     result = CliRunner(env={"ACCELERATE_DISABLED_PLUGINS": "fp16"}).invoke(cli, ["plugins"])
     assert result.exit_code == 0, result.output
-    assert "because" in result.output
+    assert "reason" in result.output
     assert "disabled" in result.output
 
 

@@ -59,7 +59,7 @@ def test_a_rank_of_mpirun_runs_the_script_itself(
     made = child_environment(plan, environ)
     assert (made["RANK"], made["WORLD_SIZE"], made["LOCAL_RANK"]) == ("1", "4", "1")
     assert made["MASTER_ADDR"] == "127.0.0.1"
-    assert plan.because["num_processes"].origin.startswith(name)
+    assert plan.provenance["num_processes"].origin.startswith(name)
     with pytest.raises(ConfigurationError, match=f"contradicts what is around: {name}"):
         plan_of(script, environ, num_processes=2)
 
@@ -163,7 +163,7 @@ def test_one_task_per_node_is_a_machine_of_ours(script: Path) -> None:
     assert (plan.num_machines, plan.machine_rank, plan.main_process_ip) == (2, 1, "gpu01")
     command = " ".join(choose_launcher(plan).launch_command(plan))
     assert "--nnodes 2 --node_rank 1 --master_addr gpu01 --master_port 24711" in command
-    assert plan.because["num_machines"].origin == "SLURM job 4711, nodes gpu[01-02]"
+    assert plan.provenance["num_machines"].origin == "SLURM job 4711, nodes gpu[01-02]"
 
 
 def test_many_tasks_per_node_are_ranks(script: Path) -> None:
@@ -194,7 +194,7 @@ def test_one_node_is_a_machine_like_any_other(script: Path) -> None:
 def test_what_is_said_is_stronger_than_the_allocation(script: Path) -> None:
     plan = plan_of(script, STEP, num_machines=1, num_processes=2, launcher="torchrun")
     assert plan.num_machines == 1
-    assert plan.because["num_machines"].origin == "command line --num_machines"
+    assert plan.provenance["num_machines"].origin == "command line --num_machines"
 
 
 def test_slurm_is_explained(script: Path) -> None:

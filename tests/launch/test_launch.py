@@ -17,7 +17,7 @@ from launched import run_cli
 from support import clean_environment, run_workers
 
 from accelerate_core.config.files import read_config
-from accelerate_core.config.provenance import BECAUSE_VARIABLE
+from accelerate_core.config.provenance import PROVENANCE_VARIABLE
 from accelerate_core.errors import AccelerateError, ConfigurationError, RuntimeConflictError
 from accelerate_core.logging import get_logger
 from accelerate_launch import (
@@ -86,9 +86,9 @@ def test_only_the_command_line_travels_and_says_so(script: Path) -> None:
     environ = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
     plan = plan_of(script, environ, cpu=True, mixed_precision="bf16")
     assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in plan.environment
-    origins = json.loads(plan.environment[BECAUSE_VARIABLE])
+    origins = json.loads(plan.environment[PROVENANCE_VARIABLE])
     assert origins["ACCELERATE_MIXED_PRECISION"] == "command line --mixed_precision"
-    said = plan.because["gradient_accumulation_steps"].origin
+    said = plan.provenance["gradient_accumulation_steps"].origin
     assert said == "environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
@@ -113,7 +113,7 @@ def test_a_config_file_gives_values_with_their_line(script: Path, tmp_path: Path
     file.write_text("use_cpu: true\nnum_processes: 2\nmixed_precision: bf16\n")
     plan = make_plan(str(script), [], {}, {}, read_config(file))
     assert plan.num_processes == 2
-    assert plan.because["num_processes"].origin == f"{file} line 2"
+    assert plan.provenance["num_processes"].origin == f"{file} line 2"
     assert plan.environment["ACCELERATE_CONFIG_FILE"] == str(file)
     plan = make_plan(str(script), [], {"num_processes": 1}, {}, read_config(file))
     assert plan.num_processes == 1

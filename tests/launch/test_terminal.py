@@ -186,4 +186,4 @@ def test_dry_run_leaves_names_of_variables_whole_and_internals_out(shown: str) -
     said = ANSI.sub("", shown).split("--dry_run script.py\r\n")[1].split("##### ")[0]
     rows = [line.split() for line in said.split("\r\n")]
     assert ["ACCELERATE_MIXED_PRECISION", "bf16", "command", "line"] in [row[:4] for row in rows]
-    assert "ACCELERATE_BECAUSE" not in said
+    assert "ACCELERATE_PROVENANCE" not in said

@@ -174,7 +174,7 @@ def test_wheels_in_an_empty_environment_train(wheels: Path, tmp_path: Path) -> N
     for wheel in trackers:
         (name,) = [name for name in rows if wheel.name.startswith(f"accelerate_{name}-")]
         assert rows[name]["state"] == "passed over"
-        assert "its library is not installed: pip install" in rows[name]["because"]
+        assert "its library is not installed: pip install" in rows[name]["reason"]
 
 
 def core_alone(venv: Path, wheel: Path, pip: tuple[Any, ...], tmp_path: Path) -> None:

@@ -208,11 +208,11 @@ def test_environment_and_file_fill_what_the_constructor_leaves_out(tmp_path):
         "  gradient_accumulation_steps: 5\n  deepspeed_moe_layer_cls_names: A, B\n"
     )
     sources = Sources({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, read_config(str(file)))
-    plugin, because = resolve_settings(DeepSpeedPlugin, None, sources, owner="deepspeed")
+    plugin, provenance = resolve_settings(DeepSpeedPlugin, None, sources, owner="deepspeed")
     assert plugin.zero_stage == 1
     assert plugin.gradient_accumulation_steps == 5
     assert plugin.transformer_moe_cls_names == ["A", "B"]
-    assert "ACCELERATE_DEEPSPEED_ZERO_STAGE" in because["zero_stage"].origin
+    assert "ACCELERATE_DEEPSPEED_ZERO_STAGE" in provenance["zero_stage"].origin
     asked = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}})
     plugin, _ = resolve_settings(DeepSpeedPlugin, asked, sources, owner="deepspeed")
     with pytest.raises(ConfigurationError, match=r"ACCELERATE_DEEPSPEED_ZERO_STAGE.*stage=2"):

@@ -220,7 +220,7 @@ def test_the_older_recipe_chooses_the_engine_by_its_backend(
 
     said = {name: choose(None, [older(backend=name)]) for name in ("TE", "te", "MSAMP", "msamp")}
     assert [engine for engine, _ in said.values()] == ["TE", "TE", "MSAMP", "MSAMP"]
-    assert {because for _, because in said.values()} == {"kwargs_handlers has FP8RecipeKwargs"}
+    assert {reason for _, reason in said.values()} == {"kwargs_handlers has FP8RecipeKwargs"}
     assert choose(None, [older()])[0] == "TE"
     with pytest.raises(AccelerateError, match="'AO' is not one of 'TE', 'MSAMP'"):
         FP8RecipeKwargs(backend="ao".upper())

@@ -72,10 +72,10 @@ def test_each_option_of_the_peers_launcher_is_a_variable_a_key_and_an_option(tmp
     lines = [f"  megatron_lm_{name}: {text}" for name, (text, _) in TEXTS.items()]
     file.write_text("\n".join(["megatron_lm_config:", *lines]))
     for sources in (Sources(environ), Sources({}, read_config(str(file)))):
-        made, because = resolve_settings(MegatronLMPlugin, None, sources, owner="megatron")
+        made, provenance = resolve_settings(MegatronLMPlugin, None, sources, owner="megatron")
         for name, (_, value) in TEXTS.items():
             assert getattr(made, name) == value, name
-            assert because[name].origin != "default"
+            assert provenance[name].origin != "default"
     shown = {field.cli[0] for field in FIELDS if field.cli}
     assert {f"megatron_lm_{name}" for name in TEXTS} <= shown
     (tmp_path / "s.py").write_text("")

@@ -17,7 +17,7 @@ from launched import run_cli
 from support import clean_environment
 
 from accelerate_core.config.files import read_config
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.errors import ConfigurationError
 from accelerate_launch.cli import cli
 from accelerate_launch.plan import LaunchPlan, Target
@@ -174,9 +174,9 @@ def test_a_function_starts_on_a_tpu_that_is_there(monkeypatch: pytest.MonkeyPatc
     assert launcher.accepts(plan)
     assert not launcher.accepts(LaunchPlan(Target("s.py")))
     launcher.launch_function(print, (), plan)
-    eight = {"num_processes": Because(8, "notebook_launcher(num_processes=...)")}
+    eight = {"num_processes": SourcedValue(8, "notebook_launcher(num_processes=...)")}
     launcher.launch_function(
-        print, (), LaunchPlan(plan.target, num_processes=8, because=eight, start_method="spawn")
+        print, (), LaunchPlan(plan.target, num_processes=8, provenance=eight, start_method="spawn")
     )
     assert asked == [
         {"start_method": "fork", "num_processes": None},

@@ -322,7 +322,7 @@ def resolve_sizes(config: HfDeepSpeedConfig, model: Any) -> None:
         name = f"zero_optimization.{key}"
         if config.is_auto(name) and hidden is None:
             config.del_config_sub_tree(name)
-            config.because[name] = "left to DeepSpeed: the model's config has no hidden_size"
+            config.provenance[name] = "left to DeepSpeed: the model's config has no hidden_size"
         elif config.is_auto(name):
             config.set_value(name, size, f"from the model's hidden size of {hidden}")
 

@@ -135,9 +135,9 @@ class DeepSpeedBackend(Backend):
 
     def check(self, setup: SetupView) -> None:
         """Refuse what contradicts the Accelerator, or what DeepSpeed gets wrong."""
-        steps = setup.because["gradient_accumulation_steps"]
+        steps = setup.provenance["gradient_accumulation_steps"]
         precision = setup.mixed_precision
-        origin = setup.because["mixed_precision"].origin
+        origin = setup.provenance["mixed_precision"].origin
         does: set[bool] = set()
         for plugin in self.plugins.values():
             config = plugin.hf_ds_config
@@ -246,7 +246,7 @@ class DeepSpeedBackend(Backend):
         if accelerator.mixed_precision == "fp16" and not device.is_fp16_supported():
             raise ConfigurationError(
                 f"DeepSpeed has no fp16 on {accelerator.device.type}; use mixed_precision='bf16' or "
-                f"'no' (it is from {accelerator.because['mixed_precision'].origin})."
+                f"'no' (it is from {accelerator.provenance['mixed_precision'].origin})."
             )
         for plugin in self.plugins.values():
             library.check_sections(plugin.hf_ds_config)
@@ -338,7 +338,7 @@ class DeepSpeedBackend(Backend):
         _, count = accelerator.hooks.data_shard()
         loaders = [*plan.values("loader"), *accelerator.loaders]
         parts = count if accelerator.split_batches else 1
-        origin = accelerator.because["gradient_accumulation_steps"].origin
+        origin = accelerator.provenance["gradient_accumulation_steps"].origin
         there = automatic.accumulation_of(self.plugin.hf_ds_config)
         if there is not None:
             origin = self.plugin.hf_ds_config.where("gradient_accumulation_steps")

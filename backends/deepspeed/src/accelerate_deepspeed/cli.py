@@ -69,12 +69,12 @@ def show_config(config: str | None, as_json: bool, **options: Any) -> None:
     if as_json:
         click.echo(json.dumps(resolved.config, indent=2))
         return
-    columns = (Column(head, overflow="fold") for head in ("setting", "value", "because"))
+    columns = (Column(head, overflow="fold") for head in ("setting", "value", "reason"))
     table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name, value in resolved.values():
-        why = resolved.because.get(name, f"in {resolved.origin}")
+        why = resolved.provenance.get(name, f"in {resolved.origin}")
         table.add_row(*map(Text, (name, json.dumps(value), why)))
-    for name, why in resolved.because.items():
+    for name, why in resolved.provenance.items():
         if not resolved.has(name):
             table.add_row(*map(Text, (name, "", why)))
     console().print(f"DeepSpeed, from {resolved.origin}", style="italic", markup=False)

@@ -130,7 +130,7 @@ class HfDeepSpeedConfig:
     def __init__(self, config_file_or_dict: Any) -> None:
         self.config, self.origin = _read(config_file_or_dict)
         #: Where values that were filled in came from, by dotted name.
-        self.because: dict[str, str] = {}
+        self.provenance: dict[str, str] = {}
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
         """Return the section a dotted name lies in, None if there is none, and its last part.
@@ -180,7 +180,7 @@ class HfDeepSpeedConfig:
         """
         return bool(self.get_value(ds_key_long) == AUTO)
 
-    def set_value(self, ds_key_long: str, value: Any, because: str) -> None:
+    def set_value(self, ds_key_long: str, value: Any, source: str) -> None:
         """Set a value, with its origin.
 
         Args:
@@ -192,7 +192,7 @@ class HfDeepSpeedConfig:
         for part in path:
             section = section.setdefault(part, {})
         section[key] = value
-        self.because[ds_key_long] = because
+        self.provenance[ds_key_long] = source
 
     def where(self, ds_key_long: str) -> str:
         """Say where a value comes from.
@@ -200,7 +200,7 @@ class HfDeepSpeedConfig:
         Args:
             ds_key_long: a dotted name.
         """
-        return self.because.get(ds_key_long, f"{ds_key_long} of {self.origin}")
+        return self.provenance.get(ds_key_long, f"{ds_key_long} of {self.origin}")
 
     def shown(self, ds_key_long: str) -> str:
         """Say what a value is and where it comes from.

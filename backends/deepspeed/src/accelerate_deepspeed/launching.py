@@ -67,8 +67,8 @@ class DeepSpeedLauncher:
         for option, value in options.items():
             if value:
                 command += [option, str(value)]
-        flag = {"script": [], "module": ["--module"], "program": ["--no_python"]}
-        return [*command, *flag[plan.target.kind], plan.target.path, *plan.target.arguments]
+        flags = {"script": [], "module": ["--module"], "program": ["--no_python"]}
+        return [*command, *flags[plan.target.kind], plan.target.path, *plan.target.arguments]
 
     def launch_environment(self, plan: Any) -> Mapping[str, str]:
         """Return the variable that names what other machines get: the plan's, and the user's.

@@ -145,7 +145,7 @@ def make_engine(
 ) -> Any:
     """Build the engine of one model and put it, its optimizer and its schedulers into the plan."""
     config = HfDeepSpeedConfig(plugin.hf_ds_config)
-    config.because = dict(plugin.hf_ds_config.because)
+    config.provenance = dict(plugin.hf_ds_config.provenance)
     model: nn.Module = job.model.value
     optimizer = job.optimizer.value if job.optimizer is not None else None
     if optimizer is None and config.has("optimizer") and not trains_something(model):

@@ -62,7 +62,7 @@ class FP8(Precision):
     engine: ClassVar[str]
     library: ClassVar[str]
     #: Why it is this one.
-    engine_because: str
+    engine_reason: str
 
     def __new__(cls, settings: Any = None, handlers: Sequence[Any] = ()) -> FP8:
         """Choose the engine.
@@ -70,12 +70,12 @@ class FP8(Precision):
         Raises:
             ConfigurationError: recipes of several engines.
         """
-        engine, because = choose(settings, handlers)
+        engine, reason = choose(settings, handlers)
         if cls is FP8:
             module, name, _ = _ENGINES[engine]
             cls = getattr(import_module(module), name)
         made = super().__new__(cls)
-        made.engine_because = because
+        made.engine_reason = reason
         return made
 
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
@@ -102,15 +102,15 @@ class FP8(Precision):
             if other is recipe:
                 continue
             said = given if isinstance(given, other) else None
-            made, because = resolve_settings(other, said, sources, owner="fp8")
+            made, provenance = resolve_settings(other, said, sources, owner="fp8")
             for field in dataclasses.fields(other):
                 value = getattr(made, field.name)
                 if value in (field.default, _PEERS_DEFAULTS.get(field.name, field.default)):
                     continue
                 library = getattr(import_module(module), cls_name).library
                 raise ConfigurationError(
-                    f"{field.name}={value!r} (from {because[field.name].origin}) is an option of "
-                    f"{library}, and fp8 is computed by {self.library}: {self.engine_because}. Leave "
+                    f"{field.name}={value!r} (from {provenance[field.name].origin}) is an option of "
+                    f"{library}, and fp8 is computed by {self.library}: {self.engine_reason}. Leave "
                     f"it out, or choose {library}: ACCELERATE_FP8_BACKEND={name}, --fp8_backend "
                     f"{name.lower()}, or {other.__name__} in kwargs_handlers."
                 )
@@ -123,8 +123,8 @@ class FP8(Precision):
             sources: environment, config file and what stands for the command line.
         """
         settings, _ = resolve_settings(FP8Settings, None, sources, owner="fp8")
-        engine, because = choose(settings, ())
-        return f"engine {engine}: {because}"
+        engine, reason = choose(settings, ())
+        return f"engine {engine}: {reason}"
 
     # --- what it tells --------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class FP8(Precision):
 
     def explain(self, accelerator: AcceleratorView) -> str:
         """Tell the engine, why it is this one, and what was converted and what not."""
-        lines = [f"fp8 by {self.library}: {self.engine_because}{self.details()}"]
+        lines = [f"fp8 by {self.library}: {self.engine_reason}{self.details()}"]
         for kind, layers in self._converted:
             ours = linear(layers)
             told = f"{sum(one.in_fp8 for one in ours)} of {len(ours)} linear layers"

@@ -97,7 +97,7 @@ class XLABackend(XLACollectives, Backend):
         if self.settings.downcast_bf16 and not fitting:
             raise ConfigurationError(
                 f"downcast_bf16 is for mixed_precision='bf16', and it is {setup.mixed_precision!r} "
-                f"({setup.because['mixed_precision'].origin})."
+                f"({setup.provenance['mixed_precision'].origin})."
             )
 
     def distributed_type(self, accelerator: AcceleratorView) -> str:

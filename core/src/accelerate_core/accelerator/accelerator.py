@@ -34,7 +34,7 @@ from accelerate_core.config.handlers import (
     TorchDynamoPlugin,
 )
 from accelerate_core.config.parallelism import ParallelismConfig
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.config.shown import Shown
 from accelerate_core.contract.hooks import wrong_answer
 from accelerate_core.contract.parts import LoaderFactory, RunParts
@@ -229,7 +229,9 @@ class Accelerator(
 
     _runtime: runtimes.Runtime = attribute("_process", "Ranks, device and group.")
 
-    because: Mapping[str, Because] = attribute("_setup.because", "Settings and their sources.")
+    provenance: Mapping[str, SourcedValue] = attribute(
+        "_setup.provenance", "Settings and their sources."
+    )
     backend: Backend = attribute("_setup.backend", "The active backend.")
     precision: Precision = attribute("_setup.precision", "The active precision.")
     mixed_precision: str = attribute("_setup.mixed_precision", "Name of the precision.")
@@ -398,7 +400,7 @@ class Accelerator(
         return "\n".join([*lines, *self._shared_hooks.call_each("explain")])
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        first = ("rank", f"{self.process_index} of {self.num_processes}", self._runtime.because)
+        first = ("rank", f"{self.process_index} of {self.num_processes}", self._runtime.source)
         return [first, ("device", str(self.device), ""), *self._setup.rows()]
 
     def __repr__(self) -> str:

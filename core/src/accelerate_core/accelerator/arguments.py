@@ -18,7 +18,7 @@ from accelerate_core.config.handlers import (
     TorchDynamoPlugin,
 )
 from accelerate_core.config.parallelism import ParallelismConfig, TorchTensorParallelPlugin
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.config.schema import KwargsHandler
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
 from accelerate_core.plugins.discovery import installed
@@ -137,7 +137,7 @@ def refuse_unclaimed(handlers: Mapping[type, Any], active: Sequence[Any]) -> Non
 
 
 def accumulation(
-    given: Mapping[str, Any], values: dict[str, Because]
+    given: Mapping[str, Any], values: dict[str, SourcedValue]
 ) -> GradientAccumulationPlugin:
     """Return how gradients are accumulated; what the object says is written into `values`."""
     plugin: GradientAccumulationPlugin | None = given["gradient_accumulation_plugin"]
@@ -151,7 +151,7 @@ def accumulation(
     if plugin.num_steps is None:
         return dataclasses.replace(plugin, num_steps=steps.value)
     said = "constructor argument gradient_accumulation_plugin"
-    values["gradient_accumulation_steps"] = Because(plugin.num_steps, said)
+    values["gradient_accumulation_steps"] = SourcedValue(plugin.num_steps, said)
     return plugin
 
 

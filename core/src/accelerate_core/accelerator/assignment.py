@@ -14,7 +14,7 @@ from accelerate_core.plugins import catalog
 _ASSIGNABLE = {"dataloader_config", "device_placement", "project_configuration", "rng_types"}
 _ASSIGNABLE |= {"autocast_handler", "step_scheduler_with_optimizer", "upcast_outputs"}
 #: What follows from construction, and is shared by parts that hold it.
-_FIXED = {"backend", "because", "gradient_state", "hooks", "init_handler", "precision", "scaler"}
+_FIXED = {"backend", "provenance", "gradient_state", "hooks", "init_handler", "precision", "scaler"}
 _FIXED |= {"dynamo_plugin", "scaler_handler", "scheduler_steps"}
 
 

@@ -142,7 +142,7 @@ def make_collectives(
             device=process.device,
             hooks=bound,
             scope=scope,
-            debug=bool(setup.because["debug"].value),
+            debug=bool(setup.provenance["debug"].value),
             new_group=lambda ranks: bound.new_group(ranks, "cpu"),
         )
 

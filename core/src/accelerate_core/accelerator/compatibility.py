@@ -10,7 +10,7 @@ from accelerate_core.backend.precision import Precision
 from accelerate_core.config.handlers import TorchDynamoPlugin
 from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.config.parallelism import ParallelismConfig
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.contract.capabilities import ACCEPTED_BY_DEFAULT, NEEDS, check_words, lacking
 from accelerate_core.errors import ConfigurationError, PluginError, listing
 from accelerate_core.plugins.discovery import PluginRecord, installed
@@ -26,9 +26,11 @@ def parallelism(
     in_file = sources.config is not None and "parallelism_config" in sources.config
     if config is None and not request.env_flag("ACCELERATE_USE_PARALLELISM_CONFIG") and not in_file:
         return _mesh_of(backend, processes) if "dp_shard" in can else None
-    resolved, because = resolve_settings(ParallelismConfig, config, sources)
+    resolved, provenance = resolve_settings(ParallelismConfig, config, sources)
     sizes: ParallelismConfig = resolved
-    asked = [b.origin for n, b in because.items() if n.endswith("_size") and b.origin != "default"]
+    asked = [
+        b.origin for n, b in provenance.items() if n.endswith("_size") and b.origin != "default"
+    ]
     cannot = [dimension for dimension in sizes.active_mesh_dims if dimension not in can]
     if cannot:
         raise ConfigurationError(
@@ -121,12 +123,12 @@ def check_supported(
     backend: Any,
     record: PluginRecord,
     precision: Precision,
-    because: Mapping[str, Because],
+    provenance: Mapping[str, SourcedValue],
     dynamo: TorchDynamoPlugin,
     sizes: ParallelismConfig | None,
 ) -> None:
     """Refuse combinations the backend declares it cannot do, before anything is started."""
-    device, cpu, chosen = (because[n] for n in ("torch_device", "cpu", "mixed_precision"))
+    device, cpu, chosen = (provenance[n] for n in ("torch_device", "cpu", "mixed_precision"))
     if device.value is not None:
         check_device(backend, record, str(device.value).split(":")[0], device.origin)
     elif cpu.value:

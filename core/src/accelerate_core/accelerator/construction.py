@@ -32,7 +32,7 @@ from accelerate_core.config.handlers import (
     TorchDynamoPlugin,
 )
 from accelerate_core.config.parallelism import ParallelismConfig
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.config.schema import settings_fields
 from accelerate_core.contract.capabilities import check_declarations
 from accelerate_core.contract.parts import LoaderFactory, Tracking
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 class Setup:
     """What an Accelerator was asked for and what was chosen: all that is known before it starts."""
 
-    because: Mapping[str, Because]
+    provenance: Mapping[str, SourcedValue]
     backend: Backend
     backend_record: PluginRecord
     #: The backend's answers to the owner hooks.
@@ -88,7 +88,7 @@ class Setup:
     #: Backend, precision and extensions.
     plugins: ActivePlugins
     #: The plugins' settings: plugin -> field -> value and where it came from.
-    settings: dict[PluginRecord, dict[str, Because]]
+    settings: dict[PluginRecord, dict[str, SourcedValue]]
     #: Kind of part -> the plugin that is to make it; None without one.
     parts: Mapping[str, Part | None]
     #: The objects of `kwargs_handlers` by class.
@@ -122,13 +122,13 @@ class Setup:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return every value in force with its name and where it came from; and the plugins."""
-        values = {**self.because, **self.plugin_settings()}
+        values = {**self.provenance, **self.plugin_settings()}
         rows = [(name, repr(one.value), one.origin) for name, one in values.items()]
         active = [(record, why) for record, _, why in self.plugins.plugins]
-        active += [(part.record, part.because) for part in self.parts.values() if part]
+        active += [(part.record, part.reason) for part in self.parts.values() if part]
         return rows + [(f"plugin {one.kind}", one.label, why) for one, why in active]
 
-    def plugin_settings(self) -> dict[str, Because]:
+    def plugin_settings(self) -> dict[str, SourcedValue]:
         """Return the settings of all active plugins as `kind plugin.field`, with their origins."""
         return {
             f"{record.kind} {record.name}.{name}": value
@@ -190,7 +190,7 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
     request = Request(given, environ, topology, sources.config, bool(values["cpu"].value))
     wanted = values["backend"]
     if given["backend"] is not None:
-        wanted = Because(given["backend"], "constructor argument backend")
+        wanted = SourcedValue(given["backend"], "constructor argument backend")
     selection = select("backend", request, wanted).or_raise()
     record = selection.record
     if (has := getattr(selection.plugin, "Settings", None)) is not None:
@@ -200,13 +200,13 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
     factory = PluginFactory(sources, handlers, given)
     plugins = ActivePlugins({"backend": Backend, "precision": Precision})
     backend: Backend = factory.create(record, plugin=selection.plugin)
-    plugins.add(backend, record, selection.because)
+    plugins.add(backend, record, selection.reason)
     check_declarations(backend, f"the backend plugin {record.label}")
     with attribution("core_defaults", record):
         defaults = {**backend.core_defaults(), "parallelism_config": None}
-    detected = {name: Because(v, f"backend {record.name}") for name, v in defaults.items()}
+    detected = {name: SourcedValue(v, f"backend {record.name}") for name, v in defaults.items()}
     values = lookup.resolve_core(passed, sources, detected)
-    values["backend"] = Because(record.name, selection.because)
+    values["backend"] = SourcedValue(record.name, selection.reason)
     wanted = values["mixed_precision"]
     chosen = select("precision", request, wanted).or_raise().record
     precision: Precision = factory.create(chosen)
@@ -216,17 +216,17 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
         methods = ("check", "scaler", "autocast", "prepare", "plain_state", "recompute")
         attribute_methods(precision, chosen, methods)
     for one in select("extension", request).or_raise().active:
-        plugins.add(factory.create(one.record), one.record, one.because)
+        plugins.add(factory.create(one.record), one.record, one.reason)
     dynamo = lookup.resolve_compiler(given, sources)
     if dynamo.enabled:  # one that is kept out is an error
-        find("extension", "torch_compile", because=f"the compiler {dynamo.backend!r}")
+        find("extension", "torch_compile", source=f"the compiler {dynamo.backend!r}")
     check_owners({k: v for k, v in more.items() if k not in core}, selection, set(factory.settings))
     active = [plugin for _, plugin, _ in plugins.plugins]
     arguments.refuse_unclaimed(handlers, active)
     refuse_unasked({one.label for one, _, _ in plugins.plugins}, sources)
     group = handlers.get(InitProcessGroupKwargs)
     setup = Setup(
-        because=values,
+        provenance=values,
         backend=backend,
         backend_record=record,
         owner_methods=plugins.owner_methods(backend, record, Backend),
@@ -250,12 +250,12 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
 
 def _part(selection: Selection, factory: PluginFactory) -> Part | None:
     chosen = selection.or_raise().active
-    return Part(chosen[0].record, chosen[0].because, factory) if chosen else None
+    return Part(chosen[0].record, chosen[0].reason, factory) if chosen else None
 
 
 def _options(
     given: Mapping[str, Any],
-    values: Mapping[str, Because],
+    values: Mapping[str, SourcedValue],
     autocast: AutocastKwargs | None,
     dynamo: TorchDynamoPlugin,
 ) -> PrepareOptions:
@@ -282,7 +282,7 @@ def _unasked(selection: Selection) -> str:
     if named or selection.active[0].asked is not DETECTED or record.name in usual:
         return ""
     return (
-        f"The backend {record.label} is active without having been asked for: {selection.because}. "
+        f"The backend {record.label} is active without having been asked for: {selection.reason}. "
         f"ACCELERATE_DISABLED_PLUGINS={record.name} keeps it out."
     )
 
@@ -297,8 +297,8 @@ def check(setup: Setup) -> tuple[Saving, LoaderFactory | None]:
     with attribution("check", setup.backend_record):
         setup.backend.check(setup)
     # A checkpointer that was named is made now, so that what is impossible fails before training.
-    named = setup.because["checkpointer"].value is not None
-    signals = setup.because["preemption_signals"]
+    named = setup.provenance["checkpointer"].value is not None
+    signals = setup.provenance["preemption_signals"]
     saving = Saving(setup.parts["checkpointer"], setup.project, signals, named)
     loaders = setup.parts["loaders"]
     return saving, None if loaders is None else loaders.make()
@@ -323,7 +323,7 @@ def start_process(user: object, setup: Setup) -> Runtime:
         ConfigurationError: the backend does not run on the device there is.
         RuntimeConflictError: what runs already does not fit.
     """
-    values, record = setup.because, setup.backend_record
+    values, record = setup.provenance, setup.backend_record
     group = setup.handlers.get(InitProcessGroupKwargs)
     if (running := process.running()) is not None:
         check_device(setup.backend, record, running.device.type, "where this process runs already")

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate_core.builtin.no_checkpointer import NoCheckpointer
 from accelerate_core.config.handlers import ProjectConfiguration
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.contract.parts import Checkpointer, RunParts, Stateful
 from accelerate_core.errors import ConfigurationError, listing
 from accelerate_core.plugins.factory import Part
@@ -34,7 +34,11 @@ class Saving:
     """
 
     def __init__(
-        self, chosen: Part | None, project: ProjectConfiguration, signals: Because, needed: bool
+        self,
+        chosen: Part | None,
+        project: ProjectConfiguration,
+        signals: SourcedValue,
+        needed: bool,
     ) -> None:
         self._make: Callable[..., Checkpointer] = NoCheckpointer if chosen is None else chosen.make
         #: Whether a checkpointer is installed.

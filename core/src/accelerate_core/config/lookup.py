@@ -17,7 +17,7 @@ from accelerate_core.booleans import require_bool
 from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.config.files import CONFIG_VARIABLE, ConfigFile, read_config
 from accelerate_core.config.handlers import TorchDynamoPlugin
-from accelerate_core.config.provenance import BECAUSE_VARIABLE, Because, variable_origin
+from accelerate_core.config.provenance import PROVENANCE_VARIABLE, SourcedValue, variable_origin
 from accelerate_core.config.schema import SettingField, given_fields, settings_fields
 from accelerate_core.errors import ConfigurationError, Mistakes, did_you_mean, listing, warn
 
@@ -37,8 +37,8 @@ class Sources:
 
 
 def resolve_core(
-    given: Mapping[str, Any], sources: Sources, detected: Mapping[str, Because]
-) -> dict[str, Because]:
+    given: Mapping[str, Any], sources: Sources, detected: Mapping[str, SourcedValue]
+) -> dict[str, SourcedValue]:
     """Resolve every setting of the core.
 
     Args:
@@ -58,7 +58,7 @@ def resolve_core(
                 made[field.name] = look_up(field, sources, detected=detected)
             else:
                 shown = f"{field.name}={value!r} (from {origin})"
-                made[field.name] = Because(converted(field, value, shown), origin)
+                made[field.name] = SourcedValue(converted(field, value, shown), origin)
     mistakes.report()
     return made
 
@@ -71,7 +71,7 @@ def section_of(cls: type[Any], owner: str) -> str:
 
 def resolve_settings(
     cls: type[Any], given: Any, sources: Sources, *, owner: str = ""
-) -> tuple[Any, dict[str, Because]]:
+) -> tuple[Any, dict[str, SourcedValue]]:
     """Fill the fields a settings object was not given from environment and file.
 
     Args:
@@ -89,25 +89,27 @@ def resolve_settings(
     _, _, argument = getattr(cls, "__settings_names__", ("", "", ""))
     section = section_of(cls, owner)
     origin = f"constructor argument {argument or cls.__name__}"
-    because = {}
+    provenance = {}
     mistakes = Mistakes()
     for field in settings_fields(cls, owner=owner):
         with mistakes:
             if field.name in given_fields(given):
-                because[field.name] = Because(getattr(given, field.name), origin)
+                provenance[field.name] = SourcedValue(getattr(given, field.name), origin)
             else:
-                because[field.name] = look_up(field, sources, section)
+                provenance[field.name] = look_up(field, sources, section)
     mistakes.report()
-    said = {name: one for name, one in because.items() if one.origin != "default"}
+    said = {name: one for name, one in provenance.items() if one.origin != "default"}
     try:
         made = cls(**{name: one.value for name, one in said.items()})
     except ConfigurationError as error:
         origins = "; ".join(f"{name} from {one.origin}" for name, one in said.items())
         raise ConfigurationError(f"{error} ({origins})") from None
-    because = {name: Because(getattr(made, name), one.origin) for name, one in because.items()}
+    provenance = {
+        name: SourcedValue(getattr(made, name), one.origin) for name, one in provenance.items()
+    }
     # A plugin that compares its fields with something else can name their sources.
-    object.__setattr__(made, "__because__", because)
-    return made, because
+    object.__setattr__(made, "__provenance__", provenance)
+    return made, provenance
 
 
 def resolve_compiler(given: Mapping[str, Any], sources: Sources) -> TorchDynamoPlugin:
@@ -122,12 +124,12 @@ def resolve_compiler(given: Mapping[str, Any], sources: Sources) -> TorchDynamoP
     if backend is not None:
         plugin = TorchDynamoPlugin(backend=str(getattr(backend, "value", backend)))
     made: TorchDynamoPlugin
-    made, because = resolve_settings(TorchDynamoPlugin, plugin, sources)
+    made, provenance = resolve_settings(TorchDynamoPlugin, plugin, sources)
     for name in ("mode", "fullgraph", "dynamic", "options", "use_regional_compilation"):
         asked = getattr(made, name) not in (None, False, "default")
         if asked and made.backend is None and not made.disable:
             raise ConfigurationError(
-                f"{because[name].origin} sets {name}={getattr(made, name)!r}, but no backend to "
+                f"{provenance[name].origin} sets {name}={getattr(made, name)!r}, but no backend to "
                 f"compile with: set it too, to 'inductor' for torch's own; 'no' compiles nothing."
             )
     return made
@@ -137,8 +139,8 @@ def look_up(
     field: SettingField,
     sources: Sources,
     section: str = "",
-    detected: Mapping[str, Because] | None = None,
-) -> Because:
+    detected: Mapping[str, SourcedValue] | None = None,
+) -> SourcedValue:
     """Return the value of a setting that no argument gives, from the strongest source that has one.
 
     Raises:
@@ -148,14 +150,14 @@ def look_up(
         if text := sources.environ.get(name):
             origin = variable_origin(name, sources.environ)
             shown = f"{field.name}={text!r} (from {origin})"
-            return Because(converted(field, text, shown, variable=name), origin)
+            return SourcedValue(converted(field, text, shown, variable=name), origin)
     for key in (f"{section}.{name}" if section else name for name in field.yaml):
         if (config := sources.config) is not None and config.get(key) not in (None, ""):
             where = config.where(key)
-            return Because(
+            return SourcedValue(
                 converted(field, config[key], f"{key}: {config[key]!r} ({where})"), where
             )
-    return (detected or {}).get(field.name) or Because(field.default, "default")
+    return (detected or {}).get(field.name) or SourcedValue(field.default, "default")
 
 
 def converted(field: SettingField, value: Any, shown: str, *, variable: str = "") -> Any:
@@ -231,7 +233,7 @@ def warn_near_misses(environ: Mapping[str, str], known: Iterable[str]) -> None:
 
     Unknown ones that resemble nothing are left alone: they may be another tool's.
     """
-    names = {*known, BECAUSE_VARIABLE, CONFIG_VARIABLE}
+    names = {*known, PROVENANCE_VARIABLE, CONFIG_VARIABLE}
     for name in environ:
         if name.startswith("ACCELERATE_") and name not in names and name not in _warned:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.92)

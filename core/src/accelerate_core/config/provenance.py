@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 #: JSON of {environment variable: origin}, set by the launcher for its children.
-BECAUSE_VARIABLE = "ACCELERATE_BECAUSE"
+PROVENANCE_VARIABLE = "ACCELERATE_PROVENANCE"
 
 
 @dataclass(frozen=True)
-class Because:
+class SourcedValue:
     """A resolved value with its origin, such as `command line --mixed_precision`."""
 
     value: Any
@@ -25,7 +25,7 @@ class Because:
 def decode(environ: Mapping[str, str]) -> dict[str, str]:
     """Unpack what the launcher said; a damaged text is taken as nothing said."""
     try:
-        said = json.loads(environ.get(BECAUSE_VARIABLE, "{}"))
+        said = json.loads(environ.get(PROVENANCE_VARIABLE, "{}"))
     except ValueError:
         return {}
     return {str(k): str(v) for k, v in said.items()} if isinstance(said, dict) else {}

@@ -232,9 +232,9 @@ def origin_of(instance: Any, name: str) -> str:
     Args:
         instance: a settings object.
     """
-    because = getattr(instance, "__because__", {})
-    if name in because:
-        return str(because[name].origin)
+    provenance = getattr(instance, "__provenance__", {})
+    if name in provenance:
+        return str(provenance[name].origin)
     return f"{type(instance).__name__}({name}=...)" if name in given_fields(instance) else "default"
 
 

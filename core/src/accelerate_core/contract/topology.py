@@ -40,7 +40,7 @@ class Topology:
     local_process_index: int = 0
     #: Number of processes on this machine.
     local_num_processes: int = 1
-    because: str = "not started by a launcher"
+    source: str = "not started by a launcher"
 
 
 @dataclass(kw_only=True)
@@ -74,9 +74,9 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
             raise ConfigurationError(
                 f"{rank_name}={rank} is outside a world of {size_name}={size}."
             )
-        because = f"environment variables {rank_name}={rank}, {size_name}={size}"
+        source = f"environment variables {rank_name}={rank}, {size_name}={size}"
         local, local_size = said.get(local_name, rank), said.get(local_size_name, size)
-        return Topology(rank, size, local, local_size, because)
+        return Topology(rank, size, local, local_size, source)
     return Topology()
 
 
@@ -124,7 +124,7 @@ def check_address(topology: Topology, environ: Mapping[str, str]) -> None:
     slurm_nodes = environ.get("SLURM_STEP_NUM_NODES", "1") if several_slurm_tasks(environ) else "1"
     if topology.local_num_processes < topology.num_processes or slurm_nodes != "1":
         raise ConfigurationError(
-            f"The {topology.num_processes} ranks ({topology.because}) are on several machines, but "
+            f"The {topology.num_processes} ranks ({topology.source}) are on several machines, but "
             "MASTER_ADDR does not say on which one rank 0 is. Set MASTER_ADDR to its host name for "
             "all ranks, or start the script with the launcher: accelerate-core launch."
         )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from accelerate_core.config.handlers import AutocastKwargs, TorchDynamoPlugin
     from accelerate_core.config.parallelism import ParallelismConfig
-    from accelerate_core.config.provenance import Because
+    from accelerate_core.config.provenance import SourcedValue
     from accelerate_core.contract.members import (
         BackendView,
         CommunicatorView,
@@ -67,8 +67,8 @@ class SetupView(Protocol):
     """What an Accelerator was asked for, and what was chosen: known before its processes start."""
 
     @property
-    def because(self) -> Mapping[str, Because]:
-        """Every core setting: `because[name].value`, and where it came from, `.origin`."""
+    def provenance(self) -> Mapping[str, SourcedValue]:
+        """Every core setting: `provenance[name].value`, and where it came from, `.origin`."""
 
     @property
     def backend(self) -> BackendView:

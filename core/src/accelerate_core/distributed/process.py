@@ -239,9 +239,9 @@ def _adopted() -> tuple[Topology, Any]:
     size = dist.get_world_size()
     local_size = said.local_num_processes if said.num_processes == size else size
     local = said.local_process_index if said.num_processes == size else dist.get_rank()
-    because = "a process group that was there already"
+    source = "a process group that was there already"
     store = dist.distributed_c10d._get_default_store()
-    return Topology(dist.get_rank(), size, local, local_size, because), store
+    return Topology(dist.get_rank(), size, local, local_size, source), store
 
 
 def default_device(topology: Topology, cpu: bool) -> torch.device:

@@ -139,7 +139,7 @@ def disabled_names(environ: Mapping[str, str] | None = None) -> frozenset[str]:
 
 
 def find(
-    kind: str, name: str, *, because: str, environ: Mapping[str, str] | None = None
+    kind: str, name: str, *, source: str, environ: Mapping[str, str] | None = None
 ) -> PluginRecord:
     """Return the plugin of that name.
 
@@ -156,7 +156,7 @@ def find(
     records = [r for r in installed().of_kind(kind) if r.name == name]
     if name in disabled_names(environ):
         raise PluginError(
-            f"ACCELERATE_DISABLED_PLUGINS keeps out the {kind} plugin {name!r}, asked for by {because}."
+            f"ACCELERATE_DISABLED_PLUGINS keeps out the {kind} plugin {name!r}, asked for by {source}."
         )
     if len(records) > 1:
         owners = " and ".join(f"{r.distribution} {r.version}" for r in records)
@@ -169,7 +169,7 @@ def find(
     extra = catalog.extra_for(kind, name)
     if extra is not None and not any(one.name == extra for one in installed().plugins):
         raise MissingPluginError(
-            f"The {kind} plugin {name!r} (asked for by {because}) is not installed. "
+            f"The {kind} plugin {name!r} (asked for by {source}) is not installed. "
             f"Install it with: {catalog.pip_command(extra)}",
             name=name,
         )
@@ -179,7 +179,7 @@ def find(
     # A precision is a word among a few, rather than a package.
     error = ConfigurationError if kind == "precision" else MissingPluginError
     raise error(
-        f"No {kind} plugin is named {name!r} (asked for by {because}). Installed: {listing(here)}.{hint}"
+        f"No {kind} plugin is named {name!r} (asked for by {source}). Installed: {listing(here)}.{hint}"
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate_core.config.lookup import Sources, resolve_settings
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.contract.parts import Checkpointer, LoaderFactory, Tracking, check_members
 from accelerate_core.errors import (
     AccelerateError,
@@ -45,7 +45,7 @@ class PluginFactory:
     handlers: Mapping[type, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     #: What was resolved: plugin -> field of its `Settings` -> value and where it came from.
-    settings: dict[PluginRecord, dict[str, Because]] = field(default_factory=dict)
+    settings: dict[PluginRecord, dict[str, SourcedValue]] = field(default_factory=dict)
 
     def create(self, record: PluginRecord, *arguments: Any, plugin: Any = None) -> Any:
         """Return a plugin's instance.
@@ -90,7 +90,7 @@ class PluginFactory:
         check_members(part, protocol, f"The {record.kind} plugin {record.label}")
         return Attributed(part, record)
 
-    def _settings(self, plugin: Any, name: str) -> tuple[Any, dict[str, Because]]:
+    def _settings(self, plugin: Any, name: str) -> tuple[Any, dict[str, SourcedValue]]:
         cls = plugin.Settings
         names = getattr(cls, "__settings_arguments__", ()) or (f"{name}_plugin",)
         spelled = [one for one in names if self.arguments.get(one) is not None]
@@ -111,7 +111,7 @@ class PluginFactory:
 
     def _resolved(
         self, cls: type[Any], passed: Any, argument: str, owner: str
-    ) -> tuple[Any, dict[str, Because]]:
+    ) -> tuple[Any, dict[str, SourcedValue]]:
         if passed is not None and not isinstance(passed, cls):
             raise ConfigurationError(
                 f"Accelerator({argument}=...) takes a {cls.__name__}, not {type(passed).__name__}."
@@ -133,7 +133,7 @@ class Part:
     """
 
     record: PluginRecord
-    because: str
+    reason: str
     factory: PluginFactory
 
     def make(self, *arguments: Any) -> Any:

@@ -184,7 +184,7 @@ class ActivePlugins:
         self._manager.add_hookspecs(bases["backend"])
         self._active: dict[str, tuple[PluginRecord, Any, str]] = {}
 
-    def add(self, plugin: Any, record: PluginRecord, because: str) -> None:
+    def add(self, plugin: Any, record: PluginRecord, reason: str) -> None:
         """Register a plugin instance.
 
         Raises:
@@ -213,7 +213,7 @@ class ActivePlugins:
             for implementation in caller.get_hookimpls():
                 if implementation.plugin is plugin:
                     self._check(implementation, caller.name, record)
-        self._active[key] = (record, plugin, because)
+        self._active[key] = (record, plugin, reason)
 
     @staticmethod
     def _check(implementation: Any, hook: str, record: PluginRecord) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from accelerate_core.booleans import parse_bool, require_bool
 from accelerate_core.config.files import ConfigFile
-from accelerate_core.config.provenance import Because, variable_origin
+from accelerate_core.config.provenance import SourcedValue, variable_origin
 from accelerate_core.contract.topology import Topology
 from accelerate_core.errors import (
     AccelerateError,
@@ -35,7 +35,7 @@ from accelerate_core.plugins.discovery import (
 
 @dataclass(frozen=True)
 class Claim:
-    """A plugin's wish to be active: the highest priority wins, the reason is shown."""
+    """A plugin's request to be active: the highest priority wins, and the reason is shown."""
 
     priority: int
     reason: str
@@ -61,46 +61,50 @@ class Request:
 
 
 #: No plugin is named.
-NOTHING = Because(None, "default")
+NOTHING = SourcedValue(None, "default")
 
 
-class Strength(IntEnum):
-    """How strongly a plugin is asked for, by where that stands; a weaker request is overruled."""
+class Precedence(IntEnum):
+    """How strongly a plugin is requested, by the source of the request; the strongest wins."""
 
     DETECTED, FILE, ENVIRONMENT, OPTION, ARGUMENT = range(5)
 
     @classmethod
-    def of(cls, origin: str) -> Strength:
-        """Return that of a setting whose value is from `origin`."""
+    def of(cls, origin: str) -> Precedence:
+        """Return the precedence of a value that came from `origin`."""
         first = origin.split(" ")[0]
         where = {"constructor": cls.ARGUMENT, "command": cls.OPTION, "environment": cls.ENVIRONMENT}
         return where.get(first, cls.FILE)
 
 
-DETECTED = Strength.DETECTED
+DETECTED = Precedence.DETECTED
 
 
-class Fired(NamedTuple):
-    """A trigger that fired: by what, and how strong that is."""
+class TriggerHit(NamedTuple):
+    """What set off a trigger, and how strongly that requests the plugin."""
 
-    because: str
-    strength: Strength = Strength.DETECTED
+    reason: str
+    precedence: Precedence = Precedence.DETECTED
 
 
 @dataclass
-class Considered:
-    """What became of one plugin during selection, and why.
+class Candidate:
+    """A plugin that was considered during selection, and what came of it.
 
-    `state` is active, available, passed over, refused, broken or disabled. `asked` is the strongest
-    that asked for it, `error` why it cannot answer, and `section` whether its own section of the
-    config file asks.
+    Attributes:
+        state: active, available, passed over, refused, broken or disabled.
+        reason: why it is in that state.
+        claim: the plugin's own claim, if it made one.
+        asked: the highest precedence at which it was requested.
+        error: why it could not be asked for a claim.
+        section: whether its own section of the config file requests it.
     """
 
     record: PluginRecord
     state: str
-    because: str
+    reason: str
     claim: Claim | None = None
-    asked: Strength = Strength.DETECTED
+    asked: Precedence = Precedence.DETECTED
     error: AccelerateError | None = None
     section: bool = False
 
@@ -110,17 +114,17 @@ class Selection:
     """What was chosen among the plugins of one kind, and how it came to that.
 
     Attributes:
-        wanted: the name that was asked for and by what, or None as its value.
-        fired: the triggers that fired, each with what fired it.
-        considered: each plugin that was looked at.
-        error: why nothing can be chosen.
-        given: the plugin itself, where an object was passed instead of a name.
+        wanted: the requested name with its source; its value is None if no name was requested.
+        trigger_hits: the triggers that were set off, each with what set it off.
+        candidates: the plugins that were considered.
+        error: why no plugin can be chosen.
+        given: the plugin itself, if an object was passed instead of a name.
     """
 
     kind: str
-    wanted: Because = NOTHING
-    fired: Mapping[str, Fired] = field(default_factory=dict)
-    considered: list[Considered] = field(default_factory=list)
+    wanted: SourcedValue = NOTHING
+    trigger_hits: Mapping[str, TriggerHit] = field(default_factory=dict)
+    candidates: list[Candidate] = field(default_factory=list)
     error: AccelerateError | None = None
     given: Any = None
 
@@ -131,9 +135,9 @@ class Selection:
         return self
 
     @property
-    def active(self) -> list[Considered]:
+    def active(self) -> list[Candidate]:
         """The plugins that were chosen, by name."""
-        chosen = (one for one in self.considered if one.state == "active")
+        chosen = (one for one in self.candidates if one.state == "active")
         return sorted(chosen, key=lambda one: one.record.name)
 
     @property
@@ -142,9 +146,9 @@ class Selection:
         return self.active[0].record
 
     @property
-    def because(self) -> str:
+    def reason(self) -> str:
         """Why that one was chosen."""
-        return self.active[0].because
+        return self.active[0].reason
 
     @property
     def plugin(self) -> Any:
@@ -177,7 +181,7 @@ RULES = {
 }
 
 
-def select(kind: str, request: Request, wanted: Because = NOTHING) -> Selection:
+def select(kind: str, request: Request, wanted: SourcedValue = NOTHING) -> Selection:
     """Choose among the plugins of one kind; what goes wrong is told by the answer's `error`.
 
     The strongest request is met, or is an error. Of equal ones a name is stronger than a claim, and a
@@ -201,20 +205,20 @@ def select(kind: str, request: Request, wanted: Because = NOTHING) -> Selection:
 
 
 def _choose(made: Selection, rule: Rule, request: Request) -> None:
-    made.fired = fired_triggers(request) if rule.claims else {}
+    made.trigger_hits = trigger_hits(request) if rule.claims else {}
     if made.kind == "backend" and made.wanted.value is not None:
-        least = Strength.of(made.wanted.origin)
+        least = Precedence.of(made.wanted.origin)
         _refuse_missing(request, least + 1)
-        if any(one.strength > least for one in made.fired.values()):
+        if any(one.precedence > least for one in made.trigger_hits.values()):
             made.wanted = NOTHING
     text = made.wanted.value or ""
     names = [one.strip() for one in text.split(",")] if rule.several else [text]
     for name in dict.fromkeys(filter(None, names)):
-        record = find(made.kind, name, because=made.wanted.origin, environ=request.environ)
+        record = find(made.kind, name, source=made.wanted.origin, environ=request.environ)
         if rule.claims:
             check_api_version(record, record.load())
-        made.considered.append(Considered(record, "active", made.wanted.origin))
-    if rule.claims and (rule.several or not made.considered):
+        made.candidates.append(Candidate(record, "active", made.wanted.origin))
+    if rule.claims and (rule.several or not made.candidates):
         _ask_for_claims(made, rule, request)
     if rule.usual and not made.active:
         _take_usual(made, rule.usual, request)
@@ -229,70 +233,72 @@ def _take_object(made: Selection) -> None:
     target = f"{cls.__module__}:{cls.__qualname__}"
     record = PluginRecord(made.kind, name, target, cls.__module__, "")
     check_api_version(record, cls)
-    made.considered.append(Considered(record, "active", made.wanted.origin))
+    made.candidates.append(Candidate(record, "active", made.wanted.origin))
 
 
 def _take_usual(made: Selection, usual: str, request: Request) -> None:
-    because, there = "default", {record.name for record in installed().of_kind(made.kind)}
+    reason, there = "default", {record.name for record in installed().of_kind(made.kind)}
     if made.kind == "backend":  # the one kind of which there must be one
-        because = "one process, nothing else asked for"
+        reason = "one process, nothing else asked for"
         if request.topology.num_processes > 1:
-            asked = [one for one in made.considered if one.state != "available"]
-            passed = "; ".join(f"{one.record.name}: {one.because}" for one in asked)
+            asked = [one for one in made.candidates if one.state != "available"]
+            passed = "; ".join(f"{one.record.name}: {one.reason}" for one in asked)
             raise MissingPluginError(
                 f"{request.topology.num_processes} processes were started "
-                f"({request.topology.because}), but no installed backend takes them"
+                f"({request.topology.source}), but no installed backend takes them"
                 f"{f' ({passed})' if passed else ''}. Install one with: "
                 f"{catalog.pip_command(catalog.SEVERAL_PROCESSES)}"
             )
     elif usual not in there - disabled_names(request.environ):
         return
-    record = find(made.kind, usual, because="default", environ=request.environ)
-    made.considered.append(Considered(record, "active", because))
+    record = find(made.kind, usual, source="default", environ=request.environ)
+    made.candidates.append(Candidate(record, "active", reason))
 
 
 def _ask_for_claims(made: Selection, rule: Rule, request: Request) -> None:
     """Import those that a trigger asks for, and let them claim."""
     disabled, kept_out = disabled_names(request.environ), []
-    named = [one.record for one in made.considered]
+    named = [one.record for one in made.candidates]
     for record in installed().of_kind(made.kind):
-        hits = [made.fired[name] for name in sorted(record.triggers) if name in made.fired]
+        hits = [
+            made.trigger_hits[name] for name in sorted(record.triggers) if name in made.trigger_hits
+        ]
         own = _own_section(record, request.config) if made.kind == "backend" else ""
         if own:
-            hits.append(Fired(own, Strength.FILE))
+            hits.append(TriggerHit(own, Precedence.FILE))
         if record.name in disabled:
-            one = Considered(record, "disabled", "ACCELERATE_DISABLED_PLUGINS")
-            kept_out += [(hit.strength, record.name, hit.because) for hit in hits]
+            one = Candidate(record, "disabled", "ACCELERATE_DISABLED_PLUGINS")
+            kept_out += [(hit.precedence, record.name, hit.reason) for hit in hits]
         elif record.name == rule.usual or record in named:
             continue
         elif not hits:
-            one = Considered(record, "available", "nothing asks for it")
+            one = Candidate(record, "available", "nothing asks for it")
         else:
             one = _asked(record, hits, own, request)
-        made.considered.append(one)
-    answers = [one for one in made.considered if one.claim is not None or one.error is not None]
+        made.candidates.append(one)
+    answers = [one for one in made.candidates if one.claim is not None or one.error is not None]
     if not rule.several:
-        top = max((one.asked for one in answers), default=Strength.DETECTED)
+        top = max((one.asked for one in answers), default=Precedence.DETECTED)
         _refuse_missing(request, top)
-        asked, name, because = max(kept_out, default=(top, "", ""))
+        asked, name, reason = max(kept_out, default=(top, "", ""))
         if asked > top:  # refused, as by name
-            find(made.kind, name, because=because, environ=request.environ)
+            find(made.kind, name, source=reason, environ=request.environ)
         answers = [one for one in answers if one.asked == top]
     for one in answers:
-        if one.error is not None and one.asked > Strength.DETECTED:
+        if one.error is not None and one.asked > Precedence.DETECTED:
             raise one.error
     claims = [(one.claim, one) for one in answers if one.claim is not None]
     for claim, one in claims if rule.several else _strongest(claims):
-        one.state, one.because = "active", claim.reason
+        one.state, one.reason = "active", claim.reason
 
 
-def _asked(record: PluginRecord, hits: list[Fired], own: str, request: Request) -> Considered:
+def _asked(record: PluginRecord, hits: list[TriggerHit], own: str, request: Request) -> Candidate:
     """Import one triggered plugin and ask for its claim; what it cannot answer is recorded.
 
     Args:
         own: where the section of its own stands, "" without: that asks for it by name.
     """
-    asked = max(hit.strength for hit in hits)
+    asked = max(hit.precedence for hit in hits)
     try:
         plugin = record.load()
         check_api_version(record, plugin)
@@ -301,11 +307,11 @@ def _asked(record: PluginRecord, hits: list[Fired], own: str, request: Request) 
     except AccelerateError as error:
         version = isinstance(error, PluginVersionError)
         state = "broken" if isinstance(error, PluginError) and not version else "refused"
-        return Considered(record, state, str(error), asked=asked, error=error)
-    told = f"asked because of {hits[0].because}; made no claim"
+        return Candidate(record, state, str(error), asked=asked, error=error)
+    told = f"asked because of {hits[0].reason}; made no claim"
     if claim is not None:
         told = f"{claim.reason}, priority {claim.priority}"
-    return Considered(record, "passed over", told, claim, asked, section=bool(own))
+    return Candidate(record, "passed over", told, claim, asked, section=bool(own))
 
 
 def _own_section(record: PluginRecord, config: ConfigFile | None) -> str:
@@ -327,7 +333,7 @@ def _claim(record: PluginRecord, plugin: Any, request: Request) -> Claim | None:
     raise record.broken(f"its detect() returned {claim!r}, which is neither a Claim nor None")
 
 
-def _strongest(claims: list[tuple[Claim, Considered]]) -> list[tuple[Claim, Considered]]:
+def _strongest(claims: list[tuple[Claim, Candidate]]) -> list[tuple[Claim, Candidate]]:
     """Return the claim of the highest priority, if there is any.
 
     Raises:
@@ -352,37 +358,40 @@ def _strongest(claims: list[tuple[Claim, Considered]]) -> list[tuple[Claim, Cons
 # --- what asks for a plugin -----------------------------------------------------------------------
 
 
-def fired_triggers(request: Request) -> dict[str, Fired]:
-    """Return the triggers that this request fires, each with what fired it.
+def trigger_hits(request: Request) -> dict[str, TriggerHit]:
+    """Return the triggers that this request sets off, each with what set it off.
 
-    A trigger's name is a constructor argument, an environment variable, a key
-    of the config file, `multi_process` (more than one process), or `always`. Variables of others that
-    say no yes, and keys with neither a yes nor a section, ask for nothing: by them a plugin detects.
+    A trigger is named after a constructor argument, an environment variable, a key of the config
+    file, `multi_process` (more than one process) or `always`. A variable that is not ours and is not
+    a true value, or a key that is neither true nor a section, does not request the plugin: it only
+    lets the plugin detect for itself.
 
     Raises:
-        ConfigurationError: a variable `ACCELERATE_USE_...` says neither yes nor no.
+        ConfigurationError: a variable `ACCELERATE_USE_...` is not a boolean.
     """
-    fired: dict[str, Fired] = {}
+    hits: dict[str, TriggerHit] = {}
     for name in installed().triggers:
         text = request.environ.get(name, "")
         if name == "always":
-            fired[name] = Fired("it asks to be probed always")
+            hits[name] = TriggerHit("it asks to be probed always")
         elif name == "multi_process":
             if request.topology.num_processes > 1:
-                because = request.topology.because
-                fired[name] = Fired(f"{request.topology.num_processes} processes ({because})")
+                source = request.topology.source
+                hits[name] = TriggerHit(f"{request.topology.num_processes} processes ({source})")
         elif request.arguments.get(name) is not None:
-            fired[name] = Fired(f"constructor argument {name}", Strength.ARGUMENT)
+            hits[name] = TriggerHit(f"constructor argument {name}", Precedence.ARGUMENT)
         elif text != "" and parse_bool(text) is not False:
             origin = variable_origin(name, request.environ)
             if name.startswith("ACCELERATE_USE_"):
                 require_bool(text, f"{origin[0].upper()}{origin[1:]}={text!r}")
             asks = name.startswith("ACCELERATE_") or parse_bool(text)
-            fired[name] = Fired(f"{origin}={text}", Strength.of(origin) if asks else DETECTED)
+            hits[name] = TriggerHit(f"{origin}={text}", Precedence.of(origin) if asks else DETECTED)
         elif request.config is not None and _asked_by_file(name, request.config):
             asks = request.config[name] is True or isinstance(request.config[name], dict)
-            fired[name] = Fired(request.config.where(name), Strength.FILE if asks else DETECTED)
-    return fired
+            hits[name] = TriggerHit(
+                request.config.where(name), Precedence.FILE if asks else DETECTED
+            )
+    return hits
 
 
 def _asked_by_file(name: str, config: ConfigFile) -> bool:
@@ -396,20 +405,20 @@ def _asked_by_file(name: str, config: ConfigFile) -> bool:
     return catalog.DISTRIBUTED_TYPES.get(str(kind).upper()) == owner
 
 
-def _named_elsewhere(kind: str, request: Request) -> Because:
+def _named_elsewhere(kind: str, request: Request) -> SourcedValue:
     """Return the name that stands in no setting, if there is one.
 
     `ACCELERATE_PLUGINS` names extensions. A file's `distributed_type` names a backend.
     """
     if kind == "extension":
         text = request.environ.get("ACCELERATE_PLUGINS")
-        return Because(text, "environment variable ACCELERATE_PLUGINS") if text else NOTHING
+        return SourcedValue(text, "environment variable ACCELERATE_PLUGINS") if text else NOTHING
     if kind != "backend" or request.config is None:
         return NOTHING
     said = str(request.config.get("distributed_type", "")).upper()
     if said not in catalog.DISTRIBUTED_TYPES:
         return NOTHING
-    return Because(catalog.DISTRIBUTED_TYPES[said], request.config.where("distributed_type"))
+    return SourcedValue(catalog.DISTRIBUTED_TYPES[said], request.config.where("distributed_type"))
 
 
 def _refuse_missing(request: Request, least: int) -> None:
@@ -422,9 +431,9 @@ def _refuse_missing(request: Request, least: int) -> None:
             continue
         if request.arguments.get(name) is not None:
             said = f"The argument {name} of Accelerator belongs to"
-        elif request.env_flag(name) and Strength.of(origin) >= least:
+        elif request.env_flag(name) and Precedence.of(origin) >= least:
             said = f"{origin[0].upper()}{origin[1:]} asks for"
-        elif config is not None and least <= Strength.FILE and _asked_by_file(name, config):
+        elif config is not None and least <= Precedence.FILE and _asked_by_file(name, config):
             said = f"The section {name} ({config.where(name)}) asks for"
         else:
             continue
@@ -453,12 +462,12 @@ def check_owners(
     for name in plugin_arguments() & {key for key, value in passed.items() if value is not None}:
         owners = [record for record in installed().plugins if name in record.triggers]
         if owners and not any((record.kind, record.name) in names for record in owners):
-            states = {c.record: f"{c.state}: {c.because}" for c in selection.considered}
+            states = {c.record: f"{c.state}: {c.reason}" for c in selection.candidates}
             owner = owners[0]
             why = states.get(owner, f"the backend is {selection.record.name!r}")
             raise ConfigurationError(
                 f"Accelerator({name}=...) belongs to the plugin {owner.label}, which is not active "
-                f"({why}; {selection.record.name!r} was chosen because of {selection.because}). "
+                f"({why}; {selection.record.name!r} was chosen because of {selection.reason}). "
                 f"Leave the argument out, or let the plugin be active."
             )
 

@@ -22,7 +22,7 @@ from accelerate_core.config.handlers import (
     DataLoaderConfiguration,
     TorchDynamoPlugin,
 )
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.contract.hooks import wrong_answer
 from accelerate_core.contract.members import ObjectKind
 from accelerate_core.contract.parts import PreparedLoader
@@ -63,7 +63,7 @@ class PrepareOptions:
     rng_types: Sequence[str]
     device_placement: bool
     step_scheduler_with_optimizer: bool
-    scheduler_steps: Because
+    scheduler_steps: SourcedValue
     autocast_handler: AutocastKwargs | None
     upcast_outputs: bool
     dynamo_plugin: TorchDynamoPlugin

@@ -20,7 +20,7 @@ from accelerate_core.config.handlers import (
     TorchDynamoPlugin,
 )
 from accelerate_core.config.lookup import Sources, resolve_settings
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.data.rng import check_rng_types
 from accelerate_core.distributed import process
 from accelerate_core.errors import AssignmentError, ConfigurationError, MissingPluginError, warn
@@ -65,19 +65,19 @@ def _set_ddp_handler(accelerator: Any, value: Any) -> None:
     if not isinstance(accelerator.backend, DDPBackend):
         return
     cls = DistributedDataParallelKwargs if value is None else type(value)
-    made, because = resolve_settings(cls, value, Sources.of(dict(os.environ)), owner="ddp")
+    made, provenance = resolve_settings(cls, value, Sources.of(dict(os.environ)), owner="ddp")
     if value is not None:
         # One set of values for both: what the script changes in its own object later counts, too.
         value.__dict__ = made.__dict__
     accelerator.backend.settings = made if value is None else value
     accelerator._setup.settings[accelerator._setup.backend_record] = {
-        name: _assigned(one, "ddp_handler") for name, one in because.items()
+        name: _assigned(one, "ddp_handler") for name, one in provenance.items()
     }
 
 
-def _assigned(one: Because, name: str) -> Because:
+def _assigned(one: SourcedValue, name: str) -> SourcedValue:
     by_script = one.origin.startswith("constructor argument")
-    return Because(one.value, f"accelerator.{name}") if by_script else one
+    return SourcedValue(one.value, f"accelerator.{name}") if by_script else one
 
 
 def _set_autocast_handler(accelerator: Any, value: Any) -> None:

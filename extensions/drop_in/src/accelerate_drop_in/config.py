@@ -31,7 +31,7 @@ def write_basic_config(
     path = Path(save_location) if save_location is not None else default_config_path(os.environ)
     if path.exists():
         return False
-    precision = find("precision", mixed_precision.lower(), because="write_basic_config").name
+    precision = find("precision", mixed_precision.lower(), source="write_basic_config").name
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     config = {
         "compute_environment": "LOCAL_MACHINE",

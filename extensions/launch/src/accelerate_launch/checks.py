@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 
 from accelerate_core.booleans import parse_bool
 from accelerate_core.config.files import ConfigFile
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.errors import ConfigurationError, Mistakes, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
@@ -113,7 +113,7 @@ def _check_environment(config: ConfigFile) -> None:
         )
 
 
-def backend_of(config: ConfigFile, backend: Because) -> Because:
+def backend_of(config: ConfigFile, backend: SourcedValue) -> SourcedValue:
     """Take the backend that a file's `distributed_type` asks for, unless one is named.
 
     Raises:
@@ -132,17 +132,17 @@ def backend_of(config: ConfigFile, backend: Because) -> Because:
         )
     if backend.value is not None or kind not in catalog.DISTRIBUTED_TYPES:
         return backend
-    return Because(catalog.DISTRIBUTED_TYPES[kind], where)
+    return SourcedValue(catalog.DISTRIBUTED_TYPES[kind], where)
 
 
-def cpu_of(config: ConfigFile, cpu: Because) -> Because:
+def cpu_of(config: ConfigFile, cpu: SourcedValue) -> SourcedValue:
     """Run on the CPU where a file's `distributed_type` says so and nothing else is said."""
     if cpu.origin == "default" and str(config.get("distributed_type")).upper() == "MULTI_CPU":
-        return Because(True, f"{FOLLOWS}{config.where('distributed_type')}")
+        return SourcedValue(True, f"{FOLLOWS}{config.where('distributed_type')}")
     return cpu
 
 
-def check_formats(chosen: Mapping[str, Because]) -> None:
+def check_formats(chosen: Mapping[str, SourcedValue]) -> None:
     """Check texts that torch would refuse, or misread, later."""
     backend = chosen["rdzv_backend"]
     known = [*_RENDEZVOUS, *(one.name for one in entry_points(group="torchrun.handlers"))]
@@ -163,8 +163,8 @@ def check_formats(chosen: Mapping[str, Because]) -> None:
 
 
 def processes(
-    chosen: Mapping[str, Because], environ: Mapping[str, str], around: ClusterEnvironment
-) -> Because:
+    chosen: Mapping[str, SourcedValue], environ: Mapping[str, str], around: ClusterEnvironment
+) -> SourcedValue:
     """Return how many processes there are on all machines together, and why."""
     said = chosen["num_processes"]
     machines = chosen["num_machines"].value
@@ -194,28 +194,30 @@ def processes(
             )
         return said
     if on_cpu:
-        return Because(machines, f"one per machine, because of {chosen['cpu'].origin}")
+        return SourcedValue(machines, f"one per machine, because of {chosen['cpu'].origin}")
     if ids:
-        return Because(len(ids) * machines, f"accelerators in gpu_ids, {chosen['gpu_ids'].origin}")
+        return SourcedValue(
+            len(ids) * machines, f"accelerators in gpu_ids, {chosen['gpu_ids'].origin}"
+        )
     visible = devices.count_accelerators(environ)
     if visible:
-        return Because(visible * machines, f"{visible} {COUNTED[1]}")
-    return Because(machines, COUNTED[0])
+        return SourcedValue(visible * machines, f"{visible} {COUNTED[1]}")
+    return SourcedValue(machines, COUNTED[0])
 
 
-def gpu_ids(because: Because) -> list[str]:
+def gpu_ids(sourced: SourcedValue) -> list[str]:
     """Return the numbers of the devices to use; empty for all."""
-    if because.value is None or str(because.value).lower() == "all":
+    if sourced.value is None or str(sourced.value).lower() == "all":
         return []
-    ids = [part.strip() for part in str(because.value).split(",") if part.strip()]
+    ids = [part.strip() for part in str(sourced.value).split(",") if part.strip()]
     if len(set(ids)) != len(ids) or not all(part.isdigit() for part in ids):
         raise ConfigurationError(
-            f"gpu_ids={because} must be different numbers joined by commas, such as 0,2, or 'all'."
+            f"gpu_ids={sourced} must be different numbers joined by commas, such as 0,2, or 'all'."
         )
     return ids
 
 
-def check_machines(chosen: Mapping[str, Because], around: ClusterEnvironment) -> None:
+def check_machines(chosen: Mapping[str, SourcedValue], around: ClusterEnvironment) -> None:
     """Check what is said about processes and machines against each other."""
     launcher, processes = chosen["launcher"], chosen["num_processes"]
     if around.ranks:
@@ -254,6 +256,6 @@ def check_port(plan: LaunchPlan) -> None:
     several = plan.num_processes > 1 and "RANK" not in plan.environment
     if port and several and alone and devices.is_port_in_use(port):
         raise ConfigurationError(
-            f"Port {port} ({plan.because['main_process_port'].origin}) is in use on this machine. "
+            f"Port {port} ({plan.provenance['main_process_port'].origin}) is in use on this machine. "
             "Choose another, or leave it out and a free one is taken."
         )

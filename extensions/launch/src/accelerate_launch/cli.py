@@ -44,7 +44,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in self.list_commands(ctx):
             return None
-        record = find("command", self.prefix + name, because="the command line")
+        record = find("command", self.prefix + name, source="the command line")
         made = record.load()
         if not isinstance(made, click.Command):
             raise record.broken("it is no click.Command")

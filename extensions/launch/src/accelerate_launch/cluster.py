@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.errors import ConfigurationError
 from accelerate_launch import mpi, slurm
 from accelerate_launch.plan import LOOPBACK
@@ -21,7 +21,7 @@ class ClusterEnvironment:
     """
 
     name: str = ""
-    values: Mapping[str, Because] = field(default_factory=dict)
+    values: Mapping[str, SourcedValue] = field(default_factory=dict)
     ranks: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -54,7 +54,10 @@ def _mpi(flavour: mpi.Flavour, environ: Mapping[str, str]) -> ClusterEnvironment
         )
     address = environ.get("MASTER_ADDR", LOOPBACK)
     port = environ.get("MASTER_PORT", mpi.port_of_run(environ))
-    values = {"num_processes": Because(size, origin), "launcher": Because("simple", origin)}
+    values = {
+        "num_processes": SourcedValue(size, origin),
+        "launcher": SourcedValue("simple", origin),
+    }
     made = _rank(rank, size, local, local_size, address, port)
     return ClusterEnvironment(flavour.name, values, made)
 
@@ -71,24 +74,24 @@ def _slurm(environ: Mapping[str, str]) -> ClusterEnvironment:
         tasks = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
         if tasks > nodes:
             return _slurm_rank(environ, tasks, nodes, hosts, origin)
-    values: dict[str, Because] = {}
+    values: dict[str, SourcedValue] = {}
     if nodes > 1:
         if not hosts:
             raise ConfigurationError(
                 f"{origin} has {nodes} nodes, but SLURM_JOB_NODELIST is not set."
             )
         values = {
-            "num_machines": Because(nodes, f"{origin}, nodes {names}"),
-            "main_process_ip": Because(hosts[0], f"{origin}, first of {names}"),
-            "main_process_port": Because(slurm.port_of_job(job), f"{origin}, from its number"),
-            "rdzv_id": Because(job, origin),
+            "num_machines": SourcedValue(nodes, f"{origin}, nodes {names}"),
+            "main_process_ip": SourcedValue(hosts[0], f"{origin}, first of {names}"),
+            "main_process_port": SourcedValue(slurm.port_of_job(job), f"{origin}, from its number"),
+            "rdzv_id": SourcedValue(job, origin),
         }
         if step:
             rank = _number(environ, "SLURM_NODEID")
-            values["machine_rank"] = Because(rank, f"{origin}, SLURM_NODEID")
+            values["machine_rank"] = SourcedValue(rank, f"{origin}, SLURM_NODEID")
         else:
             why = f"{origin}: outside of srun, which starts the other nodes"
-            values["launcher"] = Because("srun", why)
+            values["launcher"] = SourcedValue("srun", why)
     return ClusterEnvironment("SLURM", values)
 
 
@@ -102,7 +105,7 @@ def _slurm_rank(
             f"{origin} has {tasks} tasks on {nodes} nodes; every node needs as many as the others."
         )
     why = f"{origin}: each of {tasks} tasks is a rank (SLURM_PROCID={rank})"
-    values = {"num_processes": Because(tasks, why), "launcher": Because("simple", why)}
+    values = {"num_processes": SourcedValue(tasks, why), "launcher": SourcedValue("simple", why)}
     address = environ.get("MASTER_ADDR") or (hosts[0] if hosts and nodes > 1 else LOOPBACK)
     port = environ.get("MASTER_PORT") or slurm.port_of_job(environ["SLURM_JOB_ID"])
     made = _rank(rank, tasks, local, tasks // nodes, address, port)

@@ -10,7 +10,7 @@ from typing import Any
 from accelerate_core.booleans import parse_bool
 from accelerate_core.config.files import ConfigFile
 from accelerate_core.config.lookup import converted
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.config.schema import SettingField
 from accelerate_core.errors import (
     ConfigurationError,
@@ -88,16 +88,18 @@ def _switches(schema: PluginSchema) -> Iterable[SettingField]:
         )
 
 
-def said_by_environment(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, Because]:
+def said_by_environment(
+    names: Iterable[str], environ: Mapping[str, str]
+) -> dict[str, SourcedValue]:
     """Return those of the variables that are set here."""
     return {
-        name: Because(environ[name], f"environment variable {name}")
+        name: SourcedValue(environ[name], f"environment variable {name}")
         for name in sorted(names)
         if environ.get(name)
     }
 
 
-def said_to_plugins(environ: Mapping[str, str]) -> dict[str, Because]:
+def said_to_plugins(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     """Return the variables that are set here for settings of installed plugins."""
     return said_by_environment({one.env for one in contributed_options(environ)}, environ)
 
@@ -125,8 +127,11 @@ def refuse_unknown(name: str, known: Iterable[str]) -> None:
 
 
 def take(
-    given: Mapping[str, Any], backend: Because, precision: Because, environ: Mapping[str, str]
-) -> tuple[dict[str, Because], Because]:
+    given: Mapping[str, Any],
+    backend: SourcedValue,
+    precision: SourcedValue,
+    environ: Mapping[str, str],
+) -> tuple[dict[str, SourcedValue], SourcedValue]:
     """Return what the options of plugins put into the environment, and the backend they ask for.
 
     Raises:
@@ -141,30 +146,30 @@ def take(
     if not wanted:
         return {}, backend
     options = [one for one in contributed_options(environ) if one.key in wanted]
-    made: dict[str, Because] = {}
+    made: dict[str, SourcedValue] = {}
     for one in sorted(options, key=lambda one: not one.switch):  # those say which backend is meant
         option, schema = f"--{one.field.cli[0]}", one.schema
         origin = f"command line {option}"
         if one.switch:
             if schema.kind == "backend":
-                backend = _single_backend(backend, Because(schema.name, origin))
-            made[one.env] = Because("true", origin)
+                backend = _single_backend(backend, SourcedValue(schema.name, origin))
+            made[one.env] = SourcedValue("true", origin)
             continue
         if schema.kind == "backend" and backend.value is None:
             for variable in schema.switches:
                 if parse_bool(environ.get(variable, "")):
-                    backend = Because(schema.name, f"environment variable {variable}")
+                    backend = SourcedValue(schema.name, f"environment variable {variable}")
         _check_asked_for(one, precision if schema.kind == "precision" else backend)
         if schema.section == "parallelism_config":
-            made.setdefault(MESH, Because("true", origin))
+            made.setdefault(MESH, SourcedValue("true", origin))
         check_value(one.field, wanted[one.key], f"{option} {wanted[one.key]}")
         value = wanted[one.key]
         text = json.dumps(value) if one.field.kind == "list" else str(value)
-        made[one.env] = Because(text, origin)
+        made[one.env] = SourcedValue(text, origin)
     return made, backend
 
 
-def _single_backend(backend: Because, asked: Because) -> Because:
+def _single_backend(backend: SourcedValue, asked: SourcedValue) -> SourcedValue:
     if backend.value not in (None, asked.value):
         raise ConfigurationError(
             f"{asked.origin} asks for the backend {asked.value!r}, but {backend.origin} asks for "
@@ -173,7 +178,7 @@ def _single_backend(backend: Because, asked: Because) -> Because:
     return backend if backend.value is not None else asked
 
 
-def _check_asked_for(one: Contributed, asked: Because) -> None:
+def _check_asked_for(one: Contributed, asked: SourcedValue) -> None:
     schema = one.schema
     if schema.kind not in ("backend", "precision") or asked.value == schema.name:
         return
@@ -203,7 +208,7 @@ def check_value(field: SettingField, value: Any, where: str) -> None:
             converted(field, one, where)
 
 
-def check_sections(config: ConfigFile, environ: Mapping[str, str]) -> dict[str, Because]:
+def check_sections(config: ConfigFile, environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     """Check the sections of plugins in a config file; return what they say, by variable.
 
     Of a plugin that is not installed only the form is known.
@@ -216,7 +221,7 @@ def check_sections(config: ConfigFile, environ: Mapping[str, str]) -> dict[str, 
     named = [key for key in config if key and config.get(key) is not None]
     here = [key for key in named if isinstance(config[key], dict) or key.endswith("_config")]
     here += [key for key in catalog.KEYS if config.get(key)]
-    said: dict[str, Because] = {}
+    said: dict[str, SourcedValue] = {}
     if not here:
         return said
     by_section: dict[str, list[PluginSchema]] = {}
@@ -232,15 +237,17 @@ def check_sections(config: ConfigFile, environ: Mapping[str, str]) -> dict[str, 
                 said.update(_check_section(config, key, schemas))
             for field in filter(None, (one.field_of_key(key) for one in by_section.get("", ()))):
                 check_value(field, config[key], f"{key}: {config[key]!r} ({config.where(key)})")
-                said |= {name: Because(config[key], config.where(key)) for name in field.env[:1]}
+                said |= {
+                    name: SourcedValue(config[key], config.where(key)) for name in field.env[:1]
+                }
     mistakes.report()
     return said
 
 
 def _check_section(
     config: ConfigFile, section: str, schemas: Sequence[PluginSchema]
-) -> dict[str, Because]:
-    said: dict[str, Because] = {}
+) -> dict[str, SourcedValue]:
+    said: dict[str, SourcedValue] = {}
     mistakes = Mistakes()
     for key, value in config[section].items():
         with mistakes:
@@ -250,7 +257,7 @@ def _check_section(
             if field is not None:
                 check_value(field, value, f"{section}.{key}: {value!r} ({where})")
                 if value is not None and field.env:
-                    said[field.env[0]] = Because(value, where)
+                    said[field.env[0]] = SourcedValue(value, where)
                 continue
             if catalog.OPTIONS.get(str(key)) not in (None, *(one.name for one in schemas)):
                 continue  # another plugin reads it out of this section

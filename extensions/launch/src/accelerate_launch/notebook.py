@@ -12,7 +12,7 @@ from typing import Any
 
 from accelerate_core import failures
 from accelerate_core.booleans import env_flag
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import find
 from accelerate_launch.functions import patch_environment
@@ -113,15 +113,15 @@ def notebook_launcher(
     if not callable(function):
         raise ConfigurationError(f"function must be callable, not {type(function).__name__}.")
     precision = str(mixed_precision).lower()
-    find("precision", precision, because="argument mixed_precision")
+    find("precision", precision, source="argument mixed_precision")
     if not 0 <= node_rank < num_nodes:
         raise ConfigurationError(f"node_rank={node_rank} must be from 0 to {num_nodes - 1}.")
-    because = {}
+    provenance = {}
     if num_processes is None:
         num_processes = _visible_accelerators() or 1
     else:
-        said = Because(num_processes, "notebook_launcher(num_processes=...)")
-        because["num_processes"] = said
+        said = SourcedValue(num_processes, "notebook_launcher(num_processes=...)")
+        provenance["num_processes"] = said
     if not isinstance(args, Sequence) or isinstance(args, str):
         raise ConfigurationError(
             f"notebook_launcher(function, args={args!r}): args are the function's arguments, as a "
@@ -144,7 +144,7 @@ def notebook_launcher(
         launcher=launcher,
         environment={"ACCELERATE_MIXED_PRECISION": precision},
         contributed=asks_launchers(os.environ),
-        because=because,
+        provenance=provenance,
         rdzv_endpoint=rdzv_endpoint or None,
         log_line_prefix_template=log_line_prefix_template,
         start_method=start_method,
@@ -212,8 +212,8 @@ def _start(
         raise ConfigurationError(f"num_processes={number} must be at least 1.")
     _check_start_method(plan.start_method, function, args)
     if plan.launcher is not None:
-        because = Because(plan.launcher, f"{caller}(launcher=...)")
-        plan = replace(plan, because={**plan.because, "launcher": because})
+        sourced = SourcedValue(plan.launcher, f"{caller}(launcher=...)")
+        plan = replace(plan, provenance={**plan.provenance, "launcher": sourced})
     launcher: Any = choose_launcher(plan)
     prepared = PrepareForLaunch(function, environment=plan.environment)
     try:

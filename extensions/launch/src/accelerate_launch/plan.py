@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
@@ -66,8 +66,8 @@ class LaunchPlan:
     quiet: bool = False
     launcher: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    contributed: Mapping[str, Because] = field(default_factory=dict)
-    because: Mapping[str, Because] = field(default_factory=dict)
+    contributed: Mapping[str, SourcedValue] = field(default_factory=dict)
+    provenance: Mapping[str, SourcedValue] = field(default_factory=dict)
     rdzv_endpoint: str | None = None
     log_line_prefix_template: str | None = None
     start_method: str = "fork"
@@ -78,9 +78,9 @@ class LaunchPlan:
         return self.num_processes // self.num_machines
 
     @property
-    def asked_processes(self) -> Because | None:
+    def asked_processes(self) -> SourcedValue | None:
         """The number of processes that was asked for; None where torch's accelerators were counted."""
-        number = self.because.get("num_processes")
+        number = self.provenance.get("num_processes")
         counted = number is None or number.value is None or number.origin.endswith(COUNTED)
         return None if counted else number
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate_core.config.files import CONFIG_VARIABLE, ConfigFile, read_config
 from accelerate_core.config.lookup import Sources, look_up
-from accelerate_core.config.provenance import BECAUSE_VARIABLE, Because
+from accelerate_core.config.provenance import PROVENANCE_VARIABLE, SourcedValue
 from accelerate_core.config.schema import SettingField
 from accelerate_core.errors import ConfigurationError, Mistakes
 from accelerate_core.plugins import catalog
@@ -51,7 +51,7 @@ def make_plan(
             does not exist, or this process is already a rank of a launch.
     """
     plan = draft_plan(given, environ, config)
-    flags = {name: bool(plan.because[name].value) for name in ("module", "no_python")}
+    flags = {name: bool(plan.provenance[name].value) for name in ("module", "no_python")}
     plan = replace(plan, target=find_target(script, arguments, environ, **flags))
     checks.check_port(plan)
     if plan.num_machines > 1 and plan.launcher in (None, "torchrun"):
@@ -100,7 +100,7 @@ def draft_plan(
         Target("SCRIPT"),
         environment=_environment(made, config),
         contributed={**made.contributed, **made.plugins},
-        because={**chosen, **made.plugins},
+        provenance={**chosen, **made.plugins},
         **values,
     )
 
@@ -114,9 +114,9 @@ class Decision:
         contributed: what variables and the config file say to plugins.
     """
 
-    chosen: Mapping[str, Because]
-    plugins: Mapping[str, Because]
-    contributed: Mapping[str, Because]
+    chosen: Mapping[str, SourcedValue]
+    plugins: Mapping[str, SourcedValue]
+    contributed: Mapping[str, SourcedValue]
     around: ClusterEnvironment
 
 
@@ -128,7 +128,7 @@ def decide(
     Raises:
         ConfigurationError: a value is wrong, or two contradict each other.
     """
-    contributed: dict[str, Because] = {}
+    contributed: dict[str, SourcedValue] = {}
     mistakes = Mistakes()
     if config is not None:
         with mistakes:
@@ -155,7 +155,7 @@ def decide(
         chosen["backend"] = checks.backend_of(config, chosen["backend"])
         typed = chosen["backend"]
         if "distributed_type" in config and typed.origin == config.where("distributed_type"):
-            contributed |= {name: Because("true", typed.origin) for name in _asking_for(typed)}
+            contributed |= {name: SourcedValue("true", typed.origin) for name in _asking_for(typed)}
         chosen["cpu"] = checks.cpu_of(config, chosen["cpu"])
     plugins, chosen["backend"] = take(given, chosen["backend"], chosen["mixed_precision"], environ)
     for name in _PLUGINS:
@@ -171,11 +171,11 @@ def decide(
     return Decision(chosen, plugins, contributed, around)
 
 
-def _check_plugin(chosen: Mapping[str, Because], name: str) -> None:
+def _check_plugin(chosen: Mapping[str, SourcedValue], name: str) -> None:
     """Refuse an option that names a plugin which is not installed."""
-    because = chosen[name]
-    if because.value is not None and because.origin != "default":
-        find(_PLUGINS[name], str(because.value).lower(), because=because.origin)
+    sourced = chosen[name]
+    if sourced.value is not None and sourced.origin != "default":
+        find(_PLUGINS[name], str(sourced.value).lower(), source=sourced.origin)
 
 
 def find_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
@@ -225,9 +225,9 @@ def _nested(outer: str) -> ConfigurationError:
 
 def _choose(
     option: SettingField, given: Mapping[str, Any], sources: Sources, around: ClusterEnvironment
-) -> Because:
+) -> SourcedValue:
     if given.get(option.name) is not None:
-        return Because(given[option.name], f"command line --{option.name}")
+        return SourcedValue(given[option.name], f"command line --{option.name}")
     return look_up(option, sources, detected=around.values)
 
 
@@ -249,35 +249,35 @@ def _heeded(
     return ClusterEnvironment()
 
 
-def asks_launchers(environ: Mapping[str, str]) -> dict[str, Because]:
+def asks_launchers(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     """Return the variables set here by which launchers of plugins are asked for."""
     triggers = (record.triggers for record in installed().of_kind("launcher"))
     return said_by_environment(set().union(*triggers), environ)
 
 
-def _take_hosts(chosen: dict[str, Because]) -> None:
+def _take_hosts(chosen: dict[str, SourcedValue]) -> None:
     """Read from a host file how many machines there are, and where rank 0 will be."""
     file = chosen["mpirun_hostfile"]
     if file.value is None or chosen["launcher"].value not in (None, "mpirun"):
         return
     hosts = mpi.hosts_of(str(file.value))
     if chosen["launcher"].value is None:
-        chosen["launcher"] = Because("mpirun", file.origin)
+        chosen["launcher"] = SourcedValue("mpirun", file.origin)
     if chosen["num_machines"].origin == "default":
-        chosen["num_machines"] = Because(len(hosts), f"hosts in {file.value}")
+        chosen["num_machines"] = SourcedValue(len(hosts), f"hosts in {file.value}")
     if chosen["main_process_ip"].value is None and len(hosts) > 1:
-        chosen["main_process_ip"] = Because(hosts[0], f"first host in {file.value}")
+        chosen["main_process_ip"] = SourcedValue(hosts[0], f"first host in {file.value}")
 
 
-def _threads(given: Mapping[str, Any], environ: Mapping[str, str], processes: int) -> Because:
+def _threads(given: Mapping[str, Any], environ: Mapping[str, str], processes: int) -> SourcedValue:
     if given.get("num_cpu_threads_per_process") is not None:
         origin = "command line --num_cpu_threads_per_process"
-        return Because(given["num_cpu_threads_per_process"], origin)
+        return SourcedValue(given["num_cpu_threads_per_process"], origin)
     if environ.get(_THREADS):
-        return Because(None, f"environment variable {_THREADS} stands")
+        return SourcedValue(None, f"environment variable {_THREADS} stands")
     if processes == 1:
-        return Because(None, "one process: torch decides")
-    return Because(devices.threads_for(processes), f"cores shared by {processes} processes")
+        return SourcedValue(None, "one process: torch decides")
+    return SourcedValue(devices.threads_for(processes), f"cores shared by {processes} processes")
 
 
 def _environment(decision: Decision, config: ConfigFile | None) -> dict[str, str]:
@@ -289,19 +289,19 @@ def _environment(decision: Decision, config: ConfigFile | None) -> dict[str, str
     ours = ("command line", checks.FOLLOWS, *([str(config.path)] if config is not None else []))
     made = {}
     for option in LAUNCH_OPTIONS:
-        because = chosen[option.name]
-        if not option.env or because.value is None:
+        sourced = chosen[option.name]
+        if not option.env or sourced.value is None:
             continue
-        if because.origin.startswith(ours) or (option.name in OWN and because.value):
-            made[option.env[0]] = because
-    for name, because in decision.contributed.items():
-        if because.origin.startswith(ours) and isinstance(because.value, (str, int, float)):
-            made[name] = because
+        if sourced.origin.startswith(ours) or (option.name in OWN and sourced.value):
+            made[option.env[0]] = sourced
+    for name, sourced in decision.contributed.items():
+        if sourced.origin.startswith(ours) and isinstance(sourced.value, (str, int, float)):
+            made[name] = sourced
     backend = chosen["backend"]
     if backend.origin.startswith(ours):
-        made |= {name: Because("true", backend.origin) for name in _asking_for(backend)}
+        made |= {name: SourcedValue("true", backend.origin) for name in _asking_for(backend)}
     made.update(decision.plugins)
-    texts = {env: _text(because.value) for env, because in made.items()}
+    texts = {env: _text(sourced.value) for env, sourced in made.items()}
     if chosen[_THREADS].value is not None:
         texts[_THREADS] = str(chosen[_THREADS].value)
     if ids := checks.gpu_ids(chosen["gpu_ids"]):
@@ -309,12 +309,12 @@ def _environment(decision: Decision, config: ConfigFile | None) -> dict[str, str
     if config is not None:
         texts[CONFIG_VARIABLE] = str(Path(config.path).resolve())
     if made:
-        origins = {env: because.origin for env, because in made.items()}
-        texts[BECAUSE_VARIABLE] = json.dumps(origins, sort_keys=True)
+        origins = {env: sourced.origin for env, sourced in made.items()}
+        texts[PROVENANCE_VARIABLE] = json.dumps(origins, sort_keys=True)
     return {**texts, **decision.around.ranks}
 
 
-def _asking_for(backend: Because) -> list[str]:
+def _asking_for(backend: SourcedValue) -> list[str]:
     """Return the variables that ask for a backend, and for what it brings."""
     return [n for n, extra in catalog.VARIABLES.items() if extra == backend.value and n != MESH]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from accelerate_core.config.lookup import Sources, resolve_settings
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.errors import (
     AccelerateError,
     ConfigurationError,
@@ -25,7 +25,7 @@ from accelerate_core.plugins.discovery import (
     find,
     installed,
 )
-from accelerate_core.plugins.selection import Considered, Fired, Selection
+from accelerate_core.plugins.selection import Candidate, Selection, TriggerHit
 from accelerate_launch.machine_0 import MachineZero, check_answers, check_hosts, check_resolves
 from accelerate_launch.plan import LaunchPlan, counted
 
@@ -92,9 +92,9 @@ def choose_launcher(plan: LaunchPlan) -> Launcher:
         ConfigurationError: the one that is named does not take this launch.
     """
     launcher, selection = consider_launchers(plan)
-    for one in selection.considered:
+    for one in selection.candidates:
         if one.state in ("refused", "broken"):
-            _warn_once(f"{one.because} The launch goes on with {launcher.name!r}.")
+            _warn_once(f"{one.reason} The launch goes on with {launcher.name!r}.")
     return launcher
 
 
@@ -112,30 +112,32 @@ def consider_launchers(plan: LaunchPlan) -> tuple[Launcher, Selection]:
     made = Selection("launcher")
     records = installed().of_kind("launcher")
     if plan.launcher is not None:
-        made.wanted = plan.because.get("launcher", Because(plan.launcher, "the launch plan"))
+        made.wanted = plan.provenance.get(
+            "launcher", SourcedValue(plan.launcher, "the launch plan")
+        )
         origin = made.wanted.origin
         launcher = _named(plan.launcher, origin, plan)
         others = f"{plan.launcher!r} is asked for by {origin}"
-        made.considered = [
-            Considered(record, "active", origin)
+        made.candidates = [
+            Candidate(record, "active", origin)
             if record.name == plan.launcher
-            else Considered(record, "available", others)
+            else Candidate(record, "available", others)
             for record in records
         ]
         return launcher, made
-    made.fired = {"always": Fired("it asks to be probed always")}
-    made.fired |= {name: Fired(one.origin) for name, one in plan.contributed.items()}
+    made.trigger_hits = {"always": TriggerHit("it asks to be probed always")}
+    made.trigger_hits |= {name: TriggerHit(one.origin) for name, one in plan.contributed.items()}
     asked = [_triggered(record, plan) for record in records]
-    made.considered = [one for _, one in asked]
+    made.candidates = [one for _, one in asked]
     accepting = [(launcher, one) for launcher, one in asked if launcher is not None]
     if not accepting:
         raise PluginError("No installed launcher takes this launch; name one with --launcher.")
     launcher, chosen = max(accepting, key=lambda pair: getattr(pair[0], "priority", _PRIORITY))
     for _, one in accepting:
-        one.because = f"{chosen.record.name!r} accepts the plan and goes before it"
+        one.reason = f"{chosen.record.name!r} accepts the plan and goes before it"
     what = f"{counted(plan.num_processes, 'process')} on {counted(plan.num_machines, 'machine')}"
     chosen.state = "active"
-    chosen.because = _why_asked(chosen.record, plan) or f"the first that accepts {what}"
+    chosen.reason = _why_asked(chosen.record, plan) or f"the first that accepts {what}"
     return launcher, made
 
 
@@ -145,7 +147,7 @@ def _why_asked(record: PluginRecord, plan: LaunchPlan) -> str:
 
 
 def _named(name: str, origin: str, plan: LaunchPlan) -> Launcher:
-    record = find("launcher", name, because=origin)
+    record = find("launcher", name, source=origin)
     launcher = _asked(record, plan)
     if launcher is not None:
         return launcher
@@ -161,19 +163,19 @@ def _named(name: str, origin: str, plan: LaunchPlan) -> Launcher:
     )
 
 
-def _triggered(record: PluginRecord, plan: LaunchPlan) -> tuple[Launcher | None, Considered]:
+def _triggered(record: PluginRecord, plan: LaunchPlan) -> tuple[Launcher | None, Candidate]:
     """Ask a plugin's launcher whether it takes a plan, if one of its triggers is set."""
     if record.name in disabled_names():
-        return None, Considered(record, "disabled", "ACCELERATE_DISABLED_PLUGINS")
+        return None, Candidate(record, "disabled", "ACCELERATE_DISABLED_PLUGINS")
     if not record.triggers & {"always", *plan.contributed}:
-        return None, Considered(record, "available", "not asked for")
+        return None, Candidate(record, "available", "not asked for")
     try:
         launcher = _asked(record, plan)
     except PluginError as error:
         state = "refused" if isinstance(error, PluginVersionError) else "broken"
-        return None, Considered(record, state, str(error))
+        return None, Candidate(record, state, str(error))
     why = "; ".join(filter(None, [_why_asked(record, plan), "it does not take this launch"]))
-    return launcher, Considered(record, "passed over", why)
+    return launcher, Candidate(record, "passed over", why)
 
 
 def _asked(record: PluginRecord, plan: LaunchPlan) -> Launcher | None:
@@ -233,7 +235,7 @@ def _answer(launcher: Any, method: str, plan: LaunchPlan) -> Any:
     except AccelerateError:
         raise
     except Exception as error:
-        record = find("launcher", launcher.name, because="this launch")
+        record = find("launcher", launcher.name, source="this launch")
         raise record.broken(f"its {method}() raised {type(error).__name__}: {error}") from error
 
 
@@ -259,7 +261,7 @@ def _check_rank_address(plan: LaunchPlan) -> None:
     if host is None:
         return
     port = int(plan.environment["MASTER_PORT"])
-    source = f"MASTER_ADDR from {plan.because['num_processes'].origin}"
+    source = f"MASTER_ADDR from {plan.provenance['num_processes'].origin}"
     check_resolves(host, port, source)
     machine = MachineZero(host, port, source, "static", {})
     if plan.environment["RANK"] == "0":

@@ -41,8 +41,8 @@ class TorchrunLauncher:
                 command += [f"--{option}", str(value)]
         if plan.log_dir is not None and plan.tee is None:
             command += ["--tee", "3"]  # without it torch makes the folder and writes nothing
-        flag = {"script": [], "module": ["--module"], "program": ["--no_python"]}
-        return [*command, *flag[plan.target.kind], "--", plan.target.path, *plan.target.arguments]
+        flags = {"script": [], "module": ["--module"], "program": ["--no_python"]}
+        return [*command, *flags[plan.target.kind], "--", plan.target.path, *plan.target.arguments]
 
     def launch_function(
         self, function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan
@@ -53,7 +53,7 @@ class TorchrunLauncher:
 
 def address_source(plan: LaunchPlan) -> str:
     """Return where the address and port of machine 0 came from, for messages of the agent."""
-    address, port = (plan.because.get(name) for name in ("main_process_ip", "main_process_port"))
+    address, port = (plan.provenance.get(name) for name in ("main_process_ip", "main_process_port"))
     port_source = "default" if port is None or port.value is None else port.origin
     address_source = "default" if address is None else address.origin
     return f"main_process_ip from {address_source}, main_process_port from {port_source}"

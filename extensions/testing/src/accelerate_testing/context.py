@@ -107,7 +107,7 @@ class CheckContext:
             return self.plugin
         from accelerate_core.plugins.discovery import find
 
-        return find(self.kind, self.plugin, because="the conformance suite").load()
+        return find(self.kind, self.plugin, source="the conformance suite").load()
 
     def end(self) -> None:
         """End what the check has begun, also after a failure."""

@@ -65,7 +65,7 @@ def choose_plugin(name: str, kind: str | None = None) -> PluginRecord:
                 "with --kind."
             )
         (kind,) = kinds
-    return find(kind, name, because="the conformance suite", environ=os.environ)
+    return find(kind, name, source="the conformance suite", environ=os.environ)
 
 
 def run_suite(
@@ -197,7 +197,7 @@ class _Session:
                 for made in checks:
                     self._add(Result(made.name, "skipped", f"not run: {name} failed"))
                 return
-        plugin = find(self.kind, self.name, because="the conformance suite").load()
+        plugin = find(self.kind, self.name, source="the conformance suite").load()
         said = getattr(plugin, "supports", {})
         lacking = ""
         if self.kind in ("backend", "precision"):
@@ -391,7 +391,7 @@ class _Session:
 
     def _blamed(self, name: str, meant: Sequence[str]) -> str:
         """Return whose failure it is, and which of its hooks to look at."""
-        record = find(self.kind, self.name, because="the conformance suite")
+        record = find(self.kind, self.name, source="the conformance suite")
         try:
             hooks = about(name, record.load(), self.kind, meant)
         except AccelerateError:

@@ -78,7 +78,7 @@ def tracker_class(name: str) -> type[GeneralTracker]:
     own = _registered.get(name)
     if own is not None:
         return own
-    record = find("tracker", name, because="log_with")
+    record = find("tracker", name, source="log_with")
     found: type[GeneralTracker] = record.load()
     if getattr(found, "api_version", None) is not None:
         check_api_version(record, found)

@@ -215,10 +215,10 @@ def _refuse_blind(number: Any, around: Mapping[str, str]) -> None:
 
 
 def _value(plan: LaunchPlan, name: str) -> Any:
-    because = plan.because.get(name)
-    return None if because is None else because.value
+    sourced = plan.provenance.get(name)
+    return None if sourced is None else sourced.value
 
 
 def _said(plan: LaunchPlan, name: str) -> str:
-    because = plan.because.get(name)
-    return "ACCELERATE_BACKEND" if because is None or because.value is None else because.origin
+    sourced = plan.provenance.get(name)
+    return "ACCELERATE_BACKEND" if sourced is None or sourced.value is None else sourced.origin

@@ -23,7 +23,7 @@ CONFIG = "ACCELERATE_CONFIG_FILE"
 #: Variables of this machine that are settings of the run.
 _SETTINGS = ("ACCELERATE_", "PARALLELISM_CONFIG_", "FSDP_", "XLA_")
 #: Those that are about this machine, or this launch.
-_OWN = ("ACCELERATE_CONFIG_", "ACCELERATE_BECAUSE", "ACCELERATE_TPU_", SWITCH)
+_OWN = ("ACCELERATE_CONFIG_", "ACCELERATE_PROVENANCE", "ACCELERATE_TPU_", SWITCH)
 
 
 class TPUPodLauncher:
@@ -63,7 +63,7 @@ class TPUPodLauncher:
             launch += ["--num_processes", str(number.value)]
         if plan.main_process_port:
             launch += ["--main_process_port", str(plan.main_process_port)]
-        function = plan.because.get("main_training_function")
+        function = plan.provenance.get("main_training_function")
         if function is not None and function.value is not None:
             launch += ["--main_training_function", str(function.value)]
         launch += {"module": ["--module"], "program": ["--no_python"]}.get(plan.target.kind, [])
@@ -92,7 +92,7 @@ def _carried(plan: LaunchPlan) -> Mapping[str, str]:
     """Return the settings of this launch that the hosts cannot know."""
     around = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
     made = {**around, **plan.environment}
-    threads = plan.because.get("OMP_NUM_THREADS")
+    threads = plan.provenance.get("OMP_NUM_THREADS")
     if threads is None or not threads.origin.startswith("command line"):
         made.pop("OMP_NUM_THREADS", None)  # of this machine
     return {name: value for name, value in made.items() if not name.startswith(_OWN)}

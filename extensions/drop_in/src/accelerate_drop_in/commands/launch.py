@@ -47,7 +47,7 @@ def tpu_launcher(args: argparse.Namespace) -> None:
         MissingPluginError: the launcher for them is not installed.
         subprocess.CalledProcessError: it failed.
     """
-    find("launcher", "tpu", because="tpu_launcher")
+    find("launcher", "tpu", source="tpu_launcher")
     args.tpu = True
     simple_launcher(args)
 

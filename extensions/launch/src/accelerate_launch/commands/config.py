@@ -63,7 +63,7 @@ def default_command(config_file: str | None, mixed_precision: str | None) -> Non
     """Write what fits this machine, without questions."""
     values = ask_everything(os.environ, ask=False)
     if mixed_precision is not None:
-        find("precision", mixed_precision.lower(), because="command line --mixed_precision")
+        find("precision", mixed_precision.lower(), source="command line --mixed_precision")
         values["mixed_precision"] = mixed_precision.lower()
     _write(_path(config_file), values)
 

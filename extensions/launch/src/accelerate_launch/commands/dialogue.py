@@ -114,7 +114,7 @@ def ask_everything(environ: Mapping[str, str], *, ask: bool) -> dict[str, Any]:
         where = f", inside {around.name}" if around.name else ""
         console(stderr=True).print(f"This machine: {seen}{where}.", style="dim")
     made: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
-    found = {name: because.value for name, because in around.values.items()}
+    found = {name: sourced.value for name, sourced in around.values.items()}
     made["use_cpu"] = asker.confirm("Run on the CPU?", False) if count else True
     _machines(asker, made, found)
     per_machine = 1 if made["use_cpu"] else count

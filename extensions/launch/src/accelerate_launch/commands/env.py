@@ -108,8 +108,8 @@ def _configuration(
     except AccelerateError as error:
         return {**told, "error": {"value": str(error), "from": ""}}
     values |= {name: one for name, one in chosen.items() if one.value is not None}
-    for name, because in values.items():
-        told[name] = {"value": shown(because.value), "from": because.origin}
+    for name, sourced in values.items():
+        told[name] = {"value": shown(sourced.value), "from": sourced.origin}
     return told
 
 
@@ -135,7 +135,7 @@ def _print(made: Mapping[str, Any]) -> None:
     print_table(columns, settings, title="configuration", names_whole=True)
     active = [row for row in made["plugins"] if row["state"] == "active"]
     faulty = [row for row in made["plugins"] if row["state"] in ("broken", "refused", "undecided")]
-    plugins = [(row["kind"], row["name"], row["because"]) for row in active]
-    plugins += [(row["kind"], f"{row['name']}: {row['state']}", row["because"]) for row in faulty]
-    print_table(("kind", "active plugin", "because"), plugins, title="plugins")
+    plugins = [(row["kind"], row["name"], row["reason"]) for row in active]
+    plugins += [(row["kind"], f"{row['name']}: {row['state']}", row["reason"]) for row in faulty]
+    print_table(("kind", "active plugin", "reason"), plugins, title="plugins")
     click.echo("accelerate-core plugins --all lists every plugin and why it is active or not.")

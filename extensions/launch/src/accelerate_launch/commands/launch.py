@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from accelerate_core.config.provenance import BECAUSE_VARIABLE, decode
+from accelerate_core.config.provenance import PROVENANCE_VARIABLE, decode
 from accelerate_core.config.schema import settings_fields
 from accelerate_launch.commands.options import CONTEXT, TYPED, GroupedCommand, launch_options
 from accelerate_launch.commands.tables import print_table
@@ -75,13 +75,13 @@ def command(
 def _print_command(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     """Print the command as a line for the shell, and a table of the variables it gets."""
     click.echo(shlex.join(command_of(plan)))
-    origins = {name: because.origin for name, because in plan.because.items()}
+    origins = {name: sourced.origin for name, sourced in plan.provenance.items()}
     origins |= decode(plan.environment)
     made = sorted(child_environment(plan, environ).items())
     added = [
         (name, text, origins.get(name, "the launcher"))
         for name, text in made
-        if environ.get(name) != text and name != BECAUSE_VARIABLE
+        if environ.get(name) != text and name != PROVENANCE_VARIABLE
     ]
     if added:
         title = "environment added for the processes"
@@ -92,11 +92,11 @@ def _print_command(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 def print_reasons(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     """Print every value and where it came from, to stderr: stdout is the script's."""
-    values = {**plan.because, **said_to_plugins(environ), **plan.contributed}
+    values = {**plan.provenance, **said_to_plugins(environ), **plan.contributed}
     rows = (
-        (name, because.value, because.origin)
-        for name, because in values.items()
-        if because.value is not None or because.origin != "default"
+        (name, sourced.value, sourced.origin)
+        for name, sourced in values.items()
+        if sourced.value is not None or sourced.origin != "default"
     )
     columns = ("option", "value", "from")
     print_table(columns, rows, title="why", stderr=True, names_whole=True)

@@ -22,10 +22,10 @@ from accelerate_launch.planning import find_config
 
 _STYLES = dict.fromkeys(("broken", "refused", "undecided"), "red")
 _STYLES |= {"active": "green", "disabled": "yellow"}
-_COLUMNS = ("kind", "name", "state", "distribution", "version", "api_version", "because")
+_COLUMNS = ("kind", "name", "state", "distribution", "version", "api_version", "reason")
 #: Columns of a terminal below which the last ones share one.
 _ROOM = 120
-_BOTH = "because, distribution (api)"
+_BOTH = "reason, distribution (api)"
 
 
 @click.group("plugins", cls=Commands, prefix="plugins.", invoke_without_command=True)
@@ -55,7 +55,7 @@ def command(
         click.echo(json.dumps(shown, indent=2))
     else:
         print_rows(
-            {**row, "because": "see the error below"} if row["state"] == "undecided" else row
+            {**row, "reason": "see the error below"} if row["state"] == "undecided" else row
             for row in shown
             if everything or is_asked_for(row)
         )
@@ -88,7 +88,7 @@ def print_rows(rows: Iterable[Mapping[str, str]], title: str | None = None) -> N
     styled = ({**row, "state": (row["state"], _STYLES.get(row["state"], ""))} for row in rows)
     columns: tuple[str, ...] = _COLUMNS
     if console().width < _ROOM:
-        told = "{because}\n{distribution} {version} ({api_version})"
+        told = "{reason}\n{distribution} {version} ({api_version})"
         styled = ({**row, _BOTH: told.format(**row).replace("()", "")} for row in styled)
         columns = ("kind", "name", "state", _BOTH)
     cells = ([row[column] for column in columns] for row in styled)
@@ -128,7 +128,7 @@ def _print(one: Explanation, config: str | None) -> None:
     out = console()
     head = Text(f"{one.kind} {one.name}: ")
     head.append(one.state, style=_STYLES.get(one.state, "bold"))
-    out.print(head.append(f", {one.because}"))
+    out.print(head.append(f", {one.reason}"))
     print_terms(one.steps)
     last = [] if config is None else [f"config file: {config}"]
     last += [] if one.state == "active" else [f"to have it: {one.advice}"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from accelerate_core.config.files import ConfigFile
 from accelerate_core.config.handlers import TorchDynamoPlugin
 from accelerate_core.config.lookup import Sources, resolve_core
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.contract.capabilities import lacking
 from accelerate_core.contract.topology import Topology, read_topology
 from accelerate_core.errors import AccelerateError, ConfigurationError, PluginVersionError
@@ -50,8 +50,8 @@ def planned_run(
         ConfigurationError: a variable of this process's rank, or a setting, is wrong.
     """
     topology = read_topology(environ)
-    alone = Topology().because
-    is_rank = topology.because != alone
+    alone = Topology().source
+    is_rank = topology.source != alone
     launched = num_processes is not None or (config is not None and not is_rank)
     given = {} if num_processes is None else {"num_processes": num_processes}
     try:
@@ -69,9 +69,9 @@ def planned_run(
         if launched:
             environ = theirs
             topology = read_topology(theirs)
-        if launched and topology.because == alone:
+        if launched and topology.source == alone:
             asked = num_processes is not None
-            origin = "as asked here" if asked else plan.because["num_processes"].origin
+            origin = "as asked here" if asked else plan.provenance["num_processes"].origin
             topology = Topology(0, plan.num_processes, 0, plan.processes_per_machine, origin)
     values = resolve_core({}, Sources(environ, config), {})
     request = Request({}, environ, topology, config, bool(values["cpu"].value))
@@ -92,11 +92,13 @@ def _import_named(made: Selection) -> None:
             check_api_version(one.record, one.record.load())
         except AccelerateError as error:
             one.state = "refused" if isinstance(error, PluginVersionError) else "broken"
-            one.because = str(error)
+            one.reason = str(error)
             one.error = error
 
 
-def _refuse_misfit(backend: Selection, precision: Selection, values: Mapping[str, Because]) -> None:
+def _refuse_misfit(
+    backend: Selection, precision: Selection, values: Mapping[str, SourcedValue]
+) -> None:
     """Refuse a named precision that the backend does not accept, in the words of a run."""
     if precision.wanted.value is None or not (backend.active and precision.active):
         return
@@ -114,5 +116,5 @@ def _refuse_misfit(backend: Selection, precision: Selection, values: Mapping[str
             )
         except ConfigurationError as error:
             one.state = "refused"
-            one.because = str(error)
+            one.reason = str(error)
             one.error = error

@@ -26,10 +26,10 @@ def rows(run: PlannedRun, *, ask_trackers: bool = False) -> list[dict[str, str]]
     """
     made = []
     for one in installed().plugins:
-        state, because = state_of(one, run, ask_trackers=ask_trackers)
+        state, reason = state_of(one, run, ask_trackers=ask_trackers)
         row = {"kind": one.kind, "name": one.name, "distribution": one.distribution}
         row |= {"version": one.version, "api_version": api_of(one)}
-        made.append({**row, "state": state, "because": because})
+        made.append({**row, "state": state, "reason": reason})
     return made
 
 
@@ -41,14 +41,14 @@ def problem_of(kind: str, run: PlannedRun) -> str:
     if selection.error is not None:
         return str(selection.error)
     if selection.wanted.value is not None:
-        for one in selection.considered:
+        for one in selection.candidates:
             if one.error is not None:
                 return str(one.error)
     for one in selection.active:
-        state, because = state_of(one.record, run)
+        state, reason = state_of(one.record, run)
         if state in ("broken", "refused"):  # it is imported when it is made, and not to choose it
-            asked = f"asked for by {one.because}"
-            return f"The {kind} plugin {one.record.label} ({asked}) is {state}: {because}."
+            asked = f"asked for by {one.reason}"
+            return f"The {kind} plugin {one.record.label} ({asked}) is {state}: {reason}."
     return ""
 
 
@@ -63,20 +63,20 @@ def state_of(
     """Return the state of a plugin in a run, and why."""
     if record.name in disabled_names(run.environ):
         return "disabled", "ACCELERATE_DISABLED_PLUGINS"
-    state, because = "available", "not asked for"
+    state, reason = "available", "not asked for"
     if record.kind == "tracker" and ask_trackers:
-        state, because = _tracker_state(record, run.environ)
+        state, reason = _tracker_state(record, run.environ)
     elif (made := run.selections.get(record.kind)) is not None:
-        found = [one for one in made.considered if one.record is record]
+        found = [one for one in made.candidates if one.record is record]
         if found and (made.error is None or found[0].error is not None):
-            state, because = found[0].state, found[0].because
+            state, reason = found[0].state, found[0].reason
         elif made.error is not None:
             state = "undecided"
-            because = str(made.error)
+            reason = str(made.error)
     if record.failure is not None:
         return "broken", f"{type(record.failure).__name__}: {record.failure}"
     if state not in ("available", "undecided") and record.loaded is not None:
-        return state, because
+        return state, reason
     # What would not work if it were asked for is told without an import.
     missing = "" if record.loaded is not None else stated(record.target).missing
     if missing:
@@ -85,7 +85,7 @@ def state_of(
     if api and int(api.split(".")[0]) != API_VERSION[0]:
         ours = ".".join(map(str, API_VERSION))
         return "refused", f"written for version {api} of the contract; this core speaks {ours}"
-    return state, because
+    return state, reason
 
 
 def api_of(record: PluginRecord) -> str:

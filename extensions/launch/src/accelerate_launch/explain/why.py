@@ -40,7 +40,7 @@ class Explanation:
     kind: str
     name: str
     state: str
-    because: str
+    reason: str
     steps: list[tuple[str, str]] = field(default_factory=list)
     advice: str = ""
     problem: str = ""
@@ -74,8 +74,8 @@ def missing(name: str) -> MissingPluginError:
 
 
 def _explained(record: PluginRecord, run: PlannedRun) -> Explanation:
-    state, because = state_of(record, run, ask_trackers=True)
-    made = Explanation(record.kind, record.name, state, because)
+    state, reason = state_of(record, run, ask_trackers=True)
+    made = Explanation(record.kind, record.name, state, reason)
     made.advice = _ASK_FOR_IT[record.kind].format(name=record.name)
     made.steps += [("installed", f"{_release(record)}, entry point {record.target}")]
     api = api_of(record)
@@ -95,7 +95,7 @@ def _explained(record: PluginRecord, run: PlannedRun) -> Explanation:
         made.problem = problem_of(record.kind, run)
         made.steps += _steps(made, record, run, selection)
     elif record.kind == "tracker":
-        made.steps.append(("log_with='all'", because))
+        made.steps.append(("log_with='all'", reason))
     if stated(record.target).explains and state not in ("disabled", "broken", "refused"):
         try:
             told = record.load().explain_choice(Sources(run.environ, run.config))
@@ -126,10 +126,10 @@ def _steps(
         named = f"{named}: {usual}"
     yield "asked for by name", named
     if record.kind == "backend":
-        yield "processes", f"{run.topology.num_processes}, {run.topology.because}"
+        yield "processes", f"{run.topology.num_processes}, {run.topology.source}"
     for name in sorted(record.triggers):
-        fired = name in made.fired
-        yield f"trigger {name}", f"fires: {made.fired[name].because}" if fired else "does not fire"
+        hit = made.trigger_hits.get(name)
+        yield f"trigger {name}", f"fires: {hit.reason}" if hit else "does not fire"
     if not record.triggers and rule.claims:
         yield (
             "triggers",
@@ -138,13 +138,13 @@ def _steps(
     if made.error is not None:
         yield "selection", f"it fails: {made.error}"
         return
-    for one in made.considered:
+    for one in made.candidates:
         if one.record is record:
             chosen = one.state == "active" != told.state  # it is not imported to be chosen
-            asked = f", though chosen because of {one.because}" if chosen else ""
-            yield "decision", f"{told.state}{asked}: {told.because}"
+            asked = f", though chosen because of {one.reason}" if chosen else ""
+            yield "decision", f"{told.state}{asked}: {told.reason}"
         elif one.state != "available":
-            yield f"against {one.record.name}", f"{one.state}: {one.because}"
+            yield f"against {one.record.name}", f"{one.state}: {one.reason}"
     for one in made.active:
         if one.record is not record and not rule.several:
-            yield "chosen", f"{one.record.label}, because of {one.because}"
+            yield "chosen", f"{one.record.label}, because of {one.reason}"

@@ -251,7 +251,7 @@ def damaged(ctx: CheckContext) -> str:
 def blame(ctx: CheckContext) -> None:
     """A target where nothing is is refused by name, and the error names the checkpointer."""
     run = Training(ctx)
-    record = find(ctx.kind, ctx.name, because="plugins check")
+    record = find(ctx.kind, ctx.name, source="plugins check")
     told = raised(CheckpointError, lambda: run.load(_target(ctx, "never_saved")))
     assert told, "load_state took a target where nothing is"
     notes = " ".join(getattr(told, "__notes__", ()))

@@ -63,10 +63,10 @@ def settings(ctx: CheckContext) -> str:
         expected = getattr(cls(**{name: value}), name)
         environ = Sources({variable: text})
         file = _config(f"{section}:\n  {name}: {text}\n")
-        made, because = resolve_settings(cls, None, environ, owner=owner)
+        made, provenance = resolve_settings(cls, None, environ, owner=owner)
         ctx.equal(getattr(made, name), expected, f"{name} by {variable}={text}")
         origin = f"environment variable {variable}"
-        ctx.equal(because[name].origin, origin, "where it came from")
+        ctx.equal(provenance[name].origin, origin, "where it came from")
         made, _ = resolve_settings(cls, None, Sources({}, file), owner=owner)
         ctx.equal(getattr(made, name), expected, f"{name} by {section}.{name}")
         made, _ = resolve_settings(cls, cls(**{name: field.default}), environ, owner=owner)

@@ -43,7 +43,7 @@ _UNTRIED = ("context_parallel", "run_schedule")
 
 
 def _record_of(ctx: CheckContext) -> PluginRecord:
-    return find(ctx.kind, ctx.name, because="plugins check")
+    return find(ctx.kind, ctx.name, source="plugins check")
 
 
 @check(*SUITE_KINDS, alone=True)
@@ -213,13 +213,15 @@ def hooks(ctx: CheckContext) -> str:
 @check("backend", "extension", alone=True)
 def selection(ctx: CheckContext) -> str | None:
     """It is chosen by name and by its triggers, without a tie, and stays out where they are false."""
-    from accelerate_core.config.provenance import Because
+    from accelerate_core.config.provenance import SourcedValue
     from accelerate_core.contract.topology import Topology
-    from accelerate_core.plugins.selection import Request, fired_triggers, select
+    from accelerate_core.plugins.selection import Request, select, trigger_hits
 
     record = _record_of(ctx)
     one = Topology()
-    chosen = select(ctx.kind, Request({}, {}, one), Because(ctx.name, "plugins check")).or_raise()
+    chosen = select(
+        ctx.kind, Request({}, {}, one), SourcedValue(ctx.name, "plugins check")
+    ).or_raise()
     ctx.equal([its.record.name for its in chosen.active], [ctx.name], "what its name chooses")
     if not record.triggers:
         return "by name only: it has no triggers"
@@ -228,7 +230,7 @@ def selection(ctx: CheckContext) -> str | None:
         topology = Topology(0, 2, 0, 2, "as checked") if trigger == "multi_process" else one
         environ = {trigger: "1"} if trigger == trigger.upper() else {}
         request = Request({}, environ, topology)
-        if trigger not in fired_triggers(request):
+        if trigger not in trigger_hits(request):
             continue  # a constructor argument or a key of a file: it takes a value of its own
         claim = record.load().detect(request)
         found.append(f"{trigger}: {claim.priority if claim else 'no claim'}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 from accelerate_launch.plan import LaunchPlan, Target
 from accelerate_launch.start import child_environment, choose_launcher
 from accelerate_testing.checks import changed, check
@@ -54,7 +54,7 @@ accelerator.end_training()
 _FUNCTIONS = """
 import json, os, sys
 from pathlib import Path
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import SourcedValue
 from accelerate_launch.notebook import PrepareForLaunch
 from accelerate_launch.plan import LaunchPlan, Target
 from accelerate_launch.start import choose_launcher
@@ -78,7 +78,7 @@ if __name__ == "__main__":
     plan = LaunchPlan(
         Target("work", kind="function"), int(count), launcher=launcher, start_method=method,
         environment={"ACCELERATE_MIXED_PRECISION": "bf16"},
-        because={"launcher": Because(launcher, "plugins check")},
+        provenance={"launcher": SourcedValue(launcher, "plugins check")},
     )
     before = dict(os.environ)
     start(work, (str(folder), ""), plan)
@@ -105,7 +105,7 @@ def _plan(
             num_processes=count,
             launcher=ctx.name,
             environment={"ACCELERATE_MIXED_PRECISION": "bf16"},
-            because={"launcher": Because(ctx.name, "plugins check")},
+            provenance={"launcher": SourcedValue(ctx.name, "plugins check")},
         )
         answer = ctx.found().accepts(plan)
         assert isinstance(answer, bool), f"accepts answers with {answer!r}, and no bool"
