@@ -1,6 +1,6 @@
 """Checkpoints in shards: torch.distributed.checkpoint inside the core's atomic directory.
 
-Each rank gives what it holds, as boxes of whole tensors, so that any layout reads what another one
+Each rank gives what it holds, as shards of whole tensors, so that any layout reads what another one
 wrote. Megatron's own writer is not used: it pickles, and starts a process that runs the main script
 again.
 """
@@ -18,7 +18,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from accelerate_checkpoint import Box, BoxReader, BoxWriter, SafeReader, read_metadata
+from accelerate_checkpoint import (
+    SafeReader,
+    TensorShard,
+    TensorShardReader,
+    TensorShardWriter,
+    read_metadata,
+)
 from accelerate_core.plugin import CheckpointError
 from accelerate_megatron.engine import Engine
 from accelerate_megatron.shards import Part
@@ -27,15 +33,15 @@ _PLAIN = "plain.json"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _PartBox(Box):
-    """A run of a tensor in memory, and the box of a stored tensor that it is."""
+class _PartShard(TensorShard):
+    """A run of a tensor in memory, and the shard of a stored tensor that it is."""
 
     part: Part
 
 
 def save(engines: list[Engine], directory: Path, *, optimizers: bool) -> None:
     """Write models and optimizers of all ranks into `directory`."""
-    found = [box for number, engine in enumerate(engines) for box in _model(number, engine)]
+    found = [shard for number, engine in enumerate(engines) for shard in _model(number, engine)]
     plain: list[Any] = []
     if optimizers:
         for number, engine in enumerate(engines):
@@ -47,7 +53,7 @@ def save(engines: list[Engine], directory: Path, *, optimizers: bool) -> None:
         (directory / _PLAIN).write_text(json.dumps({"vocab_sizes": sizes, "optimizers": plain}))
     dist.barrier()
     writer = dcp.FileSystemWriter(directory, sync_files=True, overwrite=False)
-    dcp.save({}, storage_writer=writer, planner=BoxWriter(found))
+    dcp.save({}, storage_writer=writer, planner=TensorShardWriter(found))
 
 
 def load(engines: list[Engine], directory: Path, *, optimizers: bool, strict: bool) -> None:
@@ -59,13 +65,13 @@ def load(engines: list[Engine], directory: Path, *, optimizers: bool, strict: bo
     """
     metadata = read_metadata(directory)
     stored = metadata.state_dict_metadata
-    boxes = [box for number, engine in enumerate(engines) for box in _model(number, engine)]
+    shards = [shard for number, engine in enumerate(engines) for shard in _model(number, engine)]
     try:
         beside = json.loads((directory / _PLAIN).read_text())
         vocab_sizes, plain = beside["vocab_sizes"], beside["optimizers"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory / _PLAIN} cannot be read: {error}") from error
-    _compare(directory, boxes, stored, strict)
+    _compare(directory, shards, stored, strict)
     # Embeddings are padded as a layout needs it, so their shapes do not tell.
     for number, (there, engine) in enumerate(zip(vocab_sizes, engines, strict=False)):
         if there != engine.vocab_size:
@@ -73,7 +79,7 @@ def load(engines: list[Engine], directory: Path, *, optimizers: bool, strict: bo
                 f"{directory}: model {number} had a vocabulary of {there} tokens when it was saved, and "
                 f"has one of {engine.vocab_size}."
             )
-    boxes = [box for box in boxes if box.key in stored]
+    shards = [shard for shard in shards if shard.key in stored]
     if not optimizers:
         plain = []
     else:
@@ -89,10 +95,12 @@ def load(engines: list[Engine], directory: Path, *, optimizers: bool, strict: bo
     for number, engine in enumerate(engines if optimizers else []):
         names = plain[number]["keys"] if plain[number] else []
         read.append(_allocate(engine, names))
-        boxes += _optimizer(number, engine, read[-1], names)
+        shards += _optimizer(number, engine, read[-1], names)
     try:
         dcp.load(
-            {}, storage_reader=SafeReader(directory, metadata), planner=BoxReader(boxes, stored)
+            {},
+            storage_reader=SafeReader(directory, metadata),
+            planner=TensorShardReader(shards, stored),
         )
     except Exception as error:
         raise CheckpointError(f"{directory} cannot be read: {error}") from error
@@ -106,19 +114,19 @@ def load(engines: list[Engine], directory: Path, *, optimizers: bool, strict: bo
 # --- what there is ------------------------------------------------------------------------------
 
 
-def _model(number: int, engine: Engine) -> Iterator[_PartBox]:
+def _model(number: int, engine: Engine) -> Iterator[_PartShard]:
     for parameter, parts in engine.parts.items():
         for part in parts:
             flat = parameter.detach().reshape(-1)
-            yield _box(f"model.{number}.", part, flat, 0, main=not any(part.replica))
+            yield _shard(f"model.{number}.", part, flat, 0, main=not any(part.replica))
 
 
-def _box(prefix: str, part: Part, flat: torch.Tensor, first: int, *, main: bool) -> _PartBox:
+def _shard(prefix: str, part: Part, flat: torch.Tensor, first: int, *, main: bool) -> _PartShard:
     size = 1
     for length in part.shape:
         size *= length
     run = flat[part.start - first : part.start - first + size]
-    return _PartBox(
+    return _PartShard(
         key=prefix + part.key,
         tensor=run.view(part.shape),
         size=part.size,
@@ -133,7 +141,7 @@ def _optimizer(
     engine: Engine,
     states: dict[torch.Tensor, dict[str, torch.Tensor]] | None = None,
     names: list[str] | None = None,
-) -> Iterator[_PartBox]:
+) -> Iterator[_PartShard]:
     """Yield what the optimizer keeps of each parameter: its fp32 copy, and its state.
 
     Args:
@@ -146,11 +154,11 @@ def _optimizer(
         split = end - first < parameter.numel() or engine.distributed
         for part in engine.parts[parameter]:
             replica = part.replica[:-1] if split else part.replica
-            for box in part.within(first, end):
+            for shard in part.within(first, end):
                 for name, value in kept.items():
                     prefix = f"optimizer.{number}.{name}."
                     flat = value.detach().reshape(-1)
-                    yield _box(prefix, box, flat, first, main=not any(replica))
+                    yield _shard(prefix, shard, flat, first, main=not any(replica))
 
 
 def _kept(engine: Engine, parameter: Any, held: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -215,18 +223,18 @@ def _scaler_state(scaler: Any) -> dict[str, Any]:
 # --- reading ------------------------------------------------------------------------------------
 
 
-def _compare(directory: Path, boxes: list[_PartBox], stored: Any, strict: bool) -> None:
+def _compare(directory: Path, shards: list[_PartShard], stored: Any, strict: bool) -> None:
     wrong = []
-    for box in boxes:
-        entry = stored.get(box.key)
+    for shard in shards:
+        entry = stored.get(shard.key)
         if not isinstance(entry, TensorStorageMetadata):
-            wrong += [f"{box.key} is missing there"] if strict else []
-        elif tuple(entry.size) != box.part.size and not box.part.padded:
+            wrong += [f"{shard.key} is missing there"] if strict else []
+        elif tuple(entry.size) != shard.part.size and not shard.part.padded:
             wrong.append(
-                f"{box.key} has shape {list(entry.size)} there and {list(box.part.size)} here"
+                f"{shard.key} has shape {list(entry.size)} there and {list(shard.part.size)} here"
             )
     keys: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(keys, {box.key for box in boxes})
+    dist.all_gather_object(keys, {shard.key for shard in shards})
     known = set().union(*keys)
     lost = [key for key in stored if key.startswith("model.") and key not in known]
     wrong += [f"{key} is in no model here" for key in lost] if strict else []

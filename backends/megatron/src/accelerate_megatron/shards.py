@@ -16,13 +16,13 @@ from accelerate_megatron.library import imported
 
 @dataclass(frozen=True)
 class Part:
-    """A contiguous run of a local tensor's elements, and the box of a whole tensor that it is.
+    """A contiguous run of a local tensor's elements, and the shard of a whole tensor that it is.
 
     Attributes:
         key: name of the whole tensor, the same on every rank.
         size: its shape.
-        offset: where the box begins.
-        shape: of the box, with as many dimensions as `size`.
+        offset: where the shard begins.
+        shape: of the shard, with as many dimensions as `size`.
         start: first element of the local tensor, counted flat.
         replica: which copy of it this is, its last number that among data ranks; the one of zeros
             is written.
@@ -38,22 +38,22 @@ class Part:
     padded: bool = False
 
     def within(self, first: int, end: int) -> Iterator[Part]:
-        """Yield the boxes of those elements `first` to `end` of the local tensor that are in it."""
+        """Yield the shards of those elements `first` to `end` of the local tensor that are in it."""
         low = max(first - self.start, 0)
         high = min(end - self.start, math.prod(self.shape))
         if low < high:
-            for offset, shape, at in boxes(self.shape, low, high):
+            for offset, shape, at in shards(self.shape, low, high):
                 moved = tuple(a + b for a, b in zip(self.offset, offset, strict=True))
                 yield replace(self, offset=moved, shape=shape, start=self.start + at)
 
 
-def boxes(
+def shards(
     shape: Sequence[int], first: int, end: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Cut the elements `first` to `end` of a tensor, counted flat, into boxes.
+    """Cut the elements `first` to `end` of a tensor, counted flat, into shards.
 
     Yields:
-        Offset and shape of each box, and its first element, counted flat.
+        Offset and shape of each shard, and its first element, counted flat.
     """
     if not shape:
         yield (), (), 0
@@ -62,15 +62,15 @@ def boxes(
     line, rest = divmod(first, row)
     if rest or end - first < row:  # a part of one row
         stop = min(end, (line + 1) * row)
-        for offset, size, at in boxes(shape[1:], rest, stop - line * row):
+        for offset, size, at in shards(shape[1:], rest, stop - line * row):
             yield (line, *offset), (1, *size), line * row + at
         if stop < end:
-            yield from boxes(shape, stop, end)
+            yield from shards(shape, stop, end)
         return
     lines = (end - first) // row
     yield (line, *(0 for _ in shape[1:])), (lines, *shape[1:]), first
     if first + lines * row < end:
-        yield from boxes(shape, first + lines * row, end)
+        yield from shards(shape, first + lines * row, end)
 
 
 def parts_of_plain(module: nn.Module, rank: int) -> dict[torch.Tensor, list[Part]]:

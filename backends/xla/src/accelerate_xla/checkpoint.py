@@ -14,7 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from accelerate_checkpoint import Box, BoxReader, BoxWriter, SafeReader, read_metadata
+from accelerate_checkpoint import (
+    SafeReader,
+    TensorShard,
+    TensorShardReader,
+    TensorShardWriter,
+    read_metadata,
+)
 from accelerate_core.plugin import AcceleratorView, CheckpointError
 from accelerate_xla.library import imported
 
@@ -43,27 +49,29 @@ def on_host(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def save(accelerator: AcceleratorView, directory: Path, later: bool) -> Callable[[], None] | None:
     """Write what the devices of this process hold, each shard once; or copy it now and write it later."""
-    boxes: list[Box] = []
+    shards: list[TensorShard] = []
     plain = []
     for number, model in enumerate(accelerator.models):
         state = accelerator.unwrap_model(model).state_dict(keep_vars=True)
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
-                boxes += _boxes(f"model.{number}.{name}", value)
+                shards += _shards(f"model.{number}.{name}", value)
     for number, wrapper in enumerate(accelerator.optimizers):
         state = wrapper.optimizer.state_dict()
         for index, key, value in _values(state):
             if value.ndim:
-                boxes += _boxes(_key(number, index, key), value)
+                shards += _shards(_key(number, index, key), value)
         plain.append(_plain(type(wrapper.optimizer).__name__, state))
-    write = partial(_write, accelerator, boxes, plain, directory)
+    write = partial(_write, accelerator, shards, plain, directory)
     if later and accelerator.num_processes == 1:
         return write
     write()
     return None
 
 
-def _write(accelerator: AcceleratorView, boxes: list[Box], plain: Any, directory: Path) -> None:
+def _write(
+    accelerator: AcceleratorView, shards: list[TensorShard], plain: Any, directory: Path
+) -> None:
     alone = accelerator.num_processes == 1
     if accelerator.is_main_process:
         directory.mkdir(parents=True, exist_ok=True)
@@ -72,7 +80,7 @@ def _write(accelerator: AcceleratorView, boxes: list[Box], plain: Any, directory
         accelerator.wait_for_everyone()
     writer = dcp.FileSystemWriter(directory, sync_files=True, overwrite=False)
     with _quiet():
-        dcp.save({}, storage_writer=writer, planner=BoxWriter(boxes), no_dist=alone)
+        dcp.save({}, storage_writer=writer, planner=TensorShardWriter(shards), no_dist=alone)
 
 
 @contextmanager
@@ -85,22 +93,22 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _boxes(key: str, tensor: torch.Tensor) -> Iterator[Box]:
+def _shards(key: str, tensor: torch.Tensor) -> Iterator[TensorShard]:
     value = tensor.detach()
     size = tuple(tensor.shape)
     if value.device.type == "xla":
         value = imported("distributed.spmd").wrap_if_sharded(tensor.data)
     if not hasattr(value, "local_shards"):
-        yield Box(key=key, tensor=value.cpu(), size=size, offset=(0,) * len(size))
+        yield TensorShard(key=key, tensor=value.cpu(), size=size, offset=(0,) * len(size))
         return
     with _quiet():
         shards = [(one, one.unpadded_data) for one in value.local_shards]
     for shard, held in shards:
         if shard.replica_id == 0 and shard.indices is not Ellipsis:
             offset = tuple(int(one.start) for one in shard.indices)
-            yield Box(key=key, tensor=held, size=size, offset=offset)
+            yield TensorShard(key=key, tensor=held, size=size, offset=offset)
         elif shard.replica_id == 0 or shard.indices is Ellipsis:
-            yield Box(key=key, tensor=shard.data, size=size, offset=(0,) * len(size))
+            yield TensorShard(key=key, tensor=shard.data, size=size, offset=(0,) * len(size))
             return
 
 
@@ -155,15 +163,17 @@ def load(
         if isinstance(entry, TensorStorageMetadata)
         and (optimizers or not key.startswith("optimizer."))
     }
-    boxes = [
-        Box(key=key, tensor=one, size=tuple(one.shape), offset=(0,) * one.ndim)
+    shards = [
+        TensorShard(key=key, tensor=one, size=tuple(one.shape), offset=(0,) * one.ndim)
         for key, one in read.items()
     ]
     alone = accelerator.num_processes == 1
     try:
         with _quiet():
             reader = SafeReader(directory, metadata)
-            dcp.load({}, storage_reader=reader, planner=BoxReader(boxes, stored), no_dist=alone)
+            dcp.load(
+                {}, storage_reader=reader, planner=TensorShardReader(shards, stored), no_dist=alone
+            )
     except Exception as error:
         raise CheckpointError(f"{directory} cannot be read: {error}") from error
     for number, model in enumerate(accelerator.models):

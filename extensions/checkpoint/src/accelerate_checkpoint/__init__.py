@@ -9,9 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accelerate_checkpoint.boxes import Box as Box
-    from accelerate_checkpoint.boxes import BoxReader as BoxReader
-    from accelerate_checkpoint.boxes import BoxWriter as BoxWriter
     from accelerate_checkpoint.checkpointer import DirectoryCheckpointer as DirectoryCheckpointer
     from accelerate_checkpoint.files import FileEntry as FileEntry
     from accelerate_checkpoint.lease import hold_lease as hold_lease
@@ -34,11 +31,18 @@ if TYPE_CHECKING:
     from accelerate_checkpoint.storage import Storage as Storage
     from accelerate_checkpoint.storage import is_save as is_save
     from accelerate_checkpoint.storage import join as join
+    from accelerate_checkpoint.tensor_shards import TensorShard as TensorShard
+    from accelerate_checkpoint.tensor_shards import TensorShardReader as TensorShardReader
+    from accelerate_checkpoint.tensor_shards import TensorShardWriter as TensorShardWriter
     from accelerate_checkpoint.training_state import TrainingState as TrainingState
 
 #: Module -> its names; each is imported when one of them is first used: commands need no torch.
 _OF_MODULE = {
-    "accelerate_checkpoint.boxes": ("Box", "BoxReader", "BoxWriter"),
+    "accelerate_checkpoint.tensor_shards": (
+        "TensorShard",
+        "TensorShardReader",
+        "TensorShardWriter",
+    ),
     "accelerate_checkpoint.checkpointer": ("DirectoryCheckpointer",),
     "accelerate_checkpoint.files": ("FileEntry",),
     "accelerate_checkpoint.lease": ("hold_lease",),

@@ -1,6 +1,6 @@
-"""Checkpoints of tensors that are here in boxes: planners for torch.distributed.checkpoint.
+"""Checkpoints of sharded tensors: planners for torch.distributed.checkpoint.
 
-What is read is found by the name of a whole tensor and a box of it, so any layout reads what another
+What is read is found by the name of a whole tensor and a shard of it, so any layout reads what another
 one wrote.
 """
 
@@ -32,14 +32,14 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Box:
-    """A tensor in memory, and the box of a stored tensor that it is.
+class TensorShard:
+    """A tensor in memory that is one rectangular part of a stored tensor.
 
     Attributes:
         key: name of the stored tensor.
-        tensor: the values, in the box's shape.
+        tensor: the values, in the shard's shape.
         size: shape of the stored tensor.
-        offset: where the box begins in it.
+        offset: where the shard begins in it.
         main: whether this copy is the one that is written.
     """
 
@@ -60,11 +60,11 @@ class Box:
         return ChunkStorageMetadata(torch.Size(self.offset), self.tensor.shape)
 
 
-class BoxWriter(SavePlanner):
-    """Writes boxes, each by the rank that has its main copy."""
+class TensorShardWriter(SavePlanner):
+    """Writes shards; each is written by the rank that holds its main copy."""
 
-    def __init__(self, boxes: Sequence[Box]) -> None:
-        self._boxes = {box.index: box for box in boxes if box.main}
+    def __init__(self, shards: Sequence[TensorShard]) -> None:
+        self._shards = {shard.index: shard for shard in shards if shard.main}
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
@@ -78,12 +78,12 @@ class BoxWriter(SavePlanner):
                 index=index,
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=box.chunk,
-                    properties=TensorProperties(dtype=box.tensor.dtype),
-                    size=torch.Size(box.size),
+                    chunk=shard.chunk,
+                    properties=TensorProperties(dtype=shard.tensor.dtype),
+                    size=torch.Size(shard.size),
                 ),
             )
-            for index, box in self._boxes.items()
+            for index, shard in self._shards.items()
         ]
         return SavePlan(items)
 
@@ -97,30 +97,30 @@ class BoxWriter(SavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         """Return what is written."""
-        return self._boxes[MetadataIndex(write_item.index.fqn, write_item.index.offset)].tensor
+        return self._shards[MetadataIndex(write_item.index.fqn, write_item.index.offset)].tensor
 
 
-class BoxReader(DefaultLoadPlanner):
-    """Reads boxes, in place, from whatever they were cut into.
+class TensorShardReader(DefaultLoadPlanner):
+    """Reads shards in place, whatever layout they were saved in.
 
     Args:
-        boxes: what is wanted here.
+        shards: what is wanted here.
         stored: the checkpoint's metadata of each key.
     """
 
-    def __init__(self, boxes: Sequence[Box], stored: Mapping[str, Any]) -> None:
+    def __init__(self, shards: Sequence[TensorShard], stored: Mapping[str, Any]) -> None:
         super().__init__()
         self._stored = stored
-        self._by_key: dict[str, list[Box]] = {}
-        for box in boxes:
-            self._by_key.setdefault(box.key, []).append(box)
+        self._by_key: dict[str, list[TensorShard]] = {}
+        for shard in shards:
+            self._by_key.setdefault(shard.key, []).append(shard)
 
     def create_local_plan(self) -> LoadPlan:
-        """Read each box of this rank."""
+        """Read each shard of this rank."""
         items = []
-        for key, boxes in self._by_key.items():
+        for key, shards in self._by_key.items():
             stored: Any = self._stored[key]
-            items += create_read_items_for_chunk_list(key, stored, [b.chunk for b in boxes])
+            items += create_read_items_for_chunk_list(key, stored, [b.chunk for b in shards])
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: Any) -> torch.Tensor:
@@ -130,12 +130,12 @@ class BoxReader(DefaultLoadPlanner):
             read_item: which part is read.
 
         Raises:
-            KeyError: the box does not hold it.
+            KeyError: no shard contains it.
         """
         index = read_item.dest_index
-        for box in self._by_key[index.fqn]:
-            if torch.Size(box.offset) == index.offset:
-                return self._narrowed(box.tensor, read_item)
+        for shard in self._by_key[index.fqn]:
+            if torch.Size(shard.offset) == index.offset:
+                return self._narrowed(shard.tensor, read_item)
         raise KeyError(index)
 
     def _narrowed(self, tensor: torch.Tensor, item: Any) -> torch.Tensor:
