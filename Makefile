@@ -128,7 +128,7 @@ clients-recorded: $(CLIENTS_THEIRS)
 
 soak: $(VENV)/dev.stamp $(CLIENTS_OURS)
 	$(BIN)/python -m pytest $(ARGS)
-	$(BIN)/python tests/drop_in/peer_tests.py --python $(CLIENTS_MADE)/ours/bin/python
+	$(BIN)/python tests/drop_in/original_tests.py --python $(CLIENTS_MADE)/ours/bin/python
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -88,7 +88,7 @@ def main() -> None:
     options = arguments(__doc__, rounds=5)
     shards: dict[str, Shard] = {RAW: raw, OURS: ours}
     skips: dict[str, Any] = {RAW: skipping(by_hand)}
-    from accelerate_core.data.prepare import skip_first_batches
+    from accelerate_core.data.prepare_loader import skip_first_batches
 
     skips[OURS] = skipping(skip_first_batches)
     try:

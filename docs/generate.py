@@ -38,7 +38,7 @@ from accelerate_core.contract.capabilities import (
 from accelerate_core.contract.hooks import HOOKS, HookSpecs, hooks_of_kind
 from accelerate_core.distributed.torch_collectives import TorchCollectives
 from accelerate_core.plugins import discovery
-from accelerate_launch import peer
+from accelerate_launch import accelerate_options
 from accelerate_launch.cli import cli
 from accelerate_launch.commands.plugins import print_rows
 from accelerate_launch.explain.planned_run import planned_run
@@ -257,7 +257,7 @@ def _sources() -> Iterator[tuple[str, ast.Module]]:
     """Yield the name and the tree of every module of ours."""
     for folder in SOURCES:
         for path in sorted(ROOT.glob(f"{folder}/src/**/*.py")):
-            if "served" not in path.parts:  # files of the peer's tests
+            if "served" not in path.parts:  # files of Accelerate's tests
                 parts = path.with_suffix("").parts
                 name = ".".join(parts[parts.index("src") + 1 :]).removesuffix(".__init__")
                 yield name, ast.parse(path.read_text(encoding="utf-8"))
@@ -391,7 +391,7 @@ def launching() -> str:
         [
             "`compute_environment`",
             "",
-            "`LOCAL_MACHINE`; " + peer.REFUSED_OPTIONS["aws_access_key_id"],
+            "`LOCAL_MACHINE`; " + accelerate_options.REFUSED_OPTIONS["aws_access_key_id"],
         ],
         ["`parallelism_config`", "`--parallelism_config_*`", "sizes of a device mesh"],
     ]
@@ -401,7 +401,10 @@ def launching() -> str:
     for extra in sorted({*catalog.KEYS.values()}):
         keys = [f"`{key}`" for key, its in catalog.KEYS.items() if its == extra]
         rows.append([", ".join(keys), "", f"read by the plugin `{extra}` alone"])
-    for table_of, word in ((peer.IGNORED_KEYS, "ignored"), (peer.OBSOLETE_KEYS, "obsolete")):
+    for table_of, word in (
+        (accelerate_options.IGNORED_KEYS, "ignored"),
+        (accelerate_options.OBSOLETE_KEYS, "obsolete"),
+    ):
         rows += [[f"`{key}`", "", f"{word}: {why}"] for key, why in table_of.items()]
     return _filled("launching.md", "keys", "\n".join(table(["key", "option", "meaning"], rows)))
 
@@ -865,7 +868,9 @@ def _options_of_launcher(launcher: Any, name: str) -> Iterator[tuple[str, str]]:
         yield from (
             ("OPTIONS", one) for one in field.cli if not prefix or not one.startswith(prefix)
         )
-        yield from (("KEYS", one) for one in field.yaml if one not in peer.IGNORED_KEYS)
+        yield from (
+            ("KEYS", one) for one in field.yaml if one not in accelerate_options.IGNORED_KEYS
+        )
 
 
 def main() -> None:

@@ -710,11 +710,11 @@ def test_skipping_after_loading_sees_each_sample_once(tmp_path: Path) -> None:
         assert batches(loader) == expected[1]
 
 
-# --- the peer's directories -----------------------------------------------------------------------
+# --- Accelerate's directories -----------------------------------------------------------------------
 
 
 def peers(directory: Path, run: Run, prefix: str = "") -> None:
-    """Write a directory in the peer's documented layout."""
+    """Write a directory in Accelerate's documented layout."""
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True)

@@ -29,7 +29,7 @@ from torch.utils.data import (
 from accelerate_core.data.dispatch.protocol import DispatchError
 from accelerate_core.data.dispatch.transport import CollectiveTransport, GroupTransport
 from accelerate_core.data.loader import DataLoaderDispatcher
-from accelerate_core.data.prepare import skip_first_batches
+from accelerate_core.data.prepare_loader import skip_first_batches
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.torch_collectives import (
     TorchCollectives,

@@ -1,4 +1,4 @@
-"""A stranger's precision meets a stranger's backend: what one needs, the other accepts, or is told."""
+"""A third-party precision meets a third-party backend: what one needs, the other accepts, or is told."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_off_is_off(fields: dict[str, Any]) -> None:
 
 
 def test_a_backend_may_be_an_enum_member() -> None:
-    class Backend(str, enum.Enum):  # noqa: UP042  the peer's enums are of this form
+    class Backend(str, enum.Enum):  # noqa: UP042  Accelerate's enums are of this form
         EAGER = "EAGER"
 
     assert is_compiled_module(compile_model(Net(), dynamo(backend=Backend.EAGER)))

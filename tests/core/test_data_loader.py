@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 from accelerate_core.data.loader import DataLoaderShard
 from accelerate_core.data.order import SeedableRandomSampler
-from accelerate_core.data.prepare import override_even_batches, skip_first_batches
+from accelerate_core.data.prepare_loader import override_even_batches, skip_first_batches
 from accelerate_core.distributed.process import current_runtime
 from accelerate_core.errors import ConfigurationError, MissingPluginError
 from accelerate_drop_in.data_loader import SkipBatchSampler, prepare_data_loader

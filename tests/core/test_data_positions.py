@@ -15,7 +15,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from accelerate_core.data.prepare import skip_first_batches
+from accelerate_core.data.prepare_loader import skip_first_batches
 from accelerate_core.errors import ConfigurationError
 from accelerate_drop_in.data_loader import prepare_data_loader
 

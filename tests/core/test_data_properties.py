@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from accelerate_core.data.order import cursor_over, iterate_from
-from accelerate_core.data.prepare import skip_first_batches
+from accelerate_core.data.prepare_loader import skip_first_batches
 from accelerate_core.data.shard import BatchSamplerShard
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_drop_in.data_loader import prepare_data_loader

@@ -8,7 +8,7 @@ import weakref
 import pytest
 from torch.utils.data import DataLoader
 
-from accelerate_core.data.prepare import skip_first_batches
+from accelerate_core.data.prepare_loader import skip_first_batches
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_drop_in.data_loader import prepare_data_loader
 

@@ -42,7 +42,7 @@ def test_a_missing_package_is_named(code: str, variables: dict[str, str], said: 
     assert said in done.stderr.strip().splitlines()[-1]
 
 
-#: An environment in which everything but the peer's utilities is installed.
+#: An environment in which everything but Accelerate's utilities is installed.
 NO_DROP_IN = """
 import importlib.metadata
 others = (one for one in importlib.metadata.distributions() if one.name != "accelerate-drop-in")

@@ -1,4 +1,4 @@
-"""The Accelerator's public names: the peer's, the plugins' view, and a documented list."""
+"""The Accelerator's public names: Accelerate's, the plugins' view, and a documented list."""
 
 from __future__ import annotations
 

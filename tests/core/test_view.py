@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 VIEWS = [cls for cls in AcceleratorView.__mro__ if cls.__module__ == AcceleratorView.__module__]
 NAMES = {name for cls in VIEWS for name in vars(cls) if not name.startswith("_")}
 PLUGINS = [
-    # Functions of the peer's take what scripts have, an Accelerator with all its names.
-    *(path for path in ROOT.glob("backends/*/src/**/*.py") if path.stem != "peer"),
+    # Functions of Accelerate's take what scripts have, an Accelerator with all its names.
+    *(path for path in ROOT.glob("backends/*/src/**/*.py") if path.stem != "accelerate_names"),
     *ROOT.glob("examples/**/src/**/*.py"),
     *ROOT.glob("extensions/testing/src/accelerate_testing/scaffold/templates/**/src/**/*.py.in"),
 ]

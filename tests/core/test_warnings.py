@@ -15,7 +15,7 @@ from torch import nn
 
 from accelerate_core import Accelerator, ProfileKwargs
 from accelerate_core.contract.capabilities import check_words
-from accelerate_core.data.prepare import override_even_batches
+from accelerate_core.data.prepare_loader import override_even_batches
 from accelerate_core.errors import warn
 from accelerate_tracking import GeneralTracker, TrackerHub
 

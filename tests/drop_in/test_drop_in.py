@@ -1,4 +1,4 @@
-"""The import name of the peer, served when asked."""
+"""The import name of Accelerate, served when asked."""
 
 from __future__ import annotations
 

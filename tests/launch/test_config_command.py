@@ -28,7 +28,7 @@ HOME = "ACCELERATE_CONFIG_HOME"
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    """An environment with a config directory of its own, and the peer's cache."""
+    """An environment with a config directory of its own, and Accelerate's cache."""
     return {HOME: str(tmp_path / "ours"), "HF_HOME": str(tmp_path / "theirs")}
 
 

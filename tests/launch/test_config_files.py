@@ -1,4 +1,4 @@
-"""Config files: the peer's of every version, our templates, and sixty that are wrong."""
+"""Config files: Accelerate's of every version, our templates, and sixty that are wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from accelerate_launch.planning import decide, make_plan
 
 TEMPLATES = sorted((Path(__file__).parents[2] / "examples/config_templates").glob("*.yaml"))
 
-# --- files of the peer ----------------------------------------------------------------------------
+# --- files of Accelerate ----------------------------------------------------------------------------
 
 V0_11 = """
 compute_environment: LOCAL_MACHINE
@@ -210,7 +210,7 @@ def test_every_template_launches_or_says_what_is_missing(template: Path, tmp_pat
         assert gpus or "ACCELERATE_CONFIG_FILE" in result.output
 
 
-#: Every key that the peer's files have for fp8, by each of its spellings.
+#: Every key that Accelerate's files have for fp8, by each of its spellings.
 FP8 = """
 mixed_precision: fp8
 fp8_config:

@@ -1,4 +1,4 @@
-"""Options that plugins contribute, those of the peer's launcher, and launchers of plugins."""
+"""Options that plugins contribute, those of Accelerate's launcher, and launchers of plugins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support import clean_environment
 
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
-from accelerate_launch import peer
+from accelerate_launch import accelerate_options
 from accelerate_launch.cli import cli
 from accelerate_launch.paths import cache_directory
 from accelerate_launch.schemas import plugin_schemas
@@ -31,7 +31,7 @@ attention_softmax_in_fp32 expert_tensor_parallel_size calculate_per_token_loss
 use_rotary_position_embeddings
 """
 
-#: Every option of the peer's launcher, 1.15, and a value it takes; None for a flag.
+#: Every option of Accelerate's launcher, 1.15, and a value it takes; None for a flag.
 PEER: dict[str, str | None] = {
     "quiet": None, "cpu": None, "multi_gpu": None, "tpu": None, "mixed_precision": "bf16",
     "num_processes": "2", "num_machines": "1", "num_cpu_threads_per_process": "1",
@@ -81,10 +81,11 @@ APART = {"multi_gpu", "module", "no_python", "mpirun_hostfile"}
 
 def test_whose_an_option_is_stands_in_the_catalogue_alone() -> None:
     owners = {
-        name: peer.owner_of_option(name) for name in ("tpu", "vm", "fp8_format", "num_machines")
+        name: accelerate_options.owner_of_option(name)
+        for name in ("tpu", "vm", "fp8_format", "num_machines")
     }
     assert owners == {"tpu": "xla", "vm": "xla", "fp8_format": "fp8", "num_machines": None}
-    assert not re.search("megatron|xla|fp8", Path(peer.__file__).read_text())
+    assert not re.search("megatron|xla|fp8", Path(accelerate_options.__file__).read_text())
 
 
 @pytest.mark.parametrize("name", sorted(PEER.keys() - APART))
@@ -93,7 +94,7 @@ def test_every_option_of_the_peer_is_taken_or_refused_with_the_reason(
 ) -> None:
     (tmp_path / "s.py").write_text("")
     value = [PEER[name]] if PEER[name] is not None else []
-    owner = peer.owner_of_option(name)
+    owner = accelerate_options.owner_of_option(name)
     asked = name in catalog.SWITCHES or owner not in {one.name for one in installed().plugins}
     kind = "--mixed_precision" if owner == "fp8" else "--backend"
     more = [] if owner is None or asked else [kind, owner]

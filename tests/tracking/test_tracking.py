@@ -228,7 +228,7 @@ def test_a_blank_tracker_swallows_everything() -> None:
 # --- what log_with may be -------------------------------------------------------------------------
 
 
-class Name(str, enum.Enum):  # noqa: UP042  the peer's enums are of this form
+class Name(str, enum.Enum):  # noqa: UP042  Accelerate's enums are of this form
     MEMORY = "memory"
 
 

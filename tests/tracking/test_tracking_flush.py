@@ -16,7 +16,7 @@ import torch
 
 from accelerate_core import Accelerator
 from accelerate_core.accelerator import saving
-from accelerate_tracking import GeneralTracker, TrackerHub, feeding
+from accelerate_tracking import GeneralTracker, TrackerHub, tracker_threads
 from accelerate_tracking.runs import read_run
 
 
@@ -74,7 +74,7 @@ def wait_for(condition: Any) -> None:
 def test_what_was_logged_is_flushed_soon_without_being_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(feeding, "FLUSH_EVERY", 0.2)
+    monkeypatch.setattr(tracker_threads, "FLUSH_EVERY", 0.2)
     tracker = Buffered()
     hub = TrackerHub(tracker)
     hub.init_trackers("p")
@@ -217,8 +217,8 @@ def test_off_a_terminal_what_is_left_is_told_now_and_then(
         def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
             time.sleep(0.4)
 
-    monkeypatch.setattr(feeding, "SAY_EVERY", 1.0)
-    monkeypatch.setattr(feeding, "REST", 0.0)
+    monkeypatch.setattr(tracker_threads, "SAY_EVERY", 1.0)
+    monkeypatch.setattr(tracker_threads, "REST", 0.0)
     hub = TrackerHub(Slow())
     hub.init_trackers("p")
     for step in range(9):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from accelerate_core.errors import ConfigurationError, TrackerError
-from accelerate_tracking import GeneralTracker, TrackerHub, each, feeding
+from accelerate_tracking import GeneralTracker, TrackerHub, each, tracker_threads
 from accelerate_tracking.runs import read_run
 
 
@@ -185,7 +185,7 @@ def test_a_tracker_that_hangs_in_finish_is_left_and_the_others_end(
 ) -> None:
     hub, picky = make(tmp_path)
     picky.slow_end = 3600
-    monkeypatch.setattr(feeding, "PATIENCE", 0.5)
+    monkeypatch.setattr(tracker_threads, "PATIENCE", 0.5)
     hub.init_trackers("p")
     hub.log_artifact(path=__file__)
     with pytest.warns(RuntimeWarning, match=r"'picky'.* raised in finish.*not done after"):

@@ -264,7 +264,7 @@ def test_a_slow_tracker_does_not_hold_the_step_up() -> None:
 
 
 def test_values_of_a_device_are_read_by_the_writer(hub: TrackerHub, everything: Everything) -> None:
-    from accelerate_tracking.feeding import DeviceRead
+    from accelerate_tracking.tracker_threads import DeviceRead
 
     # Its arithmetic, on the device there is; the copies are waited for where there is a stream.
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"

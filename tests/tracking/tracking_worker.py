@@ -126,9 +126,9 @@ def one_rank_raises() -> None:
 
 
 def stuck() -> None:
-    from accelerate_tracking import feeding
+    from accelerate_tracking import tracker_threads
 
-    feeding.PATIENCE = 1.0
+    tracker_threads.PATIENCE = 1.0
     Slow.seconds = 3600.0
     accelerator, _ = make()
     accelerator.init_trackers("project")

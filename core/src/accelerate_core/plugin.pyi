@@ -60,10 +60,10 @@ from accelerate_core.contract.topology import read_topology as read_topology
 from accelerate_core.contract.view import AcceleratorView as AcceleratorView
 from accelerate_core.contract.view import PrecisionView as PrecisionView
 from accelerate_core.contract.view import SetupView as SetupView
-from accelerate_core.data.feeding import look_ahead as look_ahead
+from accelerate_core.data.device_feed import look_ahead as look_ahead
 from accelerate_core.data.loader import DataLoaderShard as DataLoaderShard
 from accelerate_core.data.loader import LoaderOptions as LoaderOptions
-from accelerate_core.data.prepare import prepare_loader as prepare_loader
+from accelerate_core.data.prepare_loader import prepare_loader as prepare_loader
 from accelerate_core.data.rng import GENERATORS as GENERATORS
 from accelerate_core.distributed.communicator import Communicator as Communicator
 from accelerate_core.distributed.process import process_global as process_global

@@ -250,7 +250,9 @@ def test_the_stand_in_has_the_signatures_of_the_library():
 
 def test_the_engine_uses_what_the_library_exports():
     folder = Path(engine.__file__).parent
-    source = "".join((folder / name).read_text() for name in ("transformer_engine.py", "peer.py"))
+    source = "".join(
+        (folder / name).read_text() for name in ("transformer_engine.py", "accelerate_names.py")
+    )
     used = set(re.findall(r"\bte\.([A-Za-z_0-9]+)", source)) - {"Linear`", "pytorch"}
     used |= set(re.findall(r"_te\.([A-Za-z_0-9]+)", source))
     exported = {
@@ -664,7 +666,7 @@ def test_frozen_weights_alone_are_kept_in_8_bits(te, tmp_path):
         accelerator(TERecipeKwargs(quantized_weights=True))
 
 
-# --- functions of the peer's ------------------------------------------------------------------------------
+# --- functions of Accelerate's ------------------------------------------------------------------------------
 
 
 def test_the_peers_functions(te):

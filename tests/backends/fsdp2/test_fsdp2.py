@@ -22,11 +22,13 @@ def runs():
     return {}
 
 
-@pytest.mark.parametrize("case", case_names(HERE / "peer_worker.py"))
+@pytest.mark.parametrize("case", case_names(HERE / "accelerate_names_worker.py"))
 def test_functions_of_the_peer(runs, case):
     if "peer" not in runs:
         environment = {"OMP_NUM_THREADS": "1"}
-        runs["peer"] = run_workers(HERE / "peer_worker.py", 2, timeout=120, env=environment)
+        runs["peer"] = run_workers(
+            HERE / "accelerate_names_worker.py", 2, timeout=120, env=environment
+        )
     check_case(runs["peer"], case)
 
 

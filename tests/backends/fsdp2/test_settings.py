@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallelPlugin`: the peer's names, from every source, and what FSDP1 had."""
+"""`FullyShardedDataParallelPlugin`: Accelerate's names, from every source, and what FSDP1 had."""
 
 from __future__ import annotations
 

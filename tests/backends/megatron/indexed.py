@@ -335,7 +335,7 @@ def a_rank_that_fails_holds_up_nobody() -> None:
     assert cached
     if accelerator.is_main_process:
         for one in cached:
-            one.write_bytes(pickle.dumps("a stranger's"))
+            one.write_bytes(pickle.dumps("a third-party"))
     accelerator.wait_for_everyone()
     with pytest.raises(ConfigurationError, match="no array of numbers: delete it"):
         build()

@@ -217,7 +217,7 @@ def the_drop_in_calls_and_counts_as_the_peer_does() -> None:
 
 @case
 def the_drop_in_reads_indexed_data_as_the_peer_does() -> None:
-    """The peer's own script: three times the stand-in, next(), model(**batch)."""
+    """Accelerate's own script: three times the stand-in, next(), model(**batch)."""
     import accelerate_drop_in
 
     accelerate_drop_in.install()

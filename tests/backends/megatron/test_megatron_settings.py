@@ -1,4 +1,4 @@
-"""`MegatronLMPlugin`: the peer's names from every source, what is refused, and what does not divide."""
+"""`MegatronLMPlugin`: Accelerate's names from every source, what is refused, and what does not divide."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_each_field_of_the_peer_is_there_in_its_place():
     assert shown == [*told, "forward_runs_step=False", "multiply_batch=False"]
 
 
-#: Field -> a text and its value; all that the peer's launcher passes on.
+#: Field -> a text and its value; all that Accelerate's launcher passes on.
 TEXTS = {
     "tp_degree": ("2", 2), "pp_degree": ("2", 2), "num_micro_batches": ("4", 4),
     "use_custom_fsdp": ("False", False), "no_load_optim": ("True", True),

@@ -421,7 +421,7 @@ def test_what_tpu_config_refuses(
     assert message in " ".join(result.output.split())
 
 
-# --- names of the peer ----------------------------------------------------------------------------
+# --- names of Accelerate ----------------------------------------------------------------------------
 
 DROP_IN = """
 import sys

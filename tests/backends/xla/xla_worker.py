@@ -371,7 +371,7 @@ def random_numbers() -> Any:
 
 @case("cpu", "one")
 def compilers() -> Any:
-    """Both of the peer's names stand for torch_xla's compiler."""
+    """Both of Accelerate's names stand for torch_xla's compiler."""
     found = {}
     for name in ("openxla", "torchxla_trace_once", "aot_torchxla_trace_once"):
         name = "eager" if sys.argv[1] == "cpu" else name

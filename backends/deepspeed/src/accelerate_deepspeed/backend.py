@@ -29,7 +29,7 @@ from accelerate_core.plugin import (
     resolve_settings,
     wrap_forward,
 )
-from accelerate_deepspeed import automatic, checkpoint, library, pending
+from accelerate_deepspeed import automatic, checkpoint, cycle_gradients, library
 from accelerate_deepspeed.config import HfDeepSpeedConfig
 from accelerate_deepspeed.engines import (
     DeepSpeedEngineWrapper,
@@ -37,8 +37,7 @@ from accelerate_deepspeed.engines import (
     TrainedEngine,
     use_smallest_scale,
 )
-from accelerate_deepspeed.optimizers import DummyOptim, DummyScheduler
-from accelerate_deepspeed.prepare import (
+from accelerate_deepspeed.make_engines import (
     Job,
     assign,
     check_storage,
@@ -46,6 +45,7 @@ from accelerate_deepspeed.prepare import (
     micro_batch,
     trains_something,
 )
+from accelerate_deepspeed.optimizers import DummyOptim, DummyScheduler
 from accelerate_deepspeed.sequence import TransformersUlysses
 from accelerate_deepspeed.settings import (
     DeepSpeedPlugin,
@@ -543,7 +543,7 @@ class DeepSpeedBackend(Backend):
         one = self.engines.of(model)
         if one is None:
             return super().pending_gradients(accelerator, model, parameters)
-        return pending.read(one)
+        return cycle_gradients.read(one)
 
     def load_pending_gradients(
         self,
@@ -557,7 +557,7 @@ class DeepSpeedBackend(Backend):
         if one is None:
             super().load_pending_gradients(accelerator, model, gradients, factor)
         else:
-            pending.write(one, gradients)
+            cycle_gradients.write(one, gradients)
 
     def consolidate(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict on rank 0, with stage 3 an empty one elsewhere."""

@@ -389,7 +389,7 @@ class Engines:
 class DeepSpeedEngineWrapper:
     """What `accelerator.deepspeed_engine_wrapped` is: the newest engine, as `engine`.
 
-    The peer's calls `step()` in its `backward`; here the loop does, so this one only looks.
+    Accelerate's calls `step()` in its `backward`; here the loop does, so this one only looks.
     """
 
     def __init__(self, engine: Any) -> None:

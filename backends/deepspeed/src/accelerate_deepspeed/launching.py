@@ -27,7 +27,7 @@ class DeepSpeedLauncher:
     def accepts(self, plan: Any) -> bool:
         """Whether a host file or a launcher of DeepSpeed's is asked for."""
         kind = _said(plan, "multinode_launcher")
-        # "standard" is the peer's word for torchrun on each machine.
+        # "standard" is Accelerate's word for torchrun on each machine.
         return kind != "standard" and bool(kind or _said(plan, "hostfile"))
 
     def launch_command(self, plan: Any) -> list[str]:

@@ -228,7 +228,7 @@ class DeepSpeedPlugin(BackendSettings):
         """Refuse: plugins are chosen by name, so that the others are let go.
 
         Raises:
-            NotImplementedError: always, as in the peer.
+            NotImplementedError: always, as in Accelerate.
         """
         raise NotImplementedError(
             "Choose a plugin by accelerator.state.select_deepspeed_plugin(name)."

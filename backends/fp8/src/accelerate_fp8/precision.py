@@ -36,7 +36,7 @@ _ENGINES: dict[str, tuple[str, str, type[Any]]] = {
     "MSAMP": ("accelerate_fp8.msamp", "MSAMP", MSAMPRecipeKwargs),
 }
 
-#: What the peer's launcher writes for every engine, where that is no default here.
+#: What Accelerate's launcher writes for every engine, where that is no default here.
 _PEERS_DEFAULTS = {"amax_compute_algo": "most_recent", "enable_fsdp_float8_all_gather": True}
 
 
@@ -90,7 +90,7 @@ class FP8(Precision):
         self._converted: list[tuple[str, list[Layer]]] = []
 
     def _refuse_options_of_others(self, given: Any, recipe: type[Any], sources: Sources) -> None:
-        """Refuse what is said to another engine, but what the peer's launcher writes for all."""
+        """Refuse what is said to another engine, but what Accelerate's launcher writes for all."""
         for word in ("FPROP", "DGRAD", "WGRAD"):
             variable = f"ACCELERATE_FP8_OVERRIDE_{word}"
             if env_flag(sources.environ, variable):
@@ -160,7 +160,7 @@ class FP8(Precision):
         self._converted.clear()
 
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
-        """Serve what the peer's scripts ask: the engine and the recipe."""
+        """Serve what Accelerate's scripts ask: the engine and the recipe."""
         names = {
             "AO": "ao_recipe_handler",
             "TE": "te_recipe_handler",

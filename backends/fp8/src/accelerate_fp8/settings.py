@@ -126,7 +126,7 @@ TE_RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "nvfp4": ("NVFP4BlockScaling", ()),
 }
 _TE_OPTIONS = TE_RECIPES["delayed"][1]
-#: The peer's variables have one of these each.
+#: Accelerate's variables have one of these each.
 _PASSES = ("FPROP", "DGRAD", "WGRAD")
 _FORMATS, _ALGORITHMS = ("HYBRID", "E4M3", "E5M2"), ("max", "most_recent")
 
@@ -155,7 +155,7 @@ class TERecipeKwargs(KwargsHandler):
         amax_history_len: steps whose largest values are kept (`delayed`).
         amax_compute_algo: `max` of the history, or `most_recent` (`delayed`).
         override_linear_precision: gone from the library; all False is the only value.
-        use_mxfp8_block_scaling: the peer's name for `recipe="mxfp8"`.
+        use_mxfp8_block_scaling: Accelerate's name for `recipe="mxfp8"`.
         recipe: `delayed`, `current`, `block`, `mxfp8` or `nvfp4`, or a recipe of the library's,
             which is taken as it is; None: `mxfp8` where it was asked for by its other name, or else
             `delayed`.

@@ -367,7 +367,7 @@ class TorchTensorParallelConfig(KwargsHandler):
 
     `plan` maps names of modules, with `*` for one part of a name, to a style: `colwise`, `rowwise`,
     `sequence` or one of torch's `ParallelStyle` objects. Without one, the model's own `tp_plan` is
-    taken. `enable_async_tp` is accepted as the peer has it, and refused.
+    taken. `enable_async_tp` is accepted as Accelerate has it, and refused.
     """
 
     enable_async_tp: bool = option(default=False, help="overlap communication with matmuls")

@@ -31,8 +31,7 @@ from accelerate_core.plugin import (
 from accelerate_megatron import checkpoint, library, models
 from accelerate_megatron.data import IndexedLoader, MegatronLMDummyDataLoader, place_loaders
 from accelerate_megatron.engine import Engine, build_optimizer
-from accelerate_megatron.module import GPT, CausalLMOutput, MegatronModel
-from accelerate_megatron.prepare import (
+from accelerate_megatron.make_models import (
     Made,
     Run,
     assign,
@@ -41,6 +40,7 @@ from accelerate_megatron.prepare import (
     multiplied,
     wrapped,
 )
+from accelerate_megatron.module import GPT, CausalLMOutput, MegatronModel
 from accelerate_megatron.schedule import run
 from accelerate_megatron.scheduler import MegatronLMDummyScheduler, build_scheduler
 from accelerate_megatron.settings import MegatronLMPlugin, Sizes, check_sizes

@@ -630,7 +630,7 @@ _OF_LOADERS: Mapping[str, Any] = {
     "full_validation": False,
 }
 _FILES = "files on a disk that all machines share"
-#: What the peer's options of data have that is said otherwise here.
+#: What Accelerate's options of data have that is said otherwise here.
 _ELSEWHERE: Mapping[str, str] = {
     "mock_data": "write documents with IndexedDatasetBuilder of megatron.core.datasets.indexed_dataset",
     "data_args_path": "data_path=Path(...).read_text().split()",

@@ -22,7 +22,7 @@ _ATTENTION = ("auto", "flash", "fused", "unfused", "local")
 _LR_DECAY = Literal["constant", "linear", "cosine", "inverse-square-root"]
 
 _PROVIDER = "a function (pre_process, post_process, vp_stage=None)"
-#: Fields of the peer's with nothing behind them here, and what does it instead.
+#: Fields of Accelerate's with nothing behind them here, and what does it instead.
 _REFUSED = {
     "use_custom_fsdp": "backend='fsdp2' shards parameters, with tensor parallelism if asked",
     "optimizer_cpu_offload": "your own optimizer is stepped where its parameters are; backend="
@@ -115,7 +115,7 @@ class MegatronLMPlugin(BackendSettings):
     """Options of megatron-core: how a model is split over ranks, its schedule and its optimizer.
 
     None is what the model or megatron-core has: no recomputation, one rank along each dimension, the
-    dropout and the positions of the model's own config. A field of the peer's that nothing here
+    dropout and the positions of the model's own config. A field of Accelerate's that nothing here
     stands behind is refused with what does it instead.
 
     Args:
@@ -124,7 +124,7 @@ class MegatronLMPlugin(BackendSettings):
         num_micro_batches: parts that a batch is run in; it divides a data rank's batch.
         gradient_clipping: largest norm of the gradients, applied in a step that the script has not
             clipped itself; None and 0 clip nothing that `clip_grad_norm_` is not called for. The
-            peer's default of 1.0, which clips where nothing was asked for, is not taken.
+            Accelerate's default of 1.0, which clips where nothing was asked for, is ignored.
         recompute_activations: compute attention again in backward: `recompute_granularity`
             "selective". With "full" whole layers are: `recompute_num_layers` of each stage ("block")
             or as long a chunk each ("uniform", as is the default, of one layer).
@@ -147,9 +147,9 @@ class MegatronLMPlugin(BackendSettings):
         custom_train_step_class: made with the Accelerator, the plugin and
             `custom_train_step_kwargs`; its `get_forward_step_func` is the step of a micro-batch.
         other_megatron_args: further fields of megatron-core's `TransformerConfig`.
-        forward_runs_step: the peer's form: calling a model in training runs the whole step, and
+        forward_runs_step: Accelerate's form: calling a model in training runs the whole step, and
             `backward`, `step` and `zero_grad` after it do nothing.
-        multiply_batch: the peer's count: a loader's batch is one micro-batch, and is made
+        multiply_batch: Accelerate's count: a loader's batch is one micro-batch, and is made
             `num_micro_batches` times as large.
 
     Raises:
@@ -308,10 +308,10 @@ class MegatronLMPlugin(BackendSettings):
         default=None, help="further fields of megatron-core's TransformerConfig", cli=()
     )
     forward_runs_step: bool = option(
-        default=False, help="calling the model runs the whole step, as in the peer"
+        default=False, help="calling the model runs the whole step, as in Accelerate"
     )
     multiply_batch: bool = option(
-        default=False, help="a loader's batch is one micro-batch, as in the peer"
+        default=False, help="a loader's batch is one micro-batch, as in Accelerate"
     )
 
     def __post_init__(self) -> None:

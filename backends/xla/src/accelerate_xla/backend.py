@@ -151,7 +151,7 @@ class XLABackend(XLACollectives, Backend):
         return None
 
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
-        """Serve `xla_mesh`, and what the peer's scripts ask."""
+        """Serve `xla_mesh`, and what Accelerate's scripts ask."""
         mesh = None if self._sharding is None else self._sharding.mesh
         return {"xla_mesh": mesh, "is_xla_gradients_synced": not self._apart(accelerator)}
 

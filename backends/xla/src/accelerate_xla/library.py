@@ -210,7 +210,7 @@ def refuse_blind_processes(num_processes: int) -> None:
 
 
 def register_compiler(dynamo: Any) -> None:
-    """Give torch_xla's compiler the older names that the peer has for it, if one is asked for."""
+    """Give torch_xla's compiler the older names that Accelerate has for it, if one is asked for."""
     name = str(dynamo.backend).lower()
     if dynamo.enabled and name in _COMPILERS:
         from torch._dynamo.backends import registry

@@ -14,7 +14,7 @@ from accelerate_core.config.handlers import (
     DataLoaderConfiguration,
     TorchDynamoPlugin,
 )
-from accelerate_core.data.prepare import skip_first_batches
+from accelerate_core.data.prepare_loader import skip_first_batches
 from accelerate_core.delegation import attribute, setting
 from accelerate_core.plugins.manager import BoundHooks
 from accelerate_core.prepare.prepared import Prepared, PrepareOptions

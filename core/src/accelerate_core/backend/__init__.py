@@ -23,7 +23,7 @@ from accelerate_core.contract.capabilities import NEEDS
 from accelerate_core.contract.hooks import API_VERSION, owner, wrong_answer
 from accelerate_core.contract.members import Scope
 from accelerate_core.contract.topology import Process, Topology
-from accelerate_core.data.feeding import feed
+from accelerate_core.data.device_feed import feed
 from accelerate_core.distributed import process as runtime
 from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
 from accelerate_core.errors import ConfigurationError, listing

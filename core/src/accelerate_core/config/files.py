@@ -97,7 +97,7 @@ def _said(error: Any) -> str:
 
 
 def _modern(values: dict[Any, Any], lines: dict[str, int]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Say in today's keys what files of older versions of the peer say."""
+    """Say in today's keys what files of older versions of Accelerate say."""
     made = {str(key): value for key, value in values.items()}
     # They write a section for everything, empty where it was not asked for.
     made = {key: value for key, value in made.items() if value not in ({}, [], None)}

@@ -131,7 +131,7 @@ def settings(
         section: the YAML key the fields stand under; None for the top of the file.
         argument: the constructor argument of `Accelerator` that takes an instance; several names
             of it, the usual one first.
-        yaml_prefix: what a peer's file puts before the keys of the section; read as well.
+        yaml_prefix: what Accelerate's file puts before the keys of the section; read as well.
 
     Raises:
         ConfigurationError: an instance is made with a value that is not allowed.

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from accelerate_core.config.handlers import DataLoaderConfiguration
 from accelerate_core.contract.members import GradientStateView
 from accelerate_core.data.batch import batch_size_of, concat_batches, needs_move, slice_batch
-from accelerate_core.data.feeding import feed
+from accelerate_core.data.device_feed import feed
 from accelerate_core.data.order import SeedableRandomSampler, draw_as_one, order_sampler
 from accelerate_core.data.position import OrderState, Position
 from accelerate_core.data.resumable import swapped

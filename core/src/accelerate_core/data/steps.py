@@ -9,7 +9,7 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 from accelerate_core.data.batch import batch_size_of, concat_batches, slice_batch
-from accelerate_core.data.feeding import look_ahead
+from accelerate_core.data.device_feed import look_ahead
 from accelerate_core.errors import ConfigurationError
 
 SliceFn = Callable[..., Any]

@@ -1,7 +1,7 @@
 """Known packages outside the core: the one place that turns a missing plugin into a pip command.
 
 Most tables are generated into `known_packages.json` (`make docs`) from what our packages declare, and
-from `docs/planned.toml`, which has words of the peer's, too.
+from `docs/planned.toml`, which has words of Accelerate's, too.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ NAMES: dict[str, dict[str, str]]
 ARGUMENTS: dict[str, str]
 #: Environment variables that ask for a plugin; those of backends begin with ACCELERATE_USE_.
 VARIABLES: dict[str, str]
-#: Sections of a peer's config file that belong to a plugin.
+#: Sections of Accelerate's config file that belong to a plugin.
 SECTIONS: dict[str, str]
-#: Keys of a peer's config file, besides sections, that belong to a plugin.
+#: Keys of Accelerate's config file, besides sections, that belong to a plugin.
 KEYS: dict[str, str]
 #: Options of `launch` that ask for a backend.
 SWITCHES: dict[str, str]
@@ -36,17 +36,17 @@ SWITCHES: dict[str, str]
 PREFIXES: dict[str, str]
 #: Options of a plugin that begin otherwise.
 OPTIONS: dict[str, str]
-#: Public names exported by a plugin, or the peer's that no package of ours offers yet.
+#: Public names exported by a plugin, or Accelerate's that no package of ours offers yet.
 EXPORTS: dict[str, str]
 #: `is_…_available` -> the library it asks for.
 PROBES: dict[str, str]
 #: Command -> its line in the help.
 SUMMARIES: dict[str, str]
-#: `distributed_type` of a peer's config file -> the backend it asks for.
+#: `distributed_type` of Accelerate's config file -> the backend it asks for.
 DISTRIBUTED_TYPES: dict[str, str]
 #: Attributes of an Accelerator or its state while no active plugin serves them.
 ABSENT_ATTRIBUTES: dict[str, object]
-#: Methods of the peer's Accelerator that only make sense with a plugin.
+#: Methods of Accelerate's Accelerator that only make sense with a plugin.
 METHODS: dict[str, str]
 #: Extra -> our packages that it brings, and their folders in a clone.
 FOLDERS: dict[str, dict[str, str]]

@@ -310,7 +310,7 @@ def exported_names() -> list[str]:
 
 def _probe(name: str, library: str) -> Callable[..., bool]:
     def probe(*_: bool, **__: bool) -> bool:
-        # Some of the peer's take switches that narrow them; without the library all are False.
+        # Some of Accelerate's take switches that narrow them; without the library all are False.
         try:
             if (spec := importlib.util.find_spec(library)) is None or spec.origin is not None:
                 return spec is not None

@@ -397,7 +397,7 @@ def trigger_hits(request: Request) -> dict[str, TriggerHit]:
 def _asked_by_file(name: str, config: ConfigFile) -> bool:
     """Tell whether a key of the config file asks for a plugin.
 
-    A peer's file says by `distributed_type` which of its sections is meant.
+    Accelerate's file says by `distributed_type` which of its sections is meant.
     """
     kind, owner = config.get("distributed_type"), catalog.SECTIONS.get(name)
     if not config.get(name) or kind is None or owner not in catalog.DISTRIBUTED_TYPES.values():

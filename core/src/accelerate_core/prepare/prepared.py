@@ -27,9 +27,9 @@ from accelerate_core.contract.hooks import wrong_answer
 from accelerate_core.contract.members import ObjectKind
 from accelerate_core.contract.parts import PreparedLoader
 from accelerate_core.contract.topology import Process
-from accelerate_core.data.feeding import feed as move_batches
+from accelerate_core.data.device_feed import feed as move_batches
 from accelerate_core.data.loader import LoaderOptions
-from accelerate_core.data.prepare import override_even_batches, prepare_loader
+from accelerate_core.data.prepare_loader import override_even_batches, prepare_loader
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import PrepareError
 from accelerate_core.plugins.factory import Part

@@ -150,7 +150,7 @@ def clean_up(parent: Path) -> None:
             logger.debug("%s is left: %s", path, error)
 
 
-#: What a checkpoint consists of, here and at the peer's: none of it outlives the checkpoint.
+#: What a checkpoint consists of, here and in Accelerate: none of it outlives the checkpoint.
 _CHECKPOINT_FILE = re.compile(
     r"(pytorch_)?model(_\d+)?(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
     r"|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt"

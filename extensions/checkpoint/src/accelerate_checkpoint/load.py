@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass
 class Source:
-    """A checkpoint that was found good; without a manifest it is the peer's.
+    """A checkpoint that was found good; without a manifest it is Accelerate's.
 
     Attributes:
         place: where it is kept.

@@ -179,7 +179,7 @@ def examine(
     part: tuple[int, int] = (0, 1),
     progress: Callable[[Manifest], Progress] | None = None,
 ) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest of a checkpoint and what is wrong with it; one of the peer's has none.
+    """Return the manifest of a checkpoint and what is wrong with it; one of Accelerate's has none.
 
     Args:
         contents, part: see `problems`.
@@ -201,7 +201,7 @@ def examine(
 
 
 def why_not_foreign(directory: Path) -> str:
-    """Return why a directory without a manifest cannot be loaded, "" if it is the peer's."""
+    """Return why a directory without a manifest cannot be loaded, "" if it is Accelerate's."""
     ours = (
         f"{directory / MANIFEST} is missing: the checkpoint is not whole, or was tampered with, "
         "and is not loaded."
@@ -229,7 +229,7 @@ def why_not_foreign(directory: Path) -> str:
 
 
 def numpy_globals() -> AbstractContextManager[Any]:
-    """Allow NumPy's arrays of numbers while a file is read: the peer keeps generators as such."""
+    """Allow NumPy's arrays of numbers while a file is read: Accelerate keeps generators as such."""
     try:
         import numpy
     except ImportError:

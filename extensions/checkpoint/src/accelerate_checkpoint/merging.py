@@ -135,7 +135,7 @@ def _prefix(directory: Path, names: list[str]) -> str:
         return ours[0]
     if len(ours) > 1 and all(n.startswith((*ours, "optimizer.")) for n in names):
         raise CheckpointError(f"{directory} holds {len(ours)} models; merge-weights takes one.")
-    for prefix in ("model.", "app.model."):  # how the peer, and torch's examples, nest it
+    for prefix in ("model.", "app.model."):  # how Accelerate, and torch's examples, nest it
         if names and all(name.startswith(prefix) for name in names):
             return prefix
     return ""

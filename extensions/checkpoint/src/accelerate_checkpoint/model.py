@@ -165,7 +165,7 @@ def read_files(paths: Iterable[Path], read: Callable[[Path], Mapping[str, T]]) -
     return found
 
 
-#: What wrappers put before the names; the peer keeps the wrapped model's state dict.
+#: What wrappers put before the names; Accelerate keeps the wrapped model's state dict.
 _PREFIXES = ("module.", "_orig_mod.")
 
 

@@ -1,4 +1,4 @@
-"""The random number generators of one process, as plain data, with the peer's keys."""
+"""The random number generators of one process, as plain data, with Accelerate's keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def capture_rng_state(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> list[str]:
-    """Set the generators to what `capture`, or the peer, kept; return what could not be set."""
+    """Set the generators to what `capture`, or Accelerate, kept; return what could not be set."""
     version, internal, gauss = state["random_state"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(state["torch_manual_seed"].cpu())

@@ -149,7 +149,7 @@ class TrainingState:
     def rank_state(self) -> dict[str, Any]:
         """Return this rank's own: step, generators, loaders, cycle, runs of trackers.
 
-        Plain data and tensors. Generators and `step` have the peer's keys, all else is under
+        Plain data and tensors. Generators and `step` have Accelerate's keys, all else is under
         "accelerate_core".
         """
         accelerator = self._accelerator
@@ -194,7 +194,7 @@ class TrainingState:
 
         Args:
             states: by the rank that saved them: rank 0's and this one's; those of all ranks if
-                the layout has changed. One of the peer's has step and generators only.
+                the layout has changed. One of Accelerate's has step and generators only.
             saved_by: how many ranks saved.
             gradients: this rank's `pending_gradients`, or those of all ranks likewise; read one
                 after the other.

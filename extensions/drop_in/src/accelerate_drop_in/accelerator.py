@@ -12,7 +12,7 @@ import torch
 from accelerate_core import accelerator
 from accelerate_core.builtin.compiled import uncompiled
 from accelerate_core.config.schema import origin_of
-from accelerate_core.data.feeding import look_ahead
+from accelerate_core.data.device_feed import look_ahead
 from accelerate_core.data.loader import CoreLoader
 from accelerate_core.data.sources import IndexedSource, IndexIterator
 from accelerate_core.errors import ConfigurationError, RuntimeConflictError, listing, warn

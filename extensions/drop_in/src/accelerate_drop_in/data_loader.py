@@ -1,4 +1,4 @@
-"""What the peer's `data_loader` module has, and the core does otherwise."""
+"""What Accelerate's `data_loader` module has, and the core does otherwise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accelerate_core.data.loader import (
     LoaderOptions,
 )
 from accelerate_core.data.order import Wrapper, iterate_from
-from accelerate_core.data.prepare import prepare_loader
+from accelerate_core.data.prepare_loader import prepare_loader
 from accelerate_core.data.resumable import ResumableReader
 from accelerate_core.data.shard import IterableDatasetShard
 from accelerate_core.data.sources import IndexedSource, ReadSource

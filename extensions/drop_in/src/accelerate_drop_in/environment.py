@@ -207,7 +207,7 @@ def get_driver_version() -> str:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return the device type and the peer's word for many of them: `("cpu", "MULTI_CPU")`."""
+    """Return the device type and Accelerate's word for many of them: `("cpu", "MULTI_CPU")`."""
     import torch
 
     device = torch.accelerator.current_accelerator(check_available=True)

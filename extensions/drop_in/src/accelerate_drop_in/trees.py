@@ -1,4 +1,4 @@
-"""The peer's utilities on nested structures that the core itself has no use for."""
+"""Accelerate's utilities on nested structures that the core itself has no use for."""
 
 from __future__ import annotations
 

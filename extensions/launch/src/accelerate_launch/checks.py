@@ -13,7 +13,7 @@ from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.errors import ConfigurationError, Mistakes, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
-from accelerate_launch import devices, peer
+from accelerate_launch import accelerate_options, devices
 from accelerate_launch.cluster import ClusterEnvironment
 from accelerate_launch.machine_0 import is_here
 from accelerate_launch.options import LAUNCH_OPTIONS
@@ -48,8 +48,8 @@ def known_keys() -> list[str]:
         "parallelism_config",
         *catalog.SECTIONS,
         *catalog.KEYS,
-        *peer.OBSOLETE_KEYS,
-        *peer.IGNORED_KEYS,
+        *accelerate_options.OBSOLETE_KEYS,
+        *accelerate_options.IGNORED_KEYS,
     ]
     return list(dict.fromkeys([*_MORE_KEYS, *ours, *theirs]))
 
@@ -70,7 +70,9 @@ def check_keys(config: ConfigFile) -> None:
         known = [f"{section}.mpirun_ccl", *(name for one in LAUNCH_OPTIONS for name in one.yaml)]
         inside = [name.partition(".")[2] for name in known if name.startswith(f"{section}.")]
         check_known(config, config[section], inside, section)
-    if old := [f"{key}: {why}" for key, why in peer.OBSOLETE_KEYS.items() if key in config]:
+    if old := [
+        f"{key}: {why}" for key, why in accelerate_options.OBSOLETE_KEYS.items() if key in config
+    ]:
         logger.warning("%s has keys that say nothing today. %s", config.path, "; ".join(old))
 
 
@@ -104,7 +106,7 @@ def _check_environment(config: ConfigFile) -> None:
     where = config.where("compute_environment")
     if said == "AMAZON_SAGEMAKER":
         raise ConfigurationError(
-            f"compute_environment: {said} ({where}). {peer.REFUSED_OPTIONS['aws_access_key_id']}"
+            f"compute_environment: {said} ({where}). {accelerate_options.REFUSED_OPTIONS['aws_access_key_id']}"
         )
     if said not in (None, *allowed):
         raise ConfigurationError(

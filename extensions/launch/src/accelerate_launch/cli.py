@@ -69,7 +69,7 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        # Importing a stranger's command may import all there is: what is not known names its owner.
+        # Importing a third-party command may import all there is: what is not known names its owner.
         rows = [
             (name, catalog.SUMMARIES.get(one.name, f"of {one.distribution} {one.version}"))
             for name in self.list_commands(ctx)

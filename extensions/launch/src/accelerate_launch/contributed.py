@@ -21,7 +21,7 @@ from accelerate_core.errors import (
 )
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
-from accelerate_launch import peer
+from accelerate_launch import accelerate_options
 from accelerate_launch.checks import check_mapping
 from accelerate_launch.options import LAUNCH_OPTIONS
 from accelerate_launch.schemas import PluginSchema, plugin_schemas
@@ -105,15 +105,17 @@ def said_to_plugins(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
 
 
 def refuse_unknown(name: str, known: Iterable[str]) -> None:
-    """Say why an option of a peer's launcher is not taken; return for a name nobody knows.
+    """Say why an option of Accelerate's launcher is not taken; return for a name nobody knows.
 
     Raises:
         MissingPluginError: its plugin is not installed; the text has the pip command.
         ConfigurationError: nobody will take it, or its plugin has no such option.
     """
-    if name in peer.REFUSED_OPTIONS:
-        raise ConfigurationError(f"--{name} is not offered. {peer.REFUSED_OPTIONS[name]}")
-    extra = peer.owner_of_option(name)
+    if name in accelerate_options.REFUSED_OPTIONS:
+        raise ConfigurationError(
+            f"--{name} is not offered. {accelerate_options.REFUSED_OPTIONS[name]}"
+        )
+    extra = accelerate_options.owner_of_option(name)
     if extra is None:
         return
     if extra not in {record.name for record in installed().plugins}:

@@ -18,7 +18,7 @@ from accelerate_launch.failures import describe_function
 from accelerate_launch.machine_0 import MachineZero, find_machine_0, split_endpoint
 from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK, LaunchPlan
 
-#: Tells a child that it was forked by us; the peer's name for the same thing.
+#: Tells a child that it was forked by us; Accelerate's name for the same thing.
 FORK_VARIABLE = "FORK_LAUNCHED"
 
 #: What torch's agent writes into the environment when it starts.

@@ -103,7 +103,7 @@ class Output:
 
 @settings(env_prefix=None, section=None)
 class Unused:
-    """What the peer's command line has, and nothing here needs."""
+    """What Accelerate's command line has, and nothing here needs."""
 
     same_network: bool | None = _switch("main_process_ip says how machines are reached")
     main_training_function: str | None = _text("the script is run as a program", key="")

@@ -97,7 +97,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Say whether the current device computes in bfloat16; CPUs do.
 
     Args:
-        ignore_tpu: accepted for the peer's callers.
+        ignore_tpu: accepted for Accelerate's callers.
     """
     import torch
 

@@ -58,7 +58,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return a tracker class that an installed package exports, such as the peer has here."""
+    """Return a tracker class that an installed package exports, such as Accelerate has here."""
     from accelerate_core.plugin import exported
 
     if name.startswith("__"):

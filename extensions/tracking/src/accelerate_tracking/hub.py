@@ -21,7 +21,7 @@ from accelerate_core.plugin import (
     listing,
     warn,
 )
-from accelerate_tracking import feeding
+from accelerate_tracking import tracker_threads
 from accelerate_tracking.choice import (
     Asked,
     builder,
@@ -31,7 +31,6 @@ from accelerate_tracking.choice import (
     normalise_log_with,
 )
 from accelerate_tracking.ending import TooLongError, limited, watch
-from accelerate_tracking.feeding import DeviceRead, InlineWriter, LogEntry, TrackerWriter, drain
 from accelerate_tracking.media import ArtifactCopies, MediaVerbs, Payload
 from accelerate_tracking.messages import report_failure, why_not
 from accelerate_tracking.normalise import (
@@ -43,6 +42,13 @@ from accelerate_tracking.normalise import (
     normalise_values,
 )
 from accelerate_tracking.tracker import BlankTracker, GeneralTracker
+from accelerate_tracking.tracker_threads import (
+    DeviceRead,
+    InlineWriter,
+    LogEntry,
+    TrackerWriter,
+    drain,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -421,7 +427,7 @@ class TrackerHub(MediaVerbs):
                 if tracker.finishes_in_place or tracker.same_thread:
                     close()
                 else:
-                    limited(close, feeding.PATIENCE, f"finish-{tracker.name}")
+                    limited(close, tracker_threads.PATIENCE, f"finish-{tracker.name}")
             except RAISED as error:
                 hangs = hangs or isinstance(error, TooLongError)
                 if tracker in self._retired:

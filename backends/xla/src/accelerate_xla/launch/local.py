@@ -128,7 +128,7 @@ class TPULauncher:
     def _function(self, plan: LaunchPlan) -> str | None:
         """Return the function of the script that is to be called, None to run it as a program.
 
-        The peer writes `main` into every config file. It is called if the script does not start by
+        Accelerate writes `main` into every config file. It is called if the script does not start by
         itself.
         """
         if (name := _value(plan, "main_training_function")) is not None:

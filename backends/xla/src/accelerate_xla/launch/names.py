@@ -1,4 +1,4 @@
-"""Names of the peer's for launches on TPUs."""
+"""Names of Accelerate's for launches on TPUs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from accelerate_core.plugin import MissingPluginError, pip_command
 
 
 def install_xla(upgrade: bool = False) -> NoReturn:
-    """Say how torch_xla is installed: the wheels that the peer fetched are not there any more.
+    """Say how torch_xla is installed: the wheels that Accelerate fetched are not there any more.
 
     Args:
-        upgrade: accepted for the peer's callers.
+        upgrade: accepted for Accelerate's callers.
 
     Raises:
         MissingPluginError: always, with the pip command.

@@ -102,7 +102,7 @@ def _takes_next(name: str, option: Any, following: list[str]) -> bool:
 
 def _counts(option: _Given, options: list[_Given]) -> bool:
     """Tell whether something asks for what an option belongs to, as far as that is not planned."""
-    from accelerate_launch import peer
+    from accelerate_launch import accelerate_options
 
     name = option.name
     if name not in _of_plugins():
@@ -115,7 +115,7 @@ def _counts(option: _Given, options: list[_Given]) -> bool:
             return True
         _warn(name, "nothing asks for a mesh; add --use_parallelism_config")
         return False
-    owner = peer.owner_of_option(name)
+    owner = accelerate_options.owner_of_option(name)
     here = {record.name for record in installed().plugins} - disabled_names()
     if owner is None or owner in here or (owner == "xla" and "tpu" in here):
         return True

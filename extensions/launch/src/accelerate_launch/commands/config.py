@@ -15,7 +15,7 @@ from accelerate_core.config.files import CONFIG_VARIABLE, ConfigFile, parse_conf
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import disabled_names, find, installed
-from accelerate_launch import peer
+from accelerate_launch import accelerate_options
 from accelerate_launch.commands.dialogue import ask_everything
 from accelerate_launch.commands.options import CONTEXT
 from accelerate_launch.commands.tables import print_table, shown
@@ -90,9 +90,9 @@ def import_command(file: str | None, config_file: str | None) -> None:
         )
     config = read_config(source)
     _check(config)  # so that a mistake is reported with its line in the file that has it
-    values = peer.said_by(config)
+    values = accelerate_options.said_by(config)
     click.echo(f"Read {source}: {', '.join(map(str, values)) or 'no setting'}.")
-    left_out = {**peer.OBSOLETE_KEYS, **peer.IGNORED_KEYS}
+    left_out = {**accelerate_options.OBSOLETE_KEYS, **accelerate_options.IGNORED_KEYS}
     for key in config:
         if key not in values:
             click.echo(f"Left out {key}: {left_out[key]}.")
@@ -160,7 +160,7 @@ def update_command(config_file: str | None) -> None:
     path = _path(config_file)
     config = read_config(path)
     _check(config)
-    values = peer.said_by(config)
+    values = accelerate_options.said_by(config)
     gone = [key for key in config if key not in values]
     kept = path.with_name(path.name + ".bak")
     number = 1

@@ -16,7 +16,7 @@ from accelerate_core.config.schema import SettingField
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import disabled_names, installed
-from accelerate_launch import devices, peer
+from accelerate_launch import accelerate_options, devices
 from accelerate_launch.cluster import detect_cluster
 from accelerate_launch.contributed import check_value
 from accelerate_launch.paths import peers_config
@@ -145,7 +145,7 @@ def _take_over(asker: Asker, environ: Mapping[str, str]) -> dict[str, Any] | Non
         return None
     if not asker.confirm(f"There is {theirs}, made for another tool. Take it over?", True):
         return None
-    return peer.said_by(read_config(theirs))
+    return accelerate_options.said_by(read_config(theirs))
 
 
 def _machines(asker: Asker, made: dict[str, Any], found: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The peer's functions around FSDP, on two ranks."""
+"""Accelerate's functions around FSDP, on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that the peer's scripts import."""
+"""Functions that Accelerate's scripts import."""
 
 from __future__ import annotations
 

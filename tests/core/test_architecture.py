@@ -1,4 +1,4 @@
-"""The page of the house names what is there."""
+"""The project layout page names only files that exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FOLDERS = ("core", "backends", "trackers", "extensions", "examples", "tests", "d
 
 
 def test_every_path_of_the_page_exists() -> None:
-    page = (ROOT / "docs" / "house.md").read_text()
+    page = (ROOT / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"`([\w./-]+(?:\.py|\.md|\.pyi|\.json|/))`", page))
     there = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
     ends = {f"/{path.relative_to(ROOT).as_posix()}{'/' * path.is_dir()}" for path in there}

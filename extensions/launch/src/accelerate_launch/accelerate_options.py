@@ -1,4 +1,4 @@
-"""Options and config keys of a peer's launcher: whose they are, and which say nothing here.
+"""Options and config keys of Accelerate's launcher: whose they are, and which say nothing here.
 
 Those of packages, planned ones too, are in `accelerate_core.plugins.catalog`; here stand those that
 nobody will take.

@@ -40,7 +40,7 @@ def _options(plugin: Any) -> StateDictOptions:
 
 
 def _write(options: Any, accelerator: Any, state: Any, kind: str, place: Path, dcp: bool) -> None:
-    """Write one state under the peer's name for it.
+    """Write one state under Accelerate's name for it.
 
     Args:
         kind: key of the state in a sharded checkpoint.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from accelerate_core.data.feeding import feed
+from accelerate_core.data.device_feed import feed
 
 
 class Streams:

@@ -1,10 +1,10 @@
 """Run the original's own tests through the import name served here: `make soak`, or by hand.
 
-    python tests/drop_in/peer_tests.py [FOLDER] [--python OURS] [--original THEIRS] [--only NAME ...]
+    python tests/drop_in/original_tests.py [FOLDER] [--python OURS] [--original THEIRS] [--only NAME ...]
 
 FOLDER is the original's unpacked source distribution; without it pip fetches it. OURS is an interpreter
 that has the drop-in and not the original. THEIRS, which has the original, records which tests pass for
-itself into `peer_tests.json`; without it that record is used. Test files run one after the other, each
+itself into `original_tests.json`; without it that record is used. Test files run one after the other, each
 in a process and a copy of its own.
 """
 
