@@ -29,7 +29,7 @@ from accelerate_core.plugin import (
     resolve_settings,
     wrap_forward,
 )
-from accelerate_deepspeed import automatic, checkpoint, cycle_gradients, library
+from accelerate_deepspeed import accumulated, automatic, checkpoint, library
 from accelerate_deepspeed.config import HfDeepSpeedConfig
 from accelerate_deepspeed.engines import (
     DeepSpeedEngineWrapper,
@@ -543,7 +543,7 @@ class DeepSpeedBackend(Backend):
         one = self.engines.of(model)
         if one is None:
             return super().pending_gradients(accelerator, model, parameters)
-        return cycle_gradients.read(one)
+        return accumulated.read(one)
 
     def load_pending_gradients(
         self,
@@ -557,7 +557,7 @@ class DeepSpeedBackend(Backend):
         if one is None:
             super().load_pending_gradients(accelerator, model, gradients, factor)
         else:
-            cycle_gradients.write(one, gradients)
+            accumulated.write(one, gradients)
 
     def consolidate(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict on rank 0, with stage 3 an empty one elsewhere."""

@@ -35,15 +35,7 @@ from accelerate_core.plugin import (
     Sources,
     resolve_settings,
 )
-from accelerate_fsdp2 import (
-    cycle_gradients,
-    sequence,
-    states,
-    tensor_parallel,
-    testing,
-    units,
-    weights,
-)
+from accelerate_fsdp2 import accumulated, sequence, states, tensor_parallel, testing, units, weights
 from accelerate_fsdp2.gradients import (
     Layouts,
     average,
@@ -642,7 +634,7 @@ class FSDP2Backend(Backend):
         sharded = self._sharded_model(model)
         if sharded is None:
             return super().pending_gradients(accelerator, model, parameters)
-        return cycle_gradients.read(model, sharded.groups, parameters)
+        return accumulated.read(model, sharded.groups, parameters)
 
     def load_pending_gradients(
         self,
@@ -656,7 +648,7 @@ class FSDP2Backend(Backend):
         if sharded is None:
             super().load_pending_gradients(accelerator, model, gradients, factor)
             return
-        cycle_gradients.write(model, sharded.groups, gradients, factor)
+        accumulated.write(model, sharded.groups, gradients, factor)
         sharded.look_for_unreduced()
 
     def consolidate(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:

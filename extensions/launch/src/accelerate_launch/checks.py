@@ -105,9 +105,8 @@ def _check_environment(config: ConfigFile) -> None:
     allowed = ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
     where = config.where("compute_environment")
     if said == "AMAZON_SAGEMAKER":
-        raise ConfigurationError(
-            f"compute_environment: {said} ({where}). {accelerate_options.REFUSED_OPTIONS['aws_access_key_id']}"
-        )
+        why = accelerate_options.REFUSED_OPTIONS["aws_access_key_id"]
+        raise ConfigurationError(f"compute_environment: {said} ({where}). {why}")
     if said not in (None, *allowed):
         raise ConfigurationError(
             f"compute_environment: {said!r} ({where}) is not one of {listing(allowed)}."
