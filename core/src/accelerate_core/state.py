@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from accelerate_core.config.enums import DistributedType
-from accelerate_core.delegation import attribute
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.torch_collectives import TorchCollectives, bind_collectives
@@ -86,16 +85,35 @@ def split_between(inputs: Any, index: int, count: int, apply_padding: bool = Fal
 class ProcessVerbs:
     """What can be asked of and done among processes; shared by Accelerator and PartialState."""
 
-    _runtime: runtimes.Runtime
-    #: The world of this object, on flat tensors.
-    communicator: Communicator
+    @property
+    def _runtime(self) -> runtimes.Runtime:
+        """Ranks, device and group."""
+        raise NotImplementedError
 
-    num_processes: int = attribute("_runtime.num_processes", "World size.")
-    process_index: int = attribute("_runtime.process_index", "Rank of this process in the world.")
-    local_process_index: int = attribute(
-        "_runtime.local_process_index", "Rank of this process on its machine."
-    )
-    device: torch.device = attribute("_runtime.device", "Device of this process.")
+    @property
+    def communicator(self) -> Communicator:
+        """The world of this object, on flat tensors."""
+        raise NotImplementedError
+
+    @property
+    def num_processes(self) -> int:
+        """World size."""
+        return self._runtime.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this process in the world."""
+        return self._runtime.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its machine."""
+        return self._runtime.local_process_index
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        return self._runtime.device
 
     @property
     def use_distributed(self) -> bool:
@@ -251,7 +269,7 @@ class PartialState(ProcessVerbs):
                 )
 
     @property
-    def _runtime(self) -> runtimes.Runtime:  # type: ignore[override]
+    def _runtime(self) -> runtimes.Runtime:
         found = runtimes.running()
         if found is None:
             raise RuntimeConflictError(
@@ -260,7 +278,7 @@ class PartialState(ProcessVerbs):
         return found
 
     @property
-    def communicator(self) -> Communicator:  # type: ignore[override]
+    def communicator(self) -> Communicator:
         """The world, on flat tensors."""
         return current_communicator()
 
@@ -269,7 +287,10 @@ class PartialState(ProcessVerbs):
         """Whether the processes run."""
         return runtimes.running() is not None
 
-    debug: bool = attribute("_runtime.debug", "Whether shapes are checked before collectives.")
+    @property
+    def debug(self) -> bool:
+        """Whether shapes are checked before collectives."""
+        return self._runtime.debug
 
     @property
     def backend(self) -> str | None:
@@ -325,15 +346,30 @@ class AcceleratorState(PartialState, PluginAttributes):
     def __repr__(self) -> str:
         return f"{super().__repr__()}Mixed precision type: {self.mixed_precision}\n"
 
-    mixed_precision: str = attribute("_accelerator.mixed_precision", "The precision in force.")
-    distributed_type: DistributedType = attribute(
-        "_accelerator.distributed_type", "Which kind of setup runs, as the active backend names it."
-    )
-    dynamo_plugin: Any = attribute("_accelerator.dynamo_plugin", "The compile settings in force.")
-    device_mesh: Any = attribute(
-        "_accelerator.torch_device_mesh", "The device mesh, None where there is none."
-    )
-    communicator: Communicator = attribute("_accelerator.communicator", "The world.")
+    @property
+    def mixed_precision(self) -> str:
+        """The precision in force."""
+        return str(self._accelerator.mixed_precision)
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Which kind of setup runs, as the active backend names it."""
+        return cast(DistributedType, self._accelerator.distributed_type)
+
+    @property
+    def dynamo_plugin(self) -> Any:
+        """The compile settings in force."""
+        return self._accelerator.dynamo_plugin
+
+    @property
+    def device_mesh(self) -> Any:
+        """The device mesh, None where there is none."""
+        return self._accelerator.torch_device_mesh
+
+    @property
+    def communicator(self) -> Communicator:
+        """The world."""
+        return cast(Communicator, self._accelerator.communicator)
 
 
 def absent_attribute(name: str, owner: str, known: list[str]) -> Any:

@@ -38,7 +38,6 @@ from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.config.shown import Shown
 from accelerate_core.contract.hooks import wrong_answer
 from accelerate_core.contract.parts import LoaderFactory, RunParts
-from accelerate_core.delegation import attribute
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.process import check_consistent
@@ -227,23 +226,62 @@ class Accelerator(
 
     # --- the setup ----------------------------------------------------------------------------
 
-    _runtime: runtimes.Runtime = attribute("_process", "Ranks, device and group.")
+    @property
+    def _runtime(self) -> runtimes.Runtime:
+        """Ranks, device and group."""
+        return self._process
 
-    provenance: Mapping[str, SourcedValue] = attribute(
-        "_setup.provenance", "Settings and their sources."
-    )
-    backend: Backend = attribute("_setup.backend", "The active backend.")
-    precision: Precision = attribute("_setup.precision", "The active precision.")
-    mixed_precision: str = attribute("_setup.mixed_precision", "Name of the precision.")
-    mixes_precision: bool = attribute("precision.mixes", "Whether forward runs under autocast.")
-    native_amp: bool = mixes_precision
-    parallelism_config: ParallelismConfig | None = attribute(
-        "_setup.parallelism_config", "The sizes of the mesh's dimensions, None without a mesh."
-    )
-    communicator: Communicator = attribute("_collectives.comm", "The world, on flat tensors.")
-    multi_device: bool = attribute("use_distributed", "Whether more than one device is in use.")
-    local_process_count: int = attribute("_process.local_num_processes", "Processes on a machine.")
-    group_timeout: timedelta | None = attribute("_process.timeout", "Of a collective, or None.")
+    @property
+    def provenance(self) -> Mapping[str, SourcedValue]:
+        """Settings and their sources."""
+        return self._setup.provenance
+
+    @property
+    def backend(self) -> Backend:
+        """The active backend."""
+        return self._setup.backend
+
+    @property
+    def precision(self) -> Precision:
+        """The active precision."""
+        return self._setup.precision
+
+    @property
+    def mixed_precision(self) -> str:
+        """Name of the precision."""
+        return self._setup.mixed_precision
+
+    @property
+    def mixes_precision(self) -> bool:
+        """Whether forward runs under autocast."""
+        return self.precision.mixes
+
+    native_amp = mixes_precision
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """The sizes of the mesh's dimensions, None without a mesh."""
+        return self._setup.parallelism_config
+
+    @property
+    def communicator(self) -> Communicator:
+        """The world, on flat tensors."""
+        return self._collectives.comm
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether more than one device is in use."""
+        return self.use_distributed
+
+    @property
+    def local_process_count(self) -> int:
+        """Processes on a machine."""
+        return self._process.local_num_processes
+
+    @property
+    def group_timeout(self) -> timedelta | None:
+        """Of a collective, or None."""
+        return self._process.timeout
 
     @property
     def distributed_type(self) -> DistributedType:

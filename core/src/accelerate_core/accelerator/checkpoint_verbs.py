@@ -11,22 +11,41 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate_core.accelerator.saving import Saving
 from accelerate_core.config.handlers import ProjectConfiguration
-from accelerate_core.delegation import attribute, shared
 
 
 class CheckpointVerbs:
     """Saving and loading, as a script calls them."""
 
     _saving: Saving
-    #: Where checkpoints and logs go.
-    project_configuration: ProjectConfiguration = attribute(
-        "_saving.project", "Where checkpoints and logs go.", settable=True
-    )
 
-    checkpointer: Any = shared("_saving", Saving.checkpointer)
-    project_dir: Any = attribute("project_configuration.project_dir", "Root of checkpoints.")
-    save_iteration: int = attribute("project_configuration.iteration", "Next checkpoint's number.")
-    preemption_requested: bool = shared("_saving", Saving.preemption_requested)
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where checkpoints and logs go."""
+        return self._saving.project
+
+    @project_configuration.setter
+    def project_configuration(self, value: ProjectConfiguration) -> None:
+        self._saving.project = value
+
+    @property
+    def checkpointer(self) -> Any:
+        """The part that saves and loads."""
+        return self._saving.checkpointer
+
+    @property
+    def project_dir(self) -> Any:
+        """Root of checkpoints."""
+        return self.project_configuration.project_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Next checkpoint's number."""
+        return self.project_configuration.iteration
+
+    @property
+    def preemption_requested(self) -> bool:
+        """Whether one of `preemption_signals` has come: the run ends at the next step boundary."""
+        return self._saving.preemption_requested
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object once (per machine, with `save_on_each_node`), in place of `torch.save`.

@@ -8,7 +8,6 @@ from typing import Any, overload
 import torch
 
 from accelerate_core.accelerator.collectives import Collectives
-from accelerate_core.delegation import attribute
 
 
 class CollectiveVerbs:
@@ -16,9 +15,14 @@ class CollectiveVerbs:
 
     _collectives: Collectives
 
-    flag_tensor: torch.Tensor | None = attribute(
-        "_collectives.flag_tensor", "What `set_trigger` set.", settable=True
-    )
+    @property
+    def flag_tensor(self) -> torch.Tensor | None:
+        """What `set_trigger` set."""
+        return self._collectives.flag_tensor
+
+    @flag_tensor.setter
+    def flag_tensor(self, value: torch.Tensor | None) -> None:
+        self._collectives.flag_tensor = value
 
     @overload
     def gather(self, tensor: torch.Tensor) -> torch.Tensor: ...

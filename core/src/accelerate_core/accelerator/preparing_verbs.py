@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,16 +14,9 @@ from accelerate_core.config.handlers import (
     TorchDynamoPlugin,
 )
 from accelerate_core.data.prepare_loader import skip_first_batches
-from accelerate_core.delegation import attribute, setting
 from accelerate_core.plugins.manager import BoundHooks
 from accelerate_core.prepare.prepared import Prepared, PrepareOptions
 from accelerate_core.training.optimizer import AcceleratedOptimizer
-
-_LOADING = partial(setting, "dataloader_config", DataLoaderConfiguration)
-
-
-def _option(name: str, doc: str) -> Any:
-    return attribute(f"_options.{name}", doc, settable=True)
 
 
 class PreparedVerbs:
@@ -34,30 +26,127 @@ class PreparedVerbs:
     _prepared: Prepared
     _options: PrepareOptions
 
-    models: list[torch.nn.Module] = attribute(
-        "_prepared.objects.models", "The prepared models, wrapped."
-    )
-    optimizers: list[Any] = attribute("_prepared.objects.optimizers", "The prepared optimizers.")
-    schedulers: list[Any] = attribute("_prepared.objects.schedulers", "The prepared schedulers.")
-    loaders: list[Any] = attribute("_prepared.objects.loaders", "The prepared loaders.")
-    dataloader_config: DataLoaderConfiguration = _option(
-        "dataloader_config", "How data is split between ranks."
-    )
-    rng_types: Sequence[str] = _option("rng_types", "Generators synchronized per iteration.")
-    device_placement: bool = _option("device_placement", "Whether objects are moved.")
-    step_scheduler_with_optimizer: bool = _option(
-        "step_scheduler_with_optimizer", "Whether schedulers step when optimizers do."
-    )
-    autocast_handler: AutocastKwargs | None = _option("autocast_handler", "Options of autocast.")
-    upcast_outputs: bool = _option("upcast_outputs", "Whether half precision outputs become fp32.")
-    dynamo_plugin: TorchDynamoPlugin = _option("dynamo_plugin", "The compiler's settings.")
-    scheduler_steps: str = attribute("_options.scheduler_steps.value", "How far schedulers move.")
-    split_batches: bool = _LOADING("split_batches")
-    dispatch_batches: bool | None = _LOADING("dispatch_batches")
-    even_batches: bool = _LOADING("even_batches", settable=True)
-    use_seedable_sampler: bool = _LOADING("use_seedable_sampler")
-    non_blocking: bool = _LOADING("non_blocking")
-    use_stateful_dataloader: bool = _LOADING("use_stateful_dataloader")
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The prepared models, as `prepare` returned them."""
+        return self._prepared.objects.models
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The prepared optimizers."""
+        return self._prepared.objects.optimizers
+
+    @property
+    def schedulers(self) -> list[Any]:
+        """The prepared schedulers."""
+        return self._prepared.objects.schedulers
+
+    @property
+    def loaders(self) -> list[Any]:
+        """The prepared loaders."""
+        return self._prepared.objects.loaders
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How data is split between ranks."""
+        return self._options.dataloader_config
+
+    @dataloader_config.setter
+    def dataloader_config(self, value: DataLoaderConfiguration) -> None:
+        self._options.dataloader_config = value
+
+    @property
+    def rng_types(self) -> Sequence[str]:
+        """Random generators synchronised at the start of each iteration over a loader."""
+        return self._options.rng_types
+
+    @rng_types.setter
+    def rng_types(self, value: Sequence[str]) -> None:
+        self._options.rng_types = value
+
+    @property
+    def device_placement(self) -> bool:
+        """Whether models and batches are moved to the device."""
+        return self._options.device_placement
+
+    @device_placement.setter
+    def device_placement(self, value: bool) -> None:
+        self._options.device_placement = value
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Whether schedulers step when optimizers do."""
+        return self._options.step_scheduler_with_optimizer
+
+    @step_scheduler_with_optimizer.setter
+    def step_scheduler_with_optimizer(self, value: bool) -> None:
+        self._options.step_scheduler_with_optimizer = value
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """Options of autocast, None for the defaults."""
+        return self._options.autocast_handler
+
+    @autocast_handler.setter
+    def autocast_handler(self, value: AutocastKwargs | None) -> None:
+        self._options.autocast_handler = value
+
+    @property
+    def upcast_outputs(self) -> bool:
+        """Whether half precision outputs become fp32."""
+        return self._options.upcast_outputs
+
+    @upcast_outputs.setter
+    def upcast_outputs(self, value: bool) -> None:
+        self._options.upcast_outputs = value
+
+    @property
+    def dynamo_plugin(self) -> TorchDynamoPlugin:
+        """The compiler's settings."""
+        return self._options.dynamo_plugin
+
+    @dynamo_plugin.setter
+    def dynamo_plugin(self, value: TorchDynamoPlugin) -> None:
+        self._options.dynamo_plugin = value
+
+    @property
+    def scheduler_steps(self) -> str:
+        """How far a scheduler moves with an optimizer step: "per_process" or "per_step"."""
+        return str(self._options.scheduler_steps.value)
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is the global one, divided among the ranks."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads for all ranks; None means only iterable datasets."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether samples are repeated so that all ranks get equally many batches."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether the order depends only on the seed and the epoch."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device asynchronously."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders become torchdata's `StatefulDataLoader`."""
+        return self.dataloader_config.use_stateful_dataloader
 
     def prepare_data_loader(
         self,

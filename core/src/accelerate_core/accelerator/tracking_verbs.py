@@ -6,24 +6,35 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate_core.config.handlers import ProjectConfiguration
+from accelerate_core.accelerator.saving import Saving
 from accelerate_core.contract.parts import LogKwargs, Tracking
-from accelerate_core.delegation import attribute
 
 
 class TrackingVerbs:
     """Trackers, as a script calls them."""
 
     _tracking: Tracking
-    #: Where checkpoints and logs go.
-    project_configuration: ProjectConfiguration
+    _saving: Saving
 
-    logging_dir: Any = attribute("project_configuration.logging_dir", "Where trackers write.")
-    log_with: list[str] = attribute("_tracking.names", "Names of the trackers asked for.")
-    trackers: list[Any] = attribute("_tracking.trackers", "The trackers that run.")
-    resumed_runs: dict[str, str] = attribute(
-        "_tracking.resumed_runs", "Tracker name -> id of its run in the checkpoint that was loaded."
-    )
+    @property
+    def logging_dir(self) -> Any:
+        """Where trackers write."""
+        return self._saving.project.logging_dir
+
+    @property
+    def log_with(self) -> list[str]:
+        """Names of the trackers asked for."""
+        return self._tracking.names
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The trackers that run."""
+        return self._tracking.trackers
+
+    @property
+    def resumed_runs(self) -> dict[str, str]:
+        """Tracker name -> id of its run in the checkpoint that was loaded."""
+        return self._tracking.resumed_runs
 
     def init_trackers(
         self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: LogKwargs = None

@@ -10,7 +10,6 @@ import torch
 
 from accelerate_core.config.handlers import AutocastKwargs
 from accelerate_core.contract.schedule import ScheduleResult
-from accelerate_core.delegation import attribute, shared
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.loop import MicroBatch, TrainingLoop
 
@@ -23,15 +22,42 @@ class TrainingVerbs:
     gradient_state: GradientState
     autocast_handler: AutocastKwargs | None
 
-    step: int = attribute("_training.step", "Micro-batches seen in this cycle.", settable=True)
-    sync_gradients: bool = attribute(
-        "gradient_state.sync_gradients",
-        "Whether gradients are synchronised, and optimizers stepped, now.",
-        settable=True,
-    )
-    gradient_accumulation_steps: int = shared("_training", TrainingLoop.gradient_accumulation_steps)
-    optimizer_step_was_skipped: bool = shared("_training", TrainingLoop.optimizer_step_was_skipped)
-    has_lomo_optimizer: bool = shared("_training", TrainingLoop.has_lomo_optimizer)
+    @property
+    def step(self) -> int:
+        """Micro-batches seen in this cycle."""
+        return self._training.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._training.step = value
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether gradients are synchronised, and optimizers stepped, now."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self._training.gradient_accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self._training.gradient_accumulation_steps = value
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether a prepared optimizer's last step was left out because of an overflow."""
+        return self._training.optimizer_step_was_skipped
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether an optimizer steps inside backward."""
+        return self._training.has_lomo_optimizer
 
     def accumulate(
         self, *models: torch.nn.Module, num_items: int | float | torch.Tensor | None = None

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from accelerate_core.delegation import itself
 from accelerate_core.distributed.tree import convert_to_fp32
+from accelerate_core.pickling import unwrapped
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -53,7 +53,7 @@ class MixedForward:
 
     def __reduce__(self) -> Any:
         patched = vars(self._module).get("_unprepared_forward")
-        return (itself, (patched,)) if patched else (_bound, (self._function, self._module))
+        return (unwrapped, (patched,)) if patched else (_bound, (self._function, self._module))
 
     @property
     def __signature__(self) -> Any:

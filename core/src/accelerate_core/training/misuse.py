@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from accelerate_core.delegation import itself
 from accelerate_core.errors import of_the_user, warn
+from accelerate_core.pickling import unwrapped
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 
 
@@ -72,7 +72,7 @@ class NotCalled:
         self._handle.remove()
 
     def __reduce__(self) -> Any:
-        return itself, (_nothing,)
+        return unwrapped, (_nothing,)
 
 
 def _nothing(module: torch.nn.Module, args: Any) -> None:

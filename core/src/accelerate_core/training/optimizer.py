@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from accelerate_core.delegation import attribute, itself, method
+from accelerate_core.pickling import unwrapped
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.loss_scaler import LossScaler
 
@@ -64,18 +64,46 @@ class AcceleratedOptimizer(Optimizer):
 
     def __reduce__(self) -> Any:
         # What belongs to this run stays here: a pickle or a copy is of the user's own optimizer.
-        return itself, (self.optimizer,)
+        return unwrapped, (self.optimizer,)
 
-    state: Any = attribute("optimizer.state", "State per parameter.", settable=True)
-    param_groups: list[dict[str, Any]] = attribute(
-        "optimizer.param_groups", "Parameter groups with their hyperparameters.", settable=True
-    )
-    defaults: dict[str, Any] = attribute(
-        "optimizer.defaults", "Hyperparameters of groups that do not state theirs.", settable=True
-    )
-    add_param_group = method("optimizer", Optimizer.add_param_group)
-    state_dict = method("optimizer", Optimizer.state_dict)
-    load_state_dict = method("optimizer", Optimizer.load_state_dict)
+    @property
+    def state(self) -> Any:
+        """State per parameter."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups with their hyperparameters."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Hyperparameters of groups that do not state theirs."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.optimizer.defaults = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the inner optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the inner optimizer."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of the inner optimizer."""
+        self.optimizer.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, on the boundary of an accumulation cycle only.

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
-
-from accelerate_core.delegation import attribute, itself, method
+from accelerate_core.pickling import unwrapped
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 
@@ -50,7 +48,15 @@ class AcceleratedScheduler:
         self._on_first_step = on_first_step
 
     #: A backend that wraps schedulers itself has them pointed at another optimizer, too.
-    optimizer: Any = attribute("scheduler.optimizer", "Whose rates it sets.", settable=True)
+
+    @property
+    def optimizer(self) -> Any:
+        """Whose rates it sets."""
+        return self.scheduler.optimizer
+
+    @optimizer.setter
+    def optimizer(self, value: Any) -> None:
+        self.scheduler.optimizer = value
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":
@@ -59,7 +65,7 @@ class AcceleratedScheduler:
 
     def __reduce__(self) -> Any:
         # As for optimizers: a pickle or a copy is of the user's own scheduler.
-        return itself, (self.scheduler,)
+        return unwrapped, (self.scheduler,)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step as the optimizer did; arguments (a metric, an epoch) are passed on."""
@@ -85,6 +91,14 @@ class AcceleratedScheduler:
                 return
             self.scheduler.step(*args, **kwargs)
 
-    get_last_lr = method("scheduler", LRScheduler.get_last_lr)
-    state_dict = method("scheduler", LRScheduler.state_dict)
-    load_state_dict = method("scheduler", LRScheduler.load_state_dict)
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rates that the scheduler set last, one for each parameter group."""
+        return list(self.scheduler.get_last_lr())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the inner scheduler."""
+        return dict(self.scheduler.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of the inner scheduler."""
+        self.scheduler.load_state_dict(state_dict)

@@ -15,7 +15,6 @@ from accelerate_core import (
     PartialState,
 )
 from accelerate_core.data.loader import CoreLoader
-from accelerate_core.delegation import attribute
 from accelerate_core.distributed import process
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.training.optimizer import AcceleratedOptimizer
@@ -154,16 +153,19 @@ def _is_stateful(self: CoreLoader) -> bool:
     return hasattr(type(self.base), "load_state_dict")
 
 
+def _at(path: str) -> Any:
+    """Return a property that reads `path` of an object."""
+    return property(attrgetter(path))
+
+
 def add() -> None:
     """Add them."""
-    lists = {
-        f"_{one}": attribute(f"_prepared.objects.{one}", "") for one in ("models", "optimizers")
-    }
-    lists["_schedulers"] = attribute("_prepared.objects.schedulers", "")
-    lists["_dataloaders"] = attribute("_prepared.objects.loaders", "")
-    lists["_custom_objects"] = attribute("_saving.registered", "")
-    lists["_save_model_state_pre_hook"] = attribute("_saving.save_hooks", "")
-    lists["_load_model_state_pre_hook"] = attribute("_saving.load_hooks", "")
+    lists = {f"_{one}": _at(f"_prepared.objects.{one}") for one in ("models", "optimizers")}
+    lists["_schedulers"] = _at("_prepared.objects.schedulers")
+    lists["_dataloaders"] = _at("_prepared.objects.loaders")
+    lists["_custom_objects"] = _at("_saving.registered")
+    lists["_save_model_state_pre_hook"] = _at("_saving.save_hooks")
+    lists["_load_model_state_pre_hook"] = _at("_saving.load_hooks")
     added: dict[Any, dict[str, Any]] = {
         Accelerator: lists,
         AcceleratedOptimizer: {
@@ -177,7 +179,7 @@ def add() -> None:
         AcceleratorState: {
             "__getattr__": _kept_on_accelerator_state,
             "_reset_state": classmethod(_reset_accelerators),
-            "parallelism_config": attribute("_accelerator.parallelism_config", ""),
+            "parallelism_config": _at("_accelerator.parallelism_config"),
             "fork_launched": property(lambda self: "FORK_LAUNCHED" in os.environ),
         },
         GradientState: {
@@ -193,7 +195,7 @@ def add() -> None:
             "fsdp_dim_names": property(_fsdp_dim_names),
         },
         CoreLoader: {
-            "base_dataloader": attribute("base", ""),
+            "base_dataloader": _at("base"),
             "get_sampler": _get_sampler,
             "use_stateful_dataloader": property(_is_stateful),
         },
