@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -33,11 +34,15 @@ def calls(function: Callable[[], None]) -> int:
         nonlocal count
         count += event == "call"
 
+    # A collection in between would run finalizers of whatever earlier tests left behind.
+    gc.collect()
+    gc.disable()
     sys.setprofile(note)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 
