@@ -129,14 +129,15 @@ def test_a_known_end_needs_no_reading_ahead(name):
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_a_subclass_and_its_attributes_survive():
+def test_the_users_own_class_of_loader_is_the_base():
     loader = prepare_data_loader(Custom(range(10), "mint"), None, 2, 1)
     assert isinstance(loader, DataLoader)
     assert isinstance(loader, DataLoaderShard)
-    assert loader.describe() == "mint loader"
-    loader.served = 7
-    assert loader.base.served == 7
     assert isinstance(loader.base, Custom)
+    assert loader.base.describe() == "mint loader"
+    loader.num_workers = 7
+    assert loader.base.num_workers == 7
+    loader.num_workers = 0
     assert [batch.tolist() for batch in loader] == [[2, 3], [6, 7], [0, 1]]
     assert prepare_data_loader(loader) is loader
     with pytest.raises(ValueError, match="should not be set"):
@@ -511,7 +512,7 @@ def test_stateful_keeps_the_subclass_and_needs_torchdata(monkeypatch):
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     loader = prepare_data_loader(Custom(range(4), "mint"), None, 1, 0, use_stateful_dataloader=True)
     assert isinstance(loader.base, torchdata.StatefulDataLoader)
-    assert loader.describe() == "mint loader"
+    assert loader.base.describe() == "mint loader"
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
     monkeypatch.setitem(__import__("sys").modules, "torchdata.stateful_dataloader", None)
     with pytest.raises(MissingPluginError, match=r'pip install "torchdata>=0.10"'):

@@ -159,9 +159,9 @@ class Foreign:
         return len(self.loader)
 
 
-def test_a_foreign_loader_keeps_its_attributes():
+def test_a_loader_of_another_class_is_the_base():
     loader = prepare_data_loader(Foreign(DataLoader(range(8))), None, 2, 1)
-    assert loader.colour == "green"
+    assert loader.base.colour == "green"
     assert isinstance(loader, DataLoader)
     assert [batch.item() for batch in loader] == [1, 3, 5, 7]
 

@@ -74,7 +74,7 @@ from accelerate_core import Accelerator, skip_first_batches
 accelerator = Accelerator(cpu=True, loaders="made")
 try:
     loader = accelerator.prepare(DataLoader(torch.arange(8.0), 2))
-    kinds = f"{type(loader).__name__} {loader.__class__.__name__} {len(loader)}"
+    kinds = f"{type(loader).__name__} {type(loader.base).__name__} {len(loader)}"
     out(f"{kinds} { {use} }")
 except Exception:
     out(traceback.format_exc())
@@ -88,7 +88,7 @@ def told(root: Path, fault: str, use: str = EPOCH) -> str:
     return said
 
 
-def test_an_external_loader_is_seen_as_its_own(tmp_path) -> None:
+def test_an_external_loader_holds_the_plugins_own(tmp_path) -> None:
     assert told(tmp_path, "") == "ExternalLoader Made 4 [False, False, False, True]"
 
 

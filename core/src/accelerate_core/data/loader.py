@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -22,9 +22,9 @@ from accelerate_core.data.position import OrderState, Position
 from accelerate_core.data.resumable import swapped
 from accelerate_core.data.rng import find_generator, synchronize_rng_states
 from accelerate_core.data.steps import Item, check_rank
-from accelerate_core.delegation import itself
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError, warn
+from accelerate_core.pickling import unwrapped
 from accelerate_core.training.gradient_state import BatchInfo, GradientState
 
 _RESTORED = "load_state put this loader behind batch {} of its epoch (counted over all ranks)."
@@ -74,61 +74,85 @@ class LoaderOptions:
         check_rank(self.num_processes, self.process_index)
 
 
-@dataclass(eq=False, repr=False)
+class _OfBase:
+    """An attribute of `DataLoader` that a prepared loader reads from, and writes to, its `base`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, loader: CoreLoader | None, owner: type) -> Any:
+        return self if loader is None else getattr(loader.base, self._name)
+
+    def __set__(self, loader: CoreLoader, value: Any) -> None:
+        setattr(loader.base, self._name, value)
+
+
+def _of_base() -> Any:
+    return _OfBase()
+
+
 class CoreLoader(DataLoader[Any]):
-    """A loader as `prepare` returns it; what it does not know itself it asks its `base`.
+    """A loader as `prepare` returns it.
+
+    It has the attributes of a `DataLoader`. `batch_sampler`, `sampler` and `collate_fn` are those of
+    the user's loader, not of this rank's part. Whatever else the user's own class of loader has is
+    reached through `base`.
 
     Args:
-        base: a copy of the user's loader, reading this rank's part (or all, for dispatching).
-        _source: how batches come out of `base`.
-        _view: the user's loader as it is seen from outside, with what was made of its order.
-        _users: the user's loader itself; what a pickle or a copy of this one is.
-        options: the `LoaderOptions`.
-        _batch_size: of the user's loader, None if it has none.
-
-    `base` is not rebuilt, so subclasses, workers, collate functions and custom attributes stay: a
-    name that is not known here is one of `base`, or of the options.
-    `end_of_dataloader` is True while the last batch is being worked on; `iteration` counts the
-    epochs that were finished.
+        base: a copy of the user's loader that reads this rank's part (or all, for dispatching). It
+            is not rebuilt, so its class, workers, collate function and attributes are the user's.
+        source: how batches come out of `base`.
+        view: the user's loader as it is seen from outside, with what was made of its order.
+        users: the user's loader itself; a pickle or a copy of this loader is a copy of that one.
+        options: how the data is split between ranks, and where batches go.
+        batch_size: of the user's loader, None if it has none.
     """
 
-    base: Any = None
-    _source: Any = None
-    _view: Any = None
-    _users: Any = None
-    options: Any = None
-    _batch_size: int | None = None
-    _skip: int | None = field(default=None, init=False)
+    dataset = _of_base()
+    batch_size = _of_base()
+    drop_last = _of_base()
+    generator = _of_base()
+    num_workers = _of_base()
+    worker_init_fn = _of_base()
+    multiprocessing_context = _of_base()
+    persistent_workers = _of_base()
+    prefetch_factor = _of_base()
+    pin_memory = _of_base()
+    pin_memory_device = _of_base()
+    timeout = _of_base()
+    in_order = _of_base()
 
-    def __post_init__(self) -> None:
-        shown = ("batch_sampler", "sampler", "collate_fn")
-        self.__dict__.update(
-            {name: getattr(self._view, name, None) for name in shown},
-            split_batches=self.options.config.split_batches,
-            gradient_state=self.options.gradient_state,
-            synchronized_generator=find_generator(self._view),
-            _position=Position(),
-            _runs=[],
-            _served=BatchInfo(),
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        known = self.__dict__
-        if "base" not in known:
-            raise AttributeError(name)
-        is_option = not hasattr(known["base"], name) and hasattr(known["options"], name)
-        return getattr(known["options" if is_option else "base"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        owners = (kind for kind in type(self).__mro__ if issubclass(kind, CoreLoader))
-        if name in self.__dict__ or any(name in vars(kind) for kind in owners):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.base, name, value)
+    def __init__(
+        self,
+        base: Any,
+        source: Any,
+        view: Any,
+        users: Any,
+        options: LoaderOptions,
+        batch_size: int | None,
+    ) -> None:
+        # DataLoader.__init__ is not called: it would check and build what `base` has already.
+        self.base = base
+        self.options = options
+        self.batch_sampler = getattr(view, "batch_sampler", None)
+        self.sampler: Any = getattr(view, "sampler", None)
+        self.collate_fn: Any = getattr(view, "collate_fn", None)
+        self.split_batches = options.config.split_batches
+        self.gradient_state = options.gradient_state
+        self.synchronized_generator: torch.Generator | None = find_generator(view)
+        self._source = source
+        self._view = view
+        self._users = users
+        self._batch_size = batch_size
+        self._skip: int | None = None
+        self._position = Position()
+        self._runs: list[BatchInfo] = []
+        #: Of the iteration that handed out the last batch.
+        self._served = BatchInfo()
 
     def __reduce__(self) -> Any:
         # What belongs to this run stays here: a pickle or a copy is of the user's own loader.
-        return itself, (self._users,)
+        return unwrapped, (self._users,)
 
     def __repr__(self) -> str:
         part = f"rank {self.options.process_index} of {self.options.num_processes}"
@@ -140,6 +164,25 @@ class CoreLoader(DataLoader[Any]):
     # -- what a loop may ask -----------------------------------------------------------------
 
     @property
+    def device(self) -> torch.device | None:
+        """The device of the batches, None if it is not known."""
+        return self.options.device
+
+    @property
+    def put_on_device(self) -> bool:
+        """Whether batches are moved to `device`."""
+        return self.options.put_on_device
+
+    @put_on_device.setter
+    def put_on_device(self, value: bool) -> None:
+        self.options = replace(self.options, put_on_device=value)
+
+    @property
+    def rng_types(self) -> Sequence[Any] | None:
+        """Random generators synchronised at the start of each iteration."""
+        return self.options.rng_types
+
+    @property
     def end_of_dataloader(self) -> bool:
         """Whether the batch served last is the last one."""
         return bool([self._served, *self._runs][-1].last)
@@ -148,7 +191,7 @@ class CoreLoader(DataLoader[Any]):
     def remainder(self) -> int:
         """Real samples in the last global batch if it is not full, 0 if it is, -1 if unknown."""
         if self._served.real is not None:
-            return int(self._served.real)
+            return self._served.real
         if getattr(self.batch_sampler, "drop_last", getattr(self.base, "drop_last", False)):
             return -1
         size, step = self.dataset_size, self.total_batch_size
@@ -157,7 +200,7 @@ class CoreLoader(DataLoader[Any]):
     @property
     def total_batch_size(self) -> int | None:
         """Samples per global step over all ranks, None if the loader has no batch size."""
-        size: int | None = self._batch_size
+        size = self._batch_size
         return size if size is None or self.split_batches else size * self.options.num_processes
 
     @property
@@ -198,7 +241,7 @@ class CoreLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch for samplers and datasets that shuffle by it."""
-        position: Position = self._position
+        position = self._position
         if position.owner is None and position.epoch != epoch:
             position.start_of(epoch)
         position.epoch = epoch
@@ -251,7 +294,7 @@ class CoreLoader(DataLoader[Any]):
             position.load_state_dict(state_dict, size)
         drew = "generator" in state_dict
         # Several ranks draw from a generator of theirs.
-        if drew and self.synchronized_generator is None:  # type: ignore[has-type]
+        if drew and self.synchronized_generator is None:
             order_sampler(self).generator = self.synchronized_generator = torch.Generator()
         generator = self.synchronized_generator
         if generator is not None and drew and "torch_rng" not in state_dict:
@@ -271,7 +314,10 @@ class CoreLoader(DataLoader[Any]):
                 f"{_RESTORED.format(seen)} skip_first_batches({num_batches}) counts from its start."
             )
         clone = object.__new__(type(self))
-        clone.__dict__.update(self.__dict__, _skip=num_batches, _runs=[], _served=BatchInfo())
+        clone.__dict__.update(self.__dict__)  # the position is shared
+        clone._skip = num_batches
+        clone._runs = []
+        clone._served = BatchInfo()
         return clone
 
     # -- iterating ---------------------------------------------------------------------------
@@ -285,8 +331,8 @@ class CoreLoader(DataLoader[Any]):
 
     def _start(self, owner: object) -> Iterator[Item]:
         """Open the source where this iteration begins, and note the position."""
-        options: LoaderOptions = self.options
-        position: Position = self._position
+        options = self.options
+        position = self._position
         if options.order_comm is not None:
             generator = self.synchronized_generator
             synchronize_rng_states(options.rng_types, generator, options.order_comm)
@@ -333,21 +379,27 @@ class CoreLoader(DataLoader[Any]):
     def _noted(self, items: Iterator[Item], served: BatchInfo) -> Iterator[Any]:
         position, per_step = self._position, self._source.per_step
         state = self.gradient_state
-        restored = 0 if self._skip or state is None else position.batches
-        before = restored and state.backwards
+        restored = backwards = 0
+        if state is not None and not self._skip:
+            restored = position.batches
+            backwards = state.backwards
         self._runs.append(served)
         try:
-            for batch, served.last, served.real, data_state in self._on_device(items):
-                self.__dict__["_served"] = served
+            for batch, last, real, data_state in self._on_device(items):
+                served.last = last
+                served.real = real
+                if self._served is not served:  # set once: DataLoader.__setattr__ is a Python call
+                    self._served = served
                 if position.owner is served:
                     position.batches += per_step
-                    position.ended = served.last
+                    position.ended = last
                     position.loader_state = data_state
                 yield batch
             if position.owner is served:
                 position.kept_workers = False
                 position.start_of(position.epoch + 1)
-                if restored and state.backwards == before and torch.is_grad_enabled():
+                trained = state is not None and state.backwards > backwards
+                if restored and not trained and torch.is_grad_enabled():
                     warn(_RESTORED.format(restored) + _TWICE)
         finally:
             self._runs[:] = [run for run in self._runs if run is not served]
@@ -368,7 +420,7 @@ class CoreLoader(DataLoader[Any]):
             yield batch, last, real, state
 
     def _on_device(self, items: Iterator[Item]) -> Iterator[Item]:
-        options: LoaderOptions = self.options
+        options = self.options
         if not options.put_on_device or options.device is None:
             return items
         if options.device.type == "cpu" and not options.feed_always:
@@ -380,7 +432,7 @@ class CoreLoader(DataLoader[Any]):
         return self._fed(items)
 
     def _fed(self, items: Iterator[Item]) -> Iterator[Item]:
-        options: LoaderOptions = self.options
+        options = self.options
         known: deque[list[Any]] = deque()
 
         def batches() -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""A prepared loader that a plugin made: checked, and blamed by name for what it raises."""
+"""A prepared loader from a plugin: checked, with the plugin's name added to what it raises."""
 
 from __future__ import annotations
 
@@ -6,44 +6,80 @@ from collections.abc import Iterator
 from typing import Any
 
 from accelerate_core.contract.parts import PreparedLoader, check_members
-from accelerate_core.delegation import itself
 from accelerate_core.errors import PluginError
+from accelerate_core.pickling import unwrapped
 from accelerate_core.plugins.discovery import PluginRecord
-from accelerate_core.plugins.factory import Attributed, add_plugin_note, attribution
+from accelerate_core.plugins.factory import add_plugin_note, attribution
 from accelerate_core.training.gradient_state import GradientState
 
 
-class ExternalLoader(Attributed):
-    """Hands everything on to the loader that a plugin made, and names the plugin in what it raises.
+class ExternalLoader:
+    """The members of `PreparedLoader`, answered by a plugin's loader.
 
     Args:
-        loader: what `make_loader` returned.
-        record: the plugin's.
-        state: of the Accelerator, which has to be told of every batch.
+        base: what `make_loader` returned; whatever else it has is reached through this attribute.
+        record: of the plugin, which is named in what the loader raises.
+        state: of the Accelerator; the loader has to report every batch to it.
 
     Raises:
-        PluginError: it is no `PreparedLoader`; when iterated: it does not tell the `GradientState`.
+        PluginError: `base` is not a `PreparedLoader`, or it hands out batches without reporting them.
     """
 
-    def __init__(self, loader: Any, record: PluginRecord, state: GradientState) -> None:
-        what = f"A {type(loader).__name__}, which make_loader of {record.label} returned,"
-        check_members(loader, PreparedLoader, what)
-        super().__init__(loader, record)
-        self.__dict__["_state"] = state
+    def __init__(self, base: PreparedLoader, record: PluginRecord, state: GradientState) -> None:
+        what = f"A {type(base).__name__}, which make_loader of {record.label} returned,"
+        check_members(base, PreparedLoader, what)
+        self.base = base
+        self._record = record
+        self._state = state
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._part)
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last global step is filled up."""
+        return self.base.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.base.even_batches = value
+
+    @property
+    def put_on_device(self) -> bool:
+        """Whether batches are moved to the device."""
+        return self.base.put_on_device
+
+    @put_on_device.setter
+    def put_on_device(self, value: bool) -> None:
+        self.base.put_on_device = value
+
+    @property
+    def iteration(self) -> int:
+        """The epoch the next iteration belongs to."""
+        with attribution("iteration", self._record):
+            return self.base.iteration
+
+    @property
+    def remainder(self) -> int:
+        """Real samples in the last global batch if it is not full, 0 if it is, -1 if unknown."""
+        with attribution("remainder", self._record):
+            return self.base.remainder
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset of the plugin's loader; `AttributeError` if it has none."""
+        return self.base.dataset  # type: ignore[attr-defined]
+
+    @property
+    def dataset_size(self) -> int | None:
+        """Number of samples of the whole dataset, None if it is not known."""
+        return getattr(self.base, "dataset_size", None)
 
     def __len__(self) -> int:
-        return len(self._part)
+        return len(self.base)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        state: GradientState = self._state
         try:
-            batches = iter(self._part)
+            batches = iter(self.base)
             for batch in batches:
-                if not state.hold(self._part, self):
+                if not self._state.hold(self.base, self):
                     raise PluginError(
                         f"The loader of {self._record.label} hands out batches of its own: its __iter__ "
                         "has to return accelerator.gradient_state.serve(self, start, whole)."
@@ -51,15 +87,30 @@ class ExternalLoader(Attributed):
                 yield batch
                 yield from batches
         except Exception as error:
-            if not state.in_listener:
+            if not self._state.in_listener:
                 add_plugin_note(error, "__iter__", self._record)
             raise
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration."""
+        with attribution("set_epoch", self._record):
+            self.base.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+        with attribution("state_dict", self._record):
+            return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken, at the next iteration."""
+        with attribution("load_state_dict", self._record):
+            self.base.load_state_dict(state_dict)
 
     def skipping(self, num_batches: int) -> ExternalLoader:
         """Return this loader without its first batches."""
         with attribution("skipping", self._record):
-            rest = self._part.skipping(num_batches)
+            rest = self.base.skipping(num_batches)
         return ExternalLoader(rest, self._record, self._state)
 
     def __reduce__(self) -> Any:
-        return itself, (self._part,)  # as for optimizers: what belongs to this run stays here
+        return unwrapped, (self.base,)  # as for optimizers: what belongs to this run stays here

@@ -179,7 +179,7 @@ class TrainingState:
             try:
                 torch.save(state, io.BytesIO())
             except Exception:
-                kind = type(getattr(loader, "_part", loader))  # a plugin's loader, not its wrapper
+                kind = type(getattr(loader, "base", loader))  # the loader inside, not our wrapper
                 return f"state_dict of loader {index} ({kind.__module__}.{kind.__qualname__})"
         return ""
 
