@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -140,6 +142,32 @@ def fabric(device: str) -> Contender:
     return loop(model, optimizer, scheduler, engine.setup_dataloaders(loader), engine.backward)
 
 
+def calls_added(contenders: dict[str, Contender]) -> dict[str, float]:
+    """Return how many Python calls each contender adds to the raw loop per step; a few are of an epoch."""
+
+    def calls(epoch: Contender) -> float:
+        count = 0
+
+        def note(frame: Any, event: str, argument: Any) -> None:
+            nonlocal count
+            count += event == "call"
+
+        epoch()
+        gc.collect()
+        gc.disable()  # a collection would run finalizers of whatever came before
+        sys.setprofile(note)
+        try:
+            steps = epoch()
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+        return count / steps
+
+    counts = {name: calls(epoch) for name, epoch in contenders.items()}
+    base = counts.pop(RAW)
+    return {name: count - base for name, count in counts.items()}
+
+
 def main() -> None:
     options = arguments(__doc__, rounds=15)
     torch.set_num_threads(1)
@@ -164,6 +192,8 @@ def main() -> None:
             [Limit(PEER, 0.25, added=True), Limit(FABRIC, 0.5, added=True)],
         )  # fmt: skip
         show(result)
+        for name, added in calls_added(contenders).items():
+            print(f"{name} adds {added:,.0f} Python calls per step")
         results.append(result)
     save("step_overhead", results, options.out)
 

@@ -185,7 +185,7 @@ class HfDeepSpeedConfig:
 
         Args:
             ds_key_long: a dotted name.
-            because: where the value is from.
+            source: where the value is from.
         """
         *path, key = ds_key_long.split(".")
         section = self.config

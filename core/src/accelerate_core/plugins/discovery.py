@@ -145,7 +145,7 @@ def find(
 
     Args:
         kind: `backend`, `tracker`, `precision`, `launcher` or another.
-        because: who asks for it, for the text of an error.
+        source: what requests it, shown in errors.
 
     Raises:
         MissingPluginError: it is not installed; the text has the pip command or the nearest name.

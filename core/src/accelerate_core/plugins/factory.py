@@ -129,7 +129,7 @@ class Part:
     """A part that was chosen; it is imported when it is made.
 
     Attributes:
-        because: why it was chosen.
+        reason: why it was chosen.
     """
 
     record: PluginRecord

@@ -42,7 +42,7 @@ class LaunchPlan:
         environment: what children get on top of the parent's environment.
         contributed: what options, variables and the config file say to plugins, by the
             environment variable each reads; a launcher of a plugin decides by it.
-        because: each value that was decided, with where it came from.
+        provenance: each value that was decided, with its source.
         rdzv_endpoint, log_line_prefix_template: of a function; as in torch's `LaunchConfig`.
         start_method: of a function: `fork`, or `spawn` for fresh interpreters.
     """
