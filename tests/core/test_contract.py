@@ -18,7 +18,10 @@ from contract_policy import differences
 from support import clean_environment
 
 from accelerate_core import Backend
-from accelerate_core.contract.hooks import HOOKS, HookSpecs
+from accelerate_core.backend.precision import Precision
+from accelerate_core.contract.hooks import HOOKS, SINCE, HookSpecs, Kind, hookspec
+from accelerate_core.plugins.discovery import PluginRecord
+from accelerate_core.plugins.manager import ActivePlugins
 from accelerate_launch.cli import cli
 from accelerate_testing.contract import contract
 
@@ -452,3 +455,80 @@ def test_a_newer_argument_says_what_to_upgrade(tmp_path: Path) -> None:
         "upgrade accelerate-core",
     ):
         assert part in text
+
+
+@pytest.fixture
+def two_more_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core whose contract has two more hooks since version 1.1."""
+
+    def before_step(self: Any, accelerator: Any, optimizer: Any) -> None:
+        pass
+
+    def reduce_gradients(self: Any, accelerator: Any, models: Any) -> str:
+        return "the core's default"
+
+    added: list[tuple[type, Kind, Any]] = [
+        (HookSpecs, "broadcast", before_step),
+        (Backend, "owner", reduce_gradients),
+    ]
+    for holder, kind, function in added:
+        name = function.__name__
+        monkeypatch.setattr(holder, name, hookspec(function), raising=False)
+        monkeypatch.setitem(HOOKS, name, kind)
+        monkeypatch.setitem(SINCE, name, (1, 1))
+
+
+def registered(backend: Backend) -> tuple[list[Any], Any]:
+    """Register a backend; return who implements `before_step`, and its answer to `reduce_gradients`."""
+    record = PluginRecord("backend", backend.name, "package:Class", "package", "1.0")
+    plugins = ActivePlugins({"backend": Backend, "precision": Precision})
+    plugins.add(backend, record, "the test")
+    answer = plugins.owner_methods(backend, record, Backend)["reduce_gradients"].function
+    return plugins.implementations("before_step"), answer(None, [])
+
+
+@pytest.mark.usefixtures("two_more_hooks")
+def test_a_method_older_than_the_hook_of_its_name_stays_the_plugins_own() -> None:
+    class Older(Backend):
+        name = "older"
+        api_version = (1, 0)
+
+        def before_step(self, folder: str) -> str:
+            return folder
+
+        def reduce_gradients(self, models: Any) -> str:  # type: ignore[override,unused-ignore]
+            return "not a hook"
+
+        def before_steps(self) -> None:
+            """Nearly the newer hook, and no reason to refuse a plugin that worked before."""
+
+    with pytest.warns(UserWarning, match="since version 1.1") as caught:
+        implementations, answer = registered(Older())
+    assert implementations == []
+    assert answer == "the core's default"
+    assert sorted(str(one.message).split("'")[1] for one in caught) == [
+        "before_step",
+        "reduce_gradients",
+    ]
+
+
+@pytest.mark.usefixtures("two_more_hooks")
+def test_a_newer_hook_is_called_where_its_class_is_written_for_it() -> None:
+    class Newer(Backend):
+        name = "newer"
+        api_version = (1, 1)
+
+        def before_step(self, accelerator: Any, optimizer: Any) -> None:
+            pass
+
+        def reduce_gradients(self, models: Any) -> str:
+            return "the backend's own"
+
+    class OlderOverNewer(Newer):
+        name = "older_over_newer"
+        api_version = (1, 0)
+
+    for backend in (Newer(), OlderOverNewer()):
+        implementations, answer = registered(backend)
+        assert [one.record.name for one in implementations] == [backend.name]
+        assert answer == "the backend's own"

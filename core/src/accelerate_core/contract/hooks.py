@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import pluggy
 
-from accelerate_core.errors import PluginError
+from accelerate_core.errors import PluginError, warn
 
 if TYPE_CHECKING:
     import torch
@@ -89,8 +89,20 @@ def is_newer(plugin: Any) -> bool:
     return tuple(getattr(plugin, "api_version", API_VERSION)) > API_VERSION
 
 
+def written_before(plugin: Any, hook: str) -> bool:
+    """Whether a plugin's method is older than the hook of its name, and so only shares the name.
+
+    The class that defines the method counts: a plugin may inherit from a newer one.
+    """
+    definer = next((cls for cls in type(plugin).__mro__ if hook in vars(cls)), type(plugin))
+    version = getattr(definer, "api_version", getattr(plugin, "api_version", API_VERSION))
+    return tuple(version) < SINCE[hook]
+
+
 def mark_hooks(plugin: Any, base: type, label: str) -> None:
     """Take a plugin's public methods that are named like hooks for implementations of them.
+
+    A method that is older than the hook of its name stays the plugin's own, with a warning.
 
     Args:
         base: the core's class for plugins of its kind; what that has under the name of a hook and is
@@ -101,15 +113,25 @@ def mark_hooks(plugin: Any, base: type, label: str) -> None:
         PluginError: a method is named nearly like a hook, or like a method of `base`, and the class
             does not list it in `not_hooks`.
     """
-    known = {*HOOKS, *(name for name in dir(base) if not name.startswith("_"))}
+    spec = f"{PROJECT}_spec"
+    hooks = {n for n in HOOKS if not hasattr(base, n) or hasattr(getattr(base, n), spec)}
+    newer = {name for name in hooks if written_before(plugin, name)}
+    known = {*HOOKS, *(name for name in dir(base) if not name.startswith("_"))} - newer
     meant = {"not_hooks", *getattr(plugin, "not_hooks", ())}
     for cls in type(plugin).__mro__:
         for name in vars(cls) if cls not in base.__mro__ else ():
             value = getattr(cls, name)  # class methods are callable in this form alone
             if name.startswith("_") or not callable(value) or name in meant:
                 continue
-            own = getattr(base, name, None)
-            if name in HOOKS and (own is None or hasattr(own, f"{PROJECT}_spec")):
+            if name in newer:
+                since = ".".join(map(str, SINCE[name]))
+                warn(
+                    f"{label} has a method {name!r}. That is a hook since version {since} of the "
+                    "contract, but the class states an older api_version, so it is not called: state "
+                    f"that version if it is the hook, or not_hooks = ({name!r},) if it is not."
+                )
+                continue
+            if name in hooks:
                 if not hasattr(value, f"{PROJECT}_impl"):
                     hookimpl(getattr(value, "__func__", value))
             elif name not in known and not is_newer(plugin):

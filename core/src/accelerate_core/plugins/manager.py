@@ -20,6 +20,7 @@ from accelerate_core.contract.hooks import (
     hooks_of_kind,
     is_newer,
     mark_hooks,
+    written_before,
 )
 from accelerate_core.errors import PluginError, did_you_mean, warn
 from accelerate_core.plugins.discovery import PluginRecord
@@ -281,6 +282,8 @@ def _written_for(plugin: Any) -> str:
 
 def _owner_method(backend: Any, record: PluginRecord, name: str, base: type) -> OwnerMethod:
     method: Callable[..., Any] = getattr(backend, name)
+    if written_before(backend, name):
+        return OwnerMethod(name, getattr(base, name).__get__(backend), None)
     if getattr(type(backend), name) is getattr(base, name) and name not in vars(backend):
         return OwnerMethod(name, method, None)
     wanted = tuple(inspect.signature(getattr(base, name)).parameters)[1:]
