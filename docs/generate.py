@@ -236,6 +236,7 @@ VARIABLES = {
     "ACCELERATE_CONFIG_FILE": "the config file that a process reads; `launch` sets it",
     "ACCELERATE_CONFIG_HOME": "folder of the config file that `launch` reads where none is named",
     "ACCELERATE_CPU_AFFINITY": "bind each process to the cores beside its device",
+    "ACCELERATE_DEBUG_HOOKS": "1 logs every call of a hook to stderr, with rank, plugin and duration",
     "ACCELERATE_DISABLED_PLUGINS": "names of plugins that are kept out, with commas",
     "ACCELERATE_IN_TPU_POD": "set on the machines of a TPU pod by the command that starts them",
     "ACCELERATE_INIT_INCLUDE_BUFFERS": "`init_empty_weights` puts buffers on meta, too",

@@ -233,7 +233,7 @@ def test_the_table_and_why_decide_as_launch_does_with_the_same_file(
         "launcher": f"{config} line 3",
         "trigger": "asked because of environment variable ROPE",
     }
-    expected = ("active", reason[key]) if key in reason else ("available", "not asked for")
+    expected = ("active", reason[key]) if key in reason else ("available", "nothing asks for it")
     assert (rope["state"], rope["reason"]) == expected
 
 
@@ -269,7 +269,7 @@ def test_a_tie_is_told_once_and_what_is_counted_is_spelt_right(root: Path) -> No
     assert done.returncode == 1
     assert (done.stdout + done.stderr).count("equal priority 70") == 1
     assert "see the error below" in done.stdout
-    assert "the first that accepts 1 process on 1 machine" in " ".join(done.stdout.split())
+    assert "accepts 1 process on 1 machine" in " ".join(done.stdout.split())
 
 
 def test_a_world_size_that_is_no_number_is_an_error(root: Path) -> None:

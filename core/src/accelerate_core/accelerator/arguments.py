@@ -21,7 +21,8 @@ from accelerate_core.config.parallelism import ParallelismConfig, TorchTensorPar
 from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.config.schema import KwargsHandler
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
-from accelerate_core.plugins.discovery import installed
+from accelerate_core.plugins.discovery import PluginRecord, installed
+from accelerate_core.plugins.selection import Selection, plugin_arguments
 
 #: Arguments of older versions that the signature does not show, mapped with one warning.
 OLDER = ("fp16", "torch_tp_plugin", "even_batches", "dispatch_batches")
@@ -178,3 +179,27 @@ def timeout(seconds: float | None, handler: InitProcessGroupKwargs | None) -> ti
     if handler is not None and handler.timeout is not None:
         return handler.timeout
     return timedelta(seconds=seconds) if seconds is not None else None
+
+
+def check_owners(
+    passed: Mapping[str, Any], selection: Selection, active: set[PluginRecord]
+) -> None:
+    """Refuse constructor arguments whose plugins are installed and not active: nobody reads them.
+
+    Args:
+        passed: those that were passed and are not the core's.
+        selection: the chosen backend.
+        active: the active plugins.
+    """
+    names = {(record.kind, record.name) for record in active}  # a class that was given has its own
+    for name in plugin_arguments() & {key for key, value in passed.items() if value is not None}:
+        owners = [record for record in installed().plugins if name in record.triggers]
+        if owners and not any((record.kind, record.name) in names for record in owners):
+            states = {c.record: f"{c.state}: {c.reason}" for c in selection.candidates}
+            owner = owners[0]
+            why = states.get(owner, f"the backend is {selection.record.name!r}")
+            raise ConfigurationError(
+                f"Accelerator({name}=...) belongs to the plugin {owner.label}, which is not active "
+                f"({why}; {selection.record.name!r} was chosen because of {selection.reason}). "
+                f"Leave the argument out, or let the plugin be active."
+            )

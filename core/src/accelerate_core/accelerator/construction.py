@@ -65,7 +65,6 @@ from accelerate_core.plugins.selection import (
     Request,
     Selection,
     check_arguments,
-    check_owners,
     select,
 )
 from accelerate_core.prepare.prepared import PrepareOptions
@@ -220,7 +219,9 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
     dynamo = lookup.resolve_compiler(given, sources)
     if dynamo.enabled:  # one that is kept out is an error
         find("extension", "torch_compile", source=f"the compiler {dynamo.backend!r}")
-    check_owners({k: v for k, v in more.items() if k not in core}, selection, set(factory.settings))
+    arguments.check_owners(
+        {k: v for k, v in more.items() if k not in core}, selection, set(factory.settings)
+    )
     active = [plugin for _, plugin, _ in plugins.plugins]
     arguments.refuse_unclaimed(handlers, active)
     refuse_unasked({one.label for one, _, _ in plugins.plugins}, sources)

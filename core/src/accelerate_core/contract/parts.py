@@ -47,7 +47,7 @@ class Contribution(Protocol):
     def names(self) -> Iterable[str]:
         """The hook's arguments that it takes."""
 
-    def __call__(self, **arguments: Any) -> Any:
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
         """Call it with the hook's arguments by name, the Accelerator included."""
 
 

@@ -7,13 +7,15 @@ import importlib.metadata
 import importlib.util
 import os
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate_core.config.enums import LoggerType, PrecisionType
 from accelerate_core.contract.hooks import API_VERSION
 from accelerate_core.errors import (
+    AccelerateError,
     ConfigurationError,
     MissingPluginError,
     PluginError,
@@ -35,6 +37,8 @@ GROUPS = {
     "accelerate_core.loaders": "loaders",
     "accelerate_core.tracking": "tracking",
 }
+#: Kinds that an extension hosts: name of the kind -> the entry point group of its plugins.
+_KINDS = "accelerate_core.kinds"
 _EXPORTS = "accelerate_core.exports"
 _TRIGGERS = "accelerate_core.triggers"
 #: The distribution of the core and of the plugins that ship with it.
@@ -83,6 +87,30 @@ class PluginRecord:
             ) from failure
         return self.loaded
 
+    def load_checked(self) -> Any:
+        """Import the plugin, and refuse one of another major version of the contract.
+
+        Raises:
+            PluginError: it is broken, or states no version.
+            PluginVersionError: it was written for another major version.
+        """
+        plugin = self.load()
+        check_api_version(self, plugin)
+        return plugin
+
+    @contextmanager
+    def broken_if_raises(self, method: str) -> Iterator[None]:
+        """Call a method of the plugin in the block; an exception means that the plugin is broken.
+
+        An `AccelerateError` is raised as it is: its text says what is wrong.
+        """
+        try:
+            yield
+        except AccelerateError:
+            raise
+        except (Exception, SystemExit) as error:  # vendors' stacks exit without hardware
+            raise self.broken(f"its {method}() raised {type(error).__name__}: {error}") from error
+
     def broken(self, how: str) -> PluginError:
         """Return the error for a plugin that does not do what one of its kind has to."""
         return PluginError(
@@ -98,6 +126,8 @@ class Installed:
     plugins: tuple[PluginRecord, ...]
     exports: Mapping[str, tuple[str, str]]  # public name -> (target, distribution)
     triggers: frozenset[str]
+    #: Entry point group -> the kind of its plugins.
+    groups: Mapping[str, str]
 
     def of_kind(self, kind: str) -> tuple[PluginRecord, ...]:
         """Return the plugins of one kind, by name."""
@@ -114,7 +144,8 @@ def installed() -> Installed:
     exports: dict[str, tuple[str, str]] = {}
     triggers: dict[str, list[str]] = {}
     found = importlib.metadata.entry_points()  # one scan; `select` only filters
-    for group in (*GROUPS, _EXPORTS, _TRIGGERS):
+    groups = GROUPS | {point.value: point.name for point in found.select(group=_KINDS)}
+    for group in (*groups, _EXPORTS, _TRIGGERS):
         for point in found.select(group=group):
             owner = (point.dist.name, point.dist.version) if point.dist else ("unknown", "")
             if group == _EXPORTS:
@@ -123,13 +154,13 @@ def installed() -> Installed:
                 # A table of entry points has each name once: `always.this` and `always.that` are two.
                 triggers.setdefault(point.name.partition(".")[0], []).append(point.value)
             else:
-                records.append(PluginRecord(GROUPS[group], point.name, point.value, *owner))
+                records.append(PluginRecord(groups[group], point.name, point.value, *owner))
     PrecisionType.register(*(record.name for record in records if record.kind == "precision"))
     LoggerType.register(*(record.name for record in records if record.kind == "tracker"))
     for record in records:
         record.triggers = {name for name, its in triggers.items() if record.target in its}
     records.sort(key=lambda record: (record.kind, record.name))
-    return Installed(tuple(records), exports, frozenset(triggers))
+    return Installed(tuple(records), exports, frozenset(triggers), groups)
 
 
 def disabled_names(environ: Mapping[str, str] | None = None) -> frozenset[str]:
@@ -217,13 +248,14 @@ def without_entry_point(name: str, kind: str = "", *, near: str = "") -> str:
         near: the hint to return where there is none.
     """
     wanted = name.lower().replace("_", "-")
-    group = next(group for group, its in GROUPS.items() if its == (kind or "backend"))
+    groups = installed().groups
+    group = next(group for group, its in groups.items() if its == (kind or "backend"))
     for dist in importlib.metadata.distributions():
         own = (dist.metadata["Name"] or "").lower().replace("_", "-")
         needs = [line.replace("_", "-").lower() for line in dist.requires or ()]
         ours = any(one.startswith(OWN_DISTRIBUTION) for one in needs)
         ours = own == f"accelerate-{wanted}" or (ours and wanted in (own, *own.split("-")))
-        if ours and not any(point.group in (*GROUPS, _EXPORTS) for point in dist.entry_points):
+        if ours and not any(point.group in (*groups, _EXPORTS) for point in dist.entry_points):
             return (
                 f" {dist.metadata['Name']} {dist.version} is installed, but declares no plugin: it needs "
                 f'an entry point [project.entry-points."{group}"] {name} = "package.module:Class" in '

@@ -20,7 +20,7 @@ from accelerate_core.errors import (
     listing,
 )
 from accelerate_core.plugins import catalog
-from accelerate_core.plugins.discovery import PluginRecord, check_api_version
+from accelerate_core.plugins.discovery import PluginRecord
 from accelerate_core.plugins.sections import add_section_mistakes
 
 #: The kinds of parts, each a core setting of that name, and the Protocol that a part implements.
@@ -33,7 +33,7 @@ PARTS: dict[str, type] = {
 
 @dataclass
 class PluginFactory:
-    """Creates the plugins of one Accelerator, or of a command.
+    """Creates plugins of any kind: those of one Accelerator, of a launch, or of a kind of your own.
 
     Args:
         sources: environment and config file.
@@ -47,14 +47,18 @@ class PluginFactory:
     #: What was resolved: plugin -> field of its `Settings` -> value and where it came from.
     settings: dict[PluginRecord, dict[str, SourcedValue]] = field(default_factory=dict)
 
-    def create(self, record: PluginRecord, *arguments: Any, plugin: Any = None) -> Any:
+    def create(
+        self, record: PluginRecord, *arguments: Any, plugin: Any = None, **named: Any
+    ) -> Any:
         """Return a plugin's instance.
 
         The class is called with `arguments`, then its settings if it has any, then the handlers that
-        were given for it if it takes some. A backend is always called with both.
+        were given for it if it takes some; `named` are further arguments. A backend is always called
+        with settings and handlers.
 
         Args:
-            plugin: the class, or an instance, which is returned as it is; default: load the record.
+            plugin: the class that selection has checked, or an instance, which is returned as it is;
+                default: load and check the record.
 
         Raises:
             ConfigurationError: one of its settings has a wrong value.
@@ -62,8 +66,7 @@ class PluginFactory:
             PluginVersionError: it was written for another major version of the contract.
         """
         if plugin is None:
-            plugin = record.load()
-        check_api_version(record, plugin)
+            plugin = record.load_checked()
         self.settings[record] = {}
         if not isinstance(plugin, type):
             return plugin
@@ -78,7 +81,7 @@ class PluginFactory:
         elif settings is not None:
             arguments += (settings,)
         with attribution("__init__", record):
-            return plugin(*arguments)
+            return plugin(*arguments, **named)
 
     def create_part(self, record: PluginRecord, *arguments: Any) -> Any:
         """Return a part, with the plugin's name added to whatever its methods raise.

@@ -24,20 +24,25 @@ from accelerate_core.contract.hooks import (
 )
 from accelerate_core.errors import PluginError, did_you_mean, warn
 from accelerate_core.plugins.discovery import PluginRecord
-from accelerate_core.plugins.factory import add_plugin_note, attributed
+from accelerate_core.plugins.factory import add_plugin_note
 
 if TYPE_CHECKING:
     import torch
 
     from accelerate_core.contract.owner_hooks import OwnerHooks
+    from accelerate_core.contract.parts import Contribution
     from accelerate_core.contract.view import AcceleratorView, SetupView
 else:
     OwnerHooks = object
 
 R = TypeVar("R")
 
+#: Takes a hook's name, the plugin (`kind:name`, or `core` for a default) and what it calls; returns
+#: what is called instead. An extension has it as its method `wrap_hook`.
+HookWrapper = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
 
-@dataclass(frozen=True)
+
+@dataclass
 class OwnerMethod:
     """The active backend's answer to one owner hook.
 
@@ -67,13 +72,15 @@ class SharedHooks:
         """Return the implementations of a hook, ordered by plugin name."""
         return self._table[hook]
 
-    def call(self, implementation: Callable[..., Any], **arguments: Any) -> Any:
+    def call(self, implementation: Contribution, **arguments: Any) -> Any:
         """Call one implementation with the hook's arguments, and return its answer."""
-        return implementation(accelerator=self._accelerator(), **arguments)
+        arguments["accelerator"] = self._accelerator()
+        return implementation(arguments)
 
     def call_each(self, hook: str, **arguments: Any) -> list[Any]:
         """Call a broadcast or registration hook of every plugin; return the answers that are not None."""
-        answers = [self.call(one, **arguments) for one in self._table[hook]]
+        arguments["accelerator"] = self._accelerator()
+        answers = [one(arguments) for one in self._table[hook]]
         return [answer for answer in answers if answer is not None]
 
     def run_stage(self, stage: str, model: torch.nn.Module) -> torch.nn.Module:
@@ -160,15 +167,20 @@ class BoundHooks(OwnerHooks):
 
 @dataclass(frozen=True)
 class Implementation:
-    """What one plugin does at a hook: called with the hook's arguments by name."""
+    """What one plugin does at a hook; its name is added to whatever it raises."""
 
+    hook: str
     key: str
     record: PluginRecord
     function: Callable[..., Any]
     names: Iterable[str]
 
-    def __call__(self, **arguments: Any) -> Any:
-        return self.function(*[arguments[name] for name in self.names])
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        try:
+            return self.function(*map(arguments.__getitem__, self.names))
+        except BaseException as error:
+            add_plugin_note(error, self.hook, self.record)
+            raise
 
 
 class ActivePlugins:
@@ -184,6 +196,7 @@ class ActivePlugins:
         self._manager.add_hookspecs(HookSpecs)
         self._manager.add_hookspecs(bases["backend"])
         self._active: dict[str, tuple[PluginRecord, Any, str]] = {}
+        self._wrappers: list[HookWrapper] = []
 
     def add(self, plugin: Any, record: PluginRecord, reason: str) -> None:
         """Register a plugin instance.
@@ -208,7 +221,10 @@ class ActivePlugins:
                 "`accelerate-core plugins hooks NAME` shows what a hook may take."
             ) from None
         callers = self._manager.get_hookcallers(plugin) or []
-        if record.kind == "extension" and not callers:
+        wrap = getattr(plugin, "wrap_hook", None)
+        if wrap is not None:
+            self._wrappers.append(wrap)
+        elif record.kind == "extension" and not callers:
             raise PluginError(f"{label} has no hook: nobody would ever call it.")
         for caller in callers:
             for implementation in caller.get_hookimpls():
@@ -253,10 +269,15 @@ class ActivePlugins:
         found = {i.plugin_name: i for i in getattr(self._manager.hook, hook).get_hookimpls()}
         made = []
         for key in sorted(found):
-            record, function = self._active[key][0], found[key].function
-            function_with_note = attributed(function, hook, record)
-            made.append(Implementation(key, record, function_with_note, found[key].argnames))
+            function = self._wrapped(hook, key, found[key].function)
+            record = self._active[key][0]
+            made.append(Implementation(hook, key, record, function, found[key].argnames))
         return made
+
+    def _wrapped(self, hook: str, plugin: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        for wrap in self._wrappers:
+            function = wrap(hook, plugin, function)
+        return function
 
     def owner_methods(
         self, backend: Any, record: PluginRecord, base: type
@@ -266,7 +287,11 @@ class ActivePlugins:
         Raises:
             PluginError: a method names an argument that its hook does not have.
         """
-        return {name: _owner_method(backend, record, name, base) for name in hooks_of_kind("owner")}
+        methods = [_owner_method(backend, record, name, base) for name in hooks_of_kind("owner")]
+        for method in methods:
+            owner = "core" if method.plugin is None else f"{record.kind}:{record.name}"
+            method.function = self._wrapped(method.name, owner, method.function)
+        return {method.name: method for method in methods}
 
 
 def _written_for(plugin: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -109,6 +109,27 @@ class Candidate:
     section: bool = False
 
 
+@dataclass(frozen=True)
+class Rule:
+    """How the plugins of a kind are chosen.
+
+    Attributes:
+        usual: the one that is taken where nothing asks for another.
+        claims: those whose triggers fire are imported and asked for a claim.
+        several: not the best is active but all that are named or claim.
+        by_name: how a user names one, with `{name}` for its name; errors say it.
+        ask: asks the plugin of a record for its claim; default: its class method `detect(request)`.
+        hits: the triggers that were set off; default: those of the request.
+    """
+
+    usual: str = ""
+    claims: bool = False
+    several: bool = False
+    by_name: str = "name {name!r}"
+    ask: Callable[[PluginRecord], Claim | None] | None = None
+    hits: Mapping[str, TriggerHit] | None = None
+
+
 @dataclass
 class Selection:
     """What was chosen among the plugins of one kind, and how it came to that.
@@ -119,6 +140,7 @@ class Selection:
         candidates: the plugins that were considered.
         error: why no plugin can be chosen.
         given: the plugin itself, if an object was passed instead of a name.
+        rule: how the plugins of this kind are chosen.
     """
 
     kind: str
@@ -127,6 +149,7 @@ class Selection:
     candidates: list[Candidate] = field(default_factory=list)
     error: AccelerateError | None = None
     given: Any = None
+    rule: Rule = Rule()
 
     def or_raise(self) -> Selection:
         """Return the selection, or raise what kept it from being made."""
@@ -156,23 +179,10 @@ class Selection:
         return self.record.load() if self.given is None else self.given
 
 
-@dataclass(frozen=True)
-class Rule:
-    """How the plugins of a kind are chosen.
-
-    Attributes:
-        usual: the one that is taken where nothing asks for another.
-        claims: those whose triggers fire are imported and asked for a claim.
-        several: not the best is active but all that are named or claim.
-    """
-
-    usual: str = ""
-    claims: bool = False
-    several: bool = False
-
+_BACKEND_BY_NAME = "Accelerator(backend={name!r}), ACCELERATE_BACKEND={name}"
 
 RULES = {
-    "backend": Rule("single", claims=True),
+    "backend": Rule("single", claims=True, by_name=_BACKEND_BY_NAME),
     "precision": Rule("no"),
     "checkpointer": Rule("directory"),
     "tracking": Rule("queued"),
@@ -181,7 +191,9 @@ RULES = {
 }
 
 
-def select(kind: str, request: Request, wanted: SourcedValue = NOTHING) -> Selection:
+def select(
+    kind: str, request: Request, wanted: SourcedValue = NOTHING, rule: Rule | None = None
+) -> Selection:
     """Choose among the plugins of one kind; what goes wrong is told by the answer's `error`.
 
     The strongest request is met, or is an error. Of equal ones a name is stronger than a claim, and a
@@ -189,23 +201,28 @@ def select(kind: str, request: Request, wanted: SourcedValue = NOTHING) -> Selec
     to whoever makes them.
 
     Args:
-        kind: a key of `RULES`.
+        kind: `backend`, `precision`, or another kind of plugin.
         wanted: the setting that names one: a name (of extensions several, with commas between
             them), or a Backend class or instance.
+        rule: how one is chosen; needed for a kind that an extension hosts.
     """
-    made = Selection(kind, wanted if wanted.value is not None else _named_elsewhere(kind, request))
+    rule = RULES[kind] if rule is None else rule
+    named = wanted if wanted.value is not None else _named_elsewhere(kind, request)
+    made = Selection(kind, named, rule=rule)
     try:
         if made.wanted.value is not None and not isinstance(made.wanted.value, str):
             _take_object(made)
         else:
-            _choose(made, RULES[kind], request)
+            _choose(made, request)
     except AccelerateError as error:
         made.error = error
     return made
 
 
-def _choose(made: Selection, rule: Rule, request: Request) -> None:
-    made.trigger_hits = trigger_hits(request) if rule.claims else {}
+def _choose(made: Selection, request: Request) -> None:
+    rule = made.rule
+    if rule.claims:
+        made.trigger_hits = trigger_hits(request) if rule.hits is None else rule.hits
     if made.kind == "backend" and made.wanted.value is not None:
         least = Precedence.of(made.wanted.origin)
         _refuse_missing(request, least + 1)
@@ -216,10 +233,10 @@ def _choose(made: Selection, rule: Rule, request: Request) -> None:
     for name in dict.fromkeys(filter(None, names)):
         record = find(made.kind, name, source=made.wanted.origin, environ=request.environ)
         if rule.claims:
-            check_api_version(record, record.load())
+            record.load_checked()
         made.candidates.append(Candidate(record, "active", made.wanted.origin))
     if rule.claims and (rule.several or not made.candidates):
-        _ask_for_claims(made, rule, request)
+        _ask_for_claims(made, request)
     if rule.usual and not made.active:
         _take_usual(made, rule.usual, request)
 
@@ -255,9 +272,11 @@ def _take_usual(made: Selection, usual: str, request: Request) -> None:
     made.candidates.append(Candidate(record, "active", reason))
 
 
-def _ask_for_claims(made: Selection, rule: Rule, request: Request) -> None:
+def _ask_for_claims(made: Selection, request: Request) -> None:
     """Import those that a trigger asks for, and let them claim."""
-    disabled, kept_out = disabled_names(request.environ), []
+    rule = made.rule
+    disabled = disabled_names(request.environ)
+    kept_out: list[tuple[Precedence, str, str]] = []
     named = [one.record for one in made.candidates]
     for record in installed().of_kind(made.kind):
         hits = [
@@ -274,12 +293,13 @@ def _ask_for_claims(made: Selection, rule: Rule, request: Request) -> None:
         elif not hits:
             one = Candidate(record, "available", "nothing asks for it")
         else:
-            one = _asked(record, hits, own, request)
+            one = _asked(record, hits, own, request, rule)
         made.candidates.append(one)
     answers = [one for one in made.candidates if one.claim is not None or one.error is not None]
     if not rule.several:
         top = max((one.asked for one in answers), default=Precedence.DETECTED)
-        _refuse_missing(request, top)
+        if made.kind == "backend":
+            _refuse_missing(request, top)
         asked, name, reason = max(kept_out, default=(top, "", ""))
         if asked > top:  # refused, as by name
             find(made.kind, name, source=reason, environ=request.environ)
@@ -288,11 +308,13 @@ def _ask_for_claims(made: Selection, rule: Rule, request: Request) -> None:
         if one.error is not None and one.asked > Precedence.DETECTED:
             raise one.error
     claims = [(one.claim, one) for one in answers if one.claim is not None]
-    for claim, one in claims if rule.several else _strongest(claims):
+    for claim, one in claims if rule.several else _strongest(claims, made):
         one.state, one.reason = "active", claim.reason
 
 
-def _asked(record: PluginRecord, hits: list[TriggerHit], own: str, request: Request) -> Candidate:
+def _asked(
+    record: PluginRecord, hits: list[TriggerHit], own: str, request: Request, rule: Rule
+) -> Candidate:
     """Import one triggered plugin and ask for its claim; what it cannot answer is recorded.
 
     Args:
@@ -300,15 +322,13 @@ def _asked(record: PluginRecord, hits: list[TriggerHit], own: str, request: Requ
     """
     asked = max(hit.precedence for hit in hits)
     try:
-        plugin = record.load()
-        check_api_version(record, plugin)
-        claim = _claim(record, plugin, request)
+        claim = rule.ask(record) if rule.ask is not None else _detect(record, request)
         claim = Claim(claim.priority if claim else 0, own) if own else claim
     except AccelerateError as error:
         version = isinstance(error, PluginVersionError)
         state = "broken" if isinstance(error, PluginError) and not version else "refused"
         return Candidate(record, state, str(error), asked=asked, error=error)
-    told = f"asked because of {hits[0].reason}; made no claim"
+    told = f"asked because of {hits[0].reason}; does not take this run"
     if claim is not None:
         told = f"{claim.reason}, priority {claim.priority}"
     return Candidate(record, "passed over", told, claim, asked, section=bool(own))
@@ -321,19 +341,19 @@ def _own_section(record: PluginRecord, config: ConfigFile | None) -> str:
     return config.where(found[0]) if config is not None and found else ""
 
 
-def _claim(record: PluginRecord, plugin: Any, request: Request) -> Claim | None:
-    try:
+def _detect(record: PluginRecord, request: Request) -> Claim | None:
+    """Ask a plugin's class for its claim."""
+    plugin = record.load_checked()
+    with record.broken_if_raises("detect"):
         claim = plugin.detect(request)
-    except AccelerateError:
-        raise
-    except (Exception, SystemExit) as error:  # vendors' stacks exit without hardware
-        raise record.broken(f"its detect() raised {type(error).__name__}: {error}") from error
     if claim is None or isinstance(claim, Claim):
         return claim
     raise record.broken(f"its detect() returned {claim!r}, which is neither a Claim nor None")
 
 
-def _strongest(claims: list[tuple[Claim, Candidate]]) -> list[tuple[Claim, Candidate]]:
+def _strongest(
+    claims: list[tuple[Claim, Candidate]], made: Selection
+) -> list[tuple[Claim, Candidate]]:
     """Return the claim of the highest priority, if there is any.
 
     Raises:
@@ -348,8 +368,8 @@ def _strongest(claims: list[tuple[Claim, Candidate]]) -> list[tuple[Claim, Candi
         reasons = "; ".join(f"{one.record.label}: {claim.reason}" for claim, one in best)
         equal = "by sections of their own" if best is sections else f"with equal priority {top}"
         raise PluginConflictError(
-            f"The backends {listing(names)} claim this run {equal} ({reasons}). "
-            f"Choose one: Accelerator(backend={names[0]!r}), ACCELERATE_BACKEND={names[0]}, "
+            f"The {made.kind}s {listing(names)} claim this run {equal} ({reasons}). "
+            f"Choose one: {made.rule.by_name.format(name=names[0])}, "
             f"or keep one out with ACCELERATE_DISABLED_PLUGINS={names[-1]}."
         )
     return best
@@ -446,30 +466,6 @@ def plugin_arguments() -> set[str]:
     """Return the triggers that are constructor arguments: lower case, and no reserved word."""
     reserved = {"always", "multi_process"}
     return {n for n in installed().triggers if n.isidentifier() and n == n.lower()} - reserved
-
-
-def check_owners(
-    passed: Mapping[str, Any], selection: Selection, active: set[PluginRecord]
-) -> None:
-    """Refuse constructor arguments whose plugins are installed and not active: nobody reads them.
-
-    Args:
-        passed: those that were passed and are not the core's.
-        selection: the chosen backend.
-        active: the active plugins.
-    """
-    names = {(record.kind, record.name) for record in active}  # a class that was given has its own
-    for name in plugin_arguments() & {key for key, value in passed.items() if value is not None}:
-        owners = [record for record in installed().plugins if name in record.triggers]
-        if owners and not any((record.kind, record.name) in names for record in owners):
-            states = {c.record: f"{c.state}: {c.reason}" for c in selection.candidates}
-            owner = owners[0]
-            why = states.get(owner, f"the backend is {selection.record.name!r}")
-            raise ConfigurationError(
-                f"Accelerator({name}=...) belongs to the plugin {owner.label}, which is not active "
-                f"({why}; {selection.record.name!r} was chosen because of {selection.reason}). "
-                f"Leave the argument out, or let the plugin be active."
-            )
 
 
 def check_arguments(arguments: Mapping[str, Any], core_names: Mapping[str, Any]) -> None:

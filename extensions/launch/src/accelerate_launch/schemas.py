@@ -32,7 +32,7 @@ from accelerate_core.plugins.discovery import (
 from accelerate_launch.paths import cache_directory
 
 #: Kinds of plugins that may have a section of a config file, `<name>_config`.
-WITH_SETTINGS = ("backend", "precision", "checkpointer", "loaders", "extension")
+WITH_SETTINGS = ("backend", "precision", "checkpointer", "loaders", "extension", "tracker")
 #: Raised with what is kept: older entries are then asked for anew.
 _FORMAT = 6
 #: Between a plugin's target and its folder, in what is kept.

@@ -8,24 +8,24 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
-from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.config.provenance import SourcedValue
-from accelerate_core.errors import (
-    AccelerateError,
+from accelerate_core.contract.topology import Topology
+from accelerate_core.plugin import (
+    Claim,
     ConfigurationError,
     PluginError,
-    PluginVersionError,
-)
-from accelerate_core.plugins.discovery import (
+    PluginFactory,
     PluginRecord,
-    check_api_version,
-    disabled_names,
-    find,
-    installed,
+    Request,
+    Rule,
+    Selection,
+    Sources,
+    TriggerHit,
+    select,
 )
-from accelerate_core.plugins.selection import Candidate, Selection, TriggerHit
 from accelerate_launch.machine_0 import MachineZero, check_answers, check_hosts, check_resolves
 from accelerate_launch.plan import LaunchPlan, counted
 
@@ -80,7 +80,7 @@ class FunctionLauncher(Launcher, Protocol):
 
 
 def choose_launcher(plan: LaunchPlan) -> Launcher:
-    """Return the launcher that starts `plan`: the one it names, else the first that accepts it.
+    """Return the launcher that starts `plan`: the one it names, else the strongest that accepts it.
 
     A launcher is asked if one of its triggers is `always` or among what the plan says to plugins;
     of those that accept the plan the one of the highest `priority` starts it. One that is broken, or
@@ -89,13 +89,18 @@ def choose_launcher(plan: LaunchPlan) -> Launcher:
     Raises:
         PluginError: the one that is named is broken or has no `api_version`.
         PluginVersionError: the one that is named speaks another major version of the contract.
-        ConfigurationError: the one that is named does not take this launch.
+        PluginConflictError: two of equal priority accept the plan.
+        ConfigurationError: the one that is named does not take this launch, or a setting is wrong.
     """
+    return _choose(plan)[0]
+
+
+def _choose(plan: LaunchPlan) -> tuple[Launcher, PluginRecord]:
     launcher, selection = consider_launchers(plan)
     for one in selection.candidates:
-        if one.state in ("refused", "broken"):
+        if one.error is not None:
             _warn_once(f"{one.reason} The launch goes on with {launcher.name!r}.")
-    return launcher
+    return launcher, selection.record
 
 
 @functools.cache
@@ -107,100 +112,76 @@ def consider_launchers(plan: LaunchPlan) -> tuple[Launcher, Selection]:
     """Return the launcher that starts `plan`, and how it was chosen among those installed.
 
     Raises:
-        PluginError, PluginVersionError, ConfigurationError: as `choose_launcher`.
+        AccelerateError: as `choose_launcher`.
     """
-    made = Selection("launcher")
-    records = installed().of_kind("launcher")
-    if plan.launcher is not None:
-        made.wanted = plan.provenance.get(
-            "launcher", SourcedValue(plan.launcher, "the launch plan")
-        )
-        origin = made.wanted.origin
-        launcher = _named(plan.launcher, origin, plan)
-        others = f"{plan.launcher!r} is asked for by {origin}"
-        made.candidates = [
-            Candidate(record, "active", origin)
-            if record.name == plan.launcher
-            else Candidate(record, "available", others)
-            for record in records
-        ]
-        return launcher, made
-    made.trigger_hits = {"always": TriggerHit("it asks to be probed always")}
-    made.trigger_hits |= {name: TriggerHit(one.origin) for name, one in plan.contributed.items()}
-    asked = [_triggered(record, plan) for record in records]
-    made.candidates = [one for _, one in asked]
-    accepting = [(launcher, one) for launcher, one in asked if launcher is not None]
-    if not accepting:
+    sources = Sources.of({**os.environ, **plan.environment})
+    asking = _Asking(plan, PluginFactory(sources))
+    hits = {name: TriggerHit(value.origin) for name, value in plan.contributed.items()}
+    hits["always"] = TriggerHit("its trigger 'always'")
+    rule = Rule(claims=True, by_name="--launcher {name}", ask=asking.claim, hits=hits)
+    request = Request({}, os.environ, Topology(), sources.config)
+    selection = select("launcher", request, _named(plan), rule).or_raise()
+    for one in selection.candidates:
+        if isinstance(one.error, ConfigurationError):  # a wrong setting is the user's to mend
+            raise one.error
+    if not selection.active:
         raise PluginError("No installed launcher takes this launch; name one with --launcher.")
-    launcher, chosen = max(accepting, key=lambda pair: getattr(pair[0], "priority", _PRIORITY))
-    for _, one in accepting:
-        one.reason = f"{chosen.record.name!r} accepts the plan and goes before it"
-    what = f"{counted(plan.num_processes, 'process')} on {counted(plan.num_machines, 'machine')}"
-    chosen.state = "active"
-    chosen.reason = _why_asked(chosen.record, plan) or f"the first that accepts {what}"
-    return launcher, made
+    record = selection.record
+    if record not in asking.accepting and asking.claim(record) is None:
+        raise _refusal(record, plan)
+    for one in selection.candidates:
+        if one.claim is not None and one.state != "active":
+            one.reason = f"{one.reason}; {record.name!r} goes before it"
+    return asking.accepting[record], selection
 
 
-def _why_asked(record: PluginRecord, plan: LaunchPlan) -> str:
-    hits = sorted(record.triggers & plan.contributed.keys())
-    return f"asked because of {plan.contributed[hits[0]].origin}" if hits else ""
+def _named(plan: LaunchPlan) -> SourcedValue:
+    default = SourcedValue(plan.launcher, "the launch plan")
+    return default if plan.launcher is None else plan.provenance.get("launcher", default)
 
 
-def _named(name: str, origin: str, plan: LaunchPlan) -> Launcher:
-    record = find("launcher", name, source=origin)
-    launcher = _asked(record, plan)
-    if launcher is not None:
-        return launcher
-    if not _takes(record.load(), plan):
-        raise ConfigurationError(
-            f"The launcher {record.label} (asked for by {origin}) starts programs, and no "
-            "functions: it has no launch_function. Write what is to run into a script for "
-            f"accelerate-core launch --launcher {record.name}, or name another launcher."
-        )
-    raise ConfigurationError(
-        f"The launcher {record.label} (asked for by {origin}) does not take this launch: "
-        f"{counted(plan.num_processes, 'process')} on {counted(plan.num_machines, 'machine')}."
+@dataclass
+class _Asking:
+    """Asks launchers whether they take a plan."""
+
+    plan: LaunchPlan
+    factory: PluginFactory
+    #: The launchers that take it.
+    accepting: dict[PluginRecord, Launcher] = field(default_factory=dict)
+
+    def claim(self, record: PluginRecord) -> Claim | None:
+        """Return a launcher's claim to start the plan, None if it does not take it."""
+        plan = self.plan
+        with record.broken_if_raises("__init__"):
+            launcher: Launcher = self.factory.create(record)
+        if not _takes(launcher, plan):
+            return None
+        with record.broken_if_raises("accepts"):
+            if not launcher.accepts(plan):
+                return None
+            self.accepting[record] = launcher
+            hits = sorted(record.triggers & plan.contributed.keys())
+            reason = f"accepts {_size(plan)}"
+            if hits:
+                reason = f"asked because of {plan.contributed[hits[0]].origin}"
+            return Claim(getattr(launcher, "priority", _PRIORITY), reason)
+
+
+def _size(plan: LaunchPlan) -> str:
+    processes = counted(plan.num_processes, "process")
+    return f"{processes} on {counted(plan.num_machines, 'machine')}"
+
+
+def _refusal(record: PluginRecord, plan: LaunchPlan) -> ConfigurationError:
+    """Return the error for a launcher that was named and does not take the plan."""
+    asked = f"The launcher {record.label} (asked for by {_named(plan).origin})"
+    if _takes(record.load(), plan):
+        return ConfigurationError(f"{asked} does not take this launch: {_size(plan)}.")
+    return ConfigurationError(
+        f"{asked} starts programs, and no functions: it has no launch_function. Write what is to "
+        f"run into a script for accelerate-core launch --launcher {record.name}, or name another "
+        "launcher."
     )
-
-
-def _triggered(record: PluginRecord, plan: LaunchPlan) -> tuple[Launcher | None, Candidate]:
-    """Ask a plugin's launcher whether it takes a plan, if one of its triggers is set."""
-    if record.name in disabled_names():
-        return None, Candidate(record, "disabled", "ACCELERATE_DISABLED_PLUGINS")
-    if not record.triggers & {"always", *plan.contributed}:
-        return None, Candidate(record, "available", "not asked for")
-    try:
-        launcher = _asked(record, plan)
-    except PluginError as error:
-        state = "refused" if isinstance(error, PluginVersionError) else "broken"
-        return None, Candidate(record, state, str(error))
-    why = "; ".join(filter(None, [_why_asked(record, plan), "it does not take this launch"]))
-    return launcher, Candidate(record, "passed over", why)
-
-
-def _asked(record: PluginRecord, plan: LaunchPlan) -> Launcher | None:
-    """Return a launcher of a plugin, None if it does not take the plan.
-
-    Raises:
-        PluginError: it cannot be imported or made, states no version of the contract, or raised.
-        PluginVersionError: it speaks another major version of the contract.
-        ConfigurationError: a value of its settings is wrong.
-    """
-    cls = record.load()
-    check_api_version(record, cls)
-    settings: list[Any] = []
-    if getattr(cls, "Settings", None) is not None:
-        sources = Sources.of({**os.environ, **plan.environment})
-        settings.append(resolve_settings(cls.Settings, None, sources, owner=record.name)[0])
-    try:
-        launcher: Launcher = cls(*settings)
-        return launcher if _takes(cls, plan) and launcher.accepts(plan) else None
-    except AccelerateError:
-        raise
-    except Exception as error:
-        raise record.broken(
-            f"asking it whether it accepts the plan raised {type(error).__name__}: {error}"
-        ) from error
 
 
 def _takes(launcher: Any, plan: LaunchPlan) -> bool:
@@ -214,7 +195,9 @@ def command_of(plan: LaunchPlan) -> list[str]:
     Raises:
         PluginError: the launcher of a plugin raised.
     """
-    return list(_answer(choose_launcher(plan), "launch_command", plan))
+    launcher, record = _choose(plan)
+    with record.broken_if_raises("launch_command"):
+        return list(launcher.launch_command(plan))
 
 
 def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
@@ -223,20 +206,13 @@ def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str,
     Raises:
         PluginError: the launcher of a plugin raised.
     """
-    launcher = choose_launcher(plan)
-    more = hasattr(launcher, "launch_environment")
-    its = _answer(launcher, "launch_environment", plan) if more else {}
+    launcher, record = _choose(plan)
+    its: Mapping[str, str] = {}
+    ask = getattr(launcher, "launch_environment", None)
+    if ask is not None:
+        with record.broken_if_raises("launch_environment"):
+            its = ask(plan)
     return {**environ, **plan.environment, **its}
-
-
-def _answer(launcher: Any, method: str, plan: LaunchPlan) -> Any:
-    try:
-        return getattr(launcher, method)(plan)
-    except AccelerateError:
-        raise
-    except Exception as error:
-        record = find("launcher", launcher.name, source="this launch")
-        raise record.broken(f"its {method}() raised {type(error).__name__}: {error}") from error
 
 
 def start(plan: LaunchPlan, environ: Mapping[str, str]) -> NoReturn:

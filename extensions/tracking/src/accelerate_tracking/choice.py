@@ -13,8 +13,9 @@ from accelerate_core.plugin import (
     ConfigurationError,
     LoggerType,
     MissingPluginError,
+    PluginFactory,
+    Sources,
     TrackerError,
-    check_api_version,
     did_you_mean,
     find,
     installed,
@@ -79,11 +80,11 @@ def tracker_class(name: str) -> type[GeneralTracker]:
     if own is not None:
         return own
     record = find("tracker", name, source="log_with")
-    found: type[GeneralTracker] = record.load()
-    if getattr(found, "api_version", None) is not None:
-        check_api_version(record, found)
-    if not _is_tracker_class(found):
-        raise TrackerError(f"{found!r} is offered as a tracker but is no GeneralTracker class.")
+    if not _is_tracker_class(record.load()):
+        raise TrackerError(
+            f"{record.label} is offered as a tracker but is no GeneralTracker class."
+        )
+    found: type[GeneralTracker] = record.load_checked()
     return found
 
 
@@ -240,13 +241,23 @@ def builder(
     keywords = dict(init_kwargs.get(name_of(item), {}))
     keywords.pop("main_process_only", None)
     positional: tuple[Any, ...] = (project_name,)
+    if isinstance(item, type) and item.requires_logging_directory is True:
+        positional += (logging_dir,)
+    # A class of the script's own is called as it is: it has no settings of a plugin.
+    record = next((one for one in installed().of_kind("tracker") if one.loaded is item), None)
     if isinstance(item, type):
-        if item.requires_logging_directory is True:
-            positional += (logging_dir,)
-        _check_arguments(item, positional, keywords)
+        settings = (None,) if record is not None and hasattr(item, "Settings") else ()
+        _check_arguments(item, (*positional, *settings), keywords)
 
     def build() -> GeneralTracker:
-        tracker = item(*positional, **keywords) if isinstance(item, type) else item
+        tracker: GeneralTracker
+        if not isinstance(item, type):
+            tracker = item
+        elif record is None:
+            tracker = item(*positional, **keywords)
+        else:
+            factory = PluginFactory(Sources.of(os.environ))
+            tracker = factory.create(record, *positional, **keywords)
         if is_for_every_rank(item, init_kwargs):
             tracker.main_process_only = False
             tracker.run_group = RunGroup(_group_name(project_name), rank, size)

@@ -119,7 +119,8 @@ class GeneralTracker:
     #: False: every rank has one that works.
     main_process_only: bool = True
     #: The version of the contract it was written for; another major one is refused by name.
-    api_version: tuple[int, int] | None = None
+    #: A class that does not state one is taken for the first version's.
+    api_version: tuple[int, int] = (1, 0)
     #: The library as pip names it, with the oldest version that will do: `name>=1.2`.
     library: str = ""
     #: The library's word for the run of a script that raised, "" if it has none.
@@ -167,7 +168,7 @@ class GeneralTracker:
         _check_declared(cls)
         known = {*dir(GeneralTracker), "tracker", *(f"log_{verb}" for verb in VERBS)}
         for name in vars(cls).keys() - known - {"name", "not_hooks", *_FLAGS, *cls.not_hooks}:
-            if cls.api_version is not None and is_newer(cls):
+            if is_newer(cls):
                 continue
             if not name.startswith("_") and callable(vars(cls)[name]):
                 check_near_miss(name, known, f"The tracker class {cls.__qualname__}")

@@ -12,7 +12,7 @@ import click
 
 from accelerate_core.builtin.console import console
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
-from accelerate_core.plugins.discovery import GROUPS
+from accelerate_core.plugins.discovery import installed
 from accelerate_launch.cli import Commands
 from accelerate_launch.commands.tables import print_table, print_terms
 from accelerate_launch.explain.planned_run import planned_run
@@ -43,9 +43,10 @@ def command(
     """
     if ctx.invoked_subcommand is not None:
         return
-    if kind is not None and kind not in GROUPS.values():
-        hint = did_you_mean(kind, GROUPS.values())
-        raise ConfigurationError(f"--kind {kind!r} is not one of {listing(GROUPS.values())}.{hint}")
+    kinds = installed().groups.values()
+    if kind is not None and kind not in kinds:
+        hint = did_you_mean(kind, kinds)
+        raise ConfigurationError(f"--kind {kind!r} is not one of {listing(kinds)}.{hint}")
     environ = dict(os.environ)
     run = planned_run(environ, find_config(config_file, environ))
     everything = show_all or as_json or kind is not None

@@ -12,7 +12,7 @@ from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.contract.capabilities import lacking
 from accelerate_core.contract.topology import Topology, read_topology
 from accelerate_core.errors import AccelerateError, ConfigurationError, PluginVersionError
-from accelerate_core.plugins.discovery import OWN_DISTRIBUTION, check_api_version
+from accelerate_core.plugins.discovery import OWN_DISTRIBUTION
 from accelerate_core.plugins.selection import NOTHING, RULES, Request, Selection, select
 from accelerate_launch.planning import draft_plan
 from accelerate_launch.start import child_environment, consider_launchers
@@ -89,7 +89,7 @@ def _import_named(made: Selection) -> None:
         if one.record.distribution == OWN_DISTRIBUTION:
             continue
         try:
-            check_api_version(one.record, one.record.load())
+            one.record.load_checked()
         except AccelerateError as error:
             one.state = "refused" if isinstance(error, PluginVersionError) else "broken"
             one.reason = str(error)

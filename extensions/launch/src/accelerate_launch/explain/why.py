@@ -10,7 +10,7 @@ from accelerate_core.errors import AccelerateError, MissingPluginError, did_you_
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import PluginRecord, installed, without_entry_point
 from accelerate_core.plugins.factory import PARTS
-from accelerate_core.plugins.selection import RULES, Rule, Selection
+from accelerate_core.plugins.selection import Selection
 from accelerate_launch.explain.planned_run import PlannedRun
 from accelerate_launch.explain.report import api_of, problem_of, state_of
 from accelerate_launch.explain.source import stated
@@ -76,7 +76,8 @@ def missing(name: str) -> MissingPluginError:
 def _explained(record: PluginRecord, run: PlannedRun) -> Explanation:
     state, reason = state_of(record, run, ask_trackers=True)
     made = Explanation(record.kind, record.name, state, reason)
-    made.advice = _ASK_FOR_IT[record.kind].format(name=record.name)
+    ask = _ASK_FOR_IT.get(record.kind, "ask the package that hosts plugins of kind {kind!r}")
+    made.advice = ask.format(name=record.name, kind=record.kind)
     made.steps += [("installed", f"{_release(record)}, entry point {record.target}")]
     api = api_of(record)
     says = f"version {api}" if api else "its source states no api_version"
@@ -115,7 +116,7 @@ def _steps(
 ) -> Iterator[tuple[str, str]]:
     """Tell how a plugin fared where those of its kind were chosen."""
     wanted = made.wanted
-    rule = RULES.get(record.kind, Rule())
+    rule = made.rule
     named = "none is named"
     if wanted.value is not None:
         named = f"{wanted.value!r}, {wanted.origin}"

@@ -1,23 +1,119 @@
-"""`accelerate-core plugins hooks`."""
+"""`accelerate-core plugins hooks`: the contract, and the hooks that a run calls."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import click
 
+from accelerate_core.errors import ConfigurationError, did_you_mean
 from accelerate_launch.commands.tables import print_table
+from accelerate_launch.hook_trace import VARIABLE, HookCount
+from accelerate_launch.planning import find_config, make_plan
+from accelerate_launch.start import child_environment, command_of
 
 
 @click.command("hooks")
-@click.argument("name", required=False)
+@click.argument("words", nargs=-1, metavar="[NAME] | --trace -- SCRIPT [ARGUMENTS]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-def command(name: str | None, as_json: bool) -> None:
+@click.option("--trace", is_flag=True, help="Run SCRIPT, and show which hooks it called.")
+@click.option(
+    "--num_processes", type=click.IntRange(min=1), help="With --trace: as launch's option."
+)
+@click.option("--config_file", metavar="FILE", help="With --trace: as launch's option.")
+def command(
+    words: tuple[str, ...],
+    as_json: bool,
+    trace: bool,
+    num_processes: int | None,
+    config_file: str | None,
+) -> None:
     """Print the contract: the hooks of plugins, or the one called NAME.
 
     With --json and no NAME also the public names of the classes plugins are made of.
+
+    With --trace, start SCRIPT as launch would, and print each hook that was called: from which
+    plugin, in the order of the first calls, how often, and the total time. The time of a hook
+    includes the hooks it called itself. What the script prints goes to stderr with --json.
     """
-    from accelerate_core.errors import ConfigurationError, did_you_mean
+    if trace:
+        if not words:
+            raise click.UsageError("--trace needs a script: plugins hooks --trace -- script.py")
+        given = {"num_processes": num_processes}
+        sys.exit(_trace(words, given, config_file, as_json))
+    if len(words) > 1 or num_processes is not None or config_file is not None:
+        raise click.UsageError("More than one NAME, or options of a run; did you mean --trace?")
+    _print_contract(words[0] if words else None, as_json)
+
+
+def _trace(
+    words: Sequence[str], given: dict[str, Any], config_file: str | None, as_json: bool
+) -> int:
+    """Run a script, print its hooks, and return its exit status."""
+    environ = dict(os.environ)
+    config = find_config(config_file, environ)
+    plan = make_plan(words[0], words[1:], given, environ, config)
+    with tempfile.TemporaryDirectory() as folder:
+        child = {**child_environment(plan, environ), VARIABLE: folder}
+        output = sys.stderr if as_json else None
+        status = subprocess.run(command_of(plan), env=child, stdout=output).returncode
+        traces = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
+    if not traces:
+        raise ConfigurationError(
+            f"No process of {words[0]} left a trace (exit status {status}): it made no Accelerator, "
+            "or was killed before it could write one."
+        )
+    ranks = _by_rank(traces)
+    if as_json:
+        said = {
+            str(rank): [asdict(one) for one in counts.values()] for rank, counts in ranks.items()
+        }
+        click.echo(json.dumps({"exit_status": status, "ranks": said}, indent=2))
+    else:
+        print_table(_COLUMNS, _rows(ranks), title=f"Hooks called, ranks: {len(ranks)}")
+    return status
+
+
+_Counts = dict[tuple[str, str], HookCount]
+_COLUMNS = ("hook", "kind", "plugin", "calls", "total ms")
+
+
+def _by_rank(traces: Iterable[dict[str, Any]]) -> dict[int, _Counts]:
+    """Add up the traces of each rank: a process has one for each Accelerator."""
+    ranks: dict[int, _Counts] = {}
+    for trace in traces:
+        counts = ranks.setdefault(trace["rank"], {})
+        for row in trace["hooks"]:
+            one = HookCount(**row)
+            same = counts.setdefault((one.hook, one.plugin), one)
+            if same is not one:
+                same.calls += one.calls
+                same.seconds += one.seconds
+    return dict(sorted(ranks.items()))
+
+
+def _rows(ranks: dict[int, _Counts]) -> Iterable[tuple[str, ...]]:
+    """Return a row per hook and plugin; ranks that differ have their numbers one after another."""
+    keys = dict.fromkeys(key for counts in ranks.values() for key in counts)
+    for hook, plugin in keys:
+        found = [counts.get((hook, plugin)) for counts in ranks.values()]
+        kind = next(one.kind for one in found if one is not None)
+        calls = [str(one.calls) if one is not None else "0" for one in found]
+        if len(set(calls)) == 1:
+            calls = calls[:1]
+        times = [f"{1000 * one.seconds:.2f}" if one is not None else "-" for one in found]
+        yield hook, kind, plugin, " / ".join(calls), " / ".join(times)
+
+
+def _print_contract(name: str | None, as_json: bool) -> None:
     from accelerate_testing.contract import HOOK_KINDS, contract
 
     made = contract()

@@ -1,0 +1,147 @@
+"""One factory and one selection for every kind of plugin: launchers, trackers, a third party's own kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dummies
+
+STORES = """
+from accelerate_core.plugin import Claim, KwargsHandler, option, settings
+
+@settings
+class Settings(KwargsHandler):
+    bucket: str = option(default="local", help="where")
+
+class Base:
+    api_version = (1, 0)
+    Settings = Settings
+    def __init__(self, folder, settings):
+        self.said = [type(self).__name__, folder, settings.bucket]
+
+class Disk(Base): ...
+class Cloud(Base):
+    @classmethod
+    def detect(cls, request): return Claim(1, "CLOUD is set") if request.env_flag("CLOUD") else None
+class Old(Base):
+    api_version = (0, 9)
+class Sick(Base):
+    def __init__(self, folder, settings): raise ValueError("no disk")
+"""
+
+
+def test_an_extension_can_host_a_kind_of_plugin_of_its_own(tmp_path: Path) -> None:
+    package = dummies.distribution(tmp_path, "stores", STORES, {"triggers": {"CLOUD": "Cloud"}})
+    points = tmp_path / f"{package}-1.0.dist-info" / "entry_points.txt"
+    classes = {"disk": "Disk", "cloud": "Cloud", "old": "Old", "sick": "Sick"}
+    lines = [f"{name} = {package}:{cls}" for name, cls in classes.items()]
+    kinds = ["[accelerate_core.kinds]", "store = acme.stores", "[acme.stores]", *lines]
+    points.write_text(points.read_text() + "\n".join(kinds) + "\n")
+    code = """
+    from accelerate_core.config.provenance import SourcedValue
+    from accelerate_core.plugin import PluginFactory, Request, Rule, Sources, Topology, select
+    rule = Rule("disk", claims=True, by_name="--store {name}")
+    def make(name=None, **environ):
+        environ = {**os.environ, **environ}
+        try:
+            chosen = select(
+                "store", Request({}, environ, Topology()), SourcedValue(name, "the test"), rule)
+            record = chosen.or_raise().record
+            return PluginFactory(Sources.of(environ)).create(record, "here").said
+        except Exception as error:
+            return [type(error).__name__, str(error), *getattr(error, "__notes__", ())]
+    from accelerate_launch.explain.planned_run import planned_run
+    from accelerate_launch.explain.why import why
+    (told,) = why("disk", planned_run(os.environ))
+    out([make(), make(CLOUD="1", ACCELERATE_CLOUD_BUCKET="b"), make("old"), make("sick"), make("dsk"),
+         [told.kind, told.state, told.advice]])
+    """
+    usual, claimed, old, sick, misspelt, told = dummies.run(tmp_path, code)
+    assert usual == ["Disk", "here", "local"]
+    assert claimed == ["Cloud", "here", "b"]
+    assert old[0] == "PluginVersionError"
+    assert "The store plugin old (dummy-stores 1.0) was written for an older contract" in old[1]
+    note = "accelerate-core: hook '__init__' of plugin sick (dummy-stores 1.0)"
+    assert sick == ["ValueError", "no disk", note]
+    assert misspelt[0] == "MissingPluginError"
+    assert "Did you mean 'disk'?" in misspelt[1]
+    assert told == ["store", "available", "ask the package that hosts plugins of kind 'store'"]
+
+
+LAUNCHERS = """
+class Left:
+    name = "left"
+    api_version = (1, 0)
+    def accepts(self, plan): return True
+    def launch_command(self, plan): raise OSError("no hosts")
+class Right(Left):
+    name = "right"
+    def launch_command(self, plan): return ["right"]
+class Sick(Left):
+    name = "sick"
+    def __init__(self): raise OSError("no licence")
+"""
+
+
+def test_launchers_are_chosen_and_blamed_like_every_plugin(tmp_path: Path) -> None:
+    groups = {
+        "launchers": {"left": "Left", "right": "Right", "sick": "Sick"},
+        "triggers": {"START_LEFT": "Left", "START_RIGHT": "Right", "START_SICK": "Sick"},
+    }
+    dummies.distribution(tmp_path, "two", LAUNCHERS, groups)
+    code = """
+    from accelerate_core.config.provenance import SourcedValue
+    from accelerate_launch import LaunchPlan, Target
+    from accelerate_launch.start import command_of
+    def attempt(*triggers, launcher=None):
+        said = {f"START_{name}": SourcedValue("1", "the test") for name in triggers}
+        try:
+            return command_of(LaunchPlan(Target("x"), launcher=launcher, contributed=said))
+        except Exception as error:
+            return [type(error).__name__, str(error)]
+    out([attempt("LEFT", "RIGHT"), attempt("RIGHT"), attempt("RIGHT", "SICK"),
+         attempt(launcher="sick"), attempt("LEFT")])
+    """
+    tie, right, past_the_sick, named, failing = dummies.run(tmp_path, code)
+    assert tie[0] == "PluginConflictError"
+    assert "The launchers 'left', 'right' claim this run with equal priority 100" in tie[1]
+    assert "Choose one: --launcher left, or keep one out with" in tie[1]
+    assert right == past_the_sick == ["right"]
+    assert named[0] == failing[0] == "PluginError"
+    assert "sick (dummy-two 1.0) is broken: its __init__() raised OSError: no licence" in named[1]
+    assert "left (dummy-two 1.0) is broken: its launch_command() raised OSError" in failing[1]
+
+
+TRACKER = """
+from accelerate_core.plugin import KwargsHandler, option, settings
+from accelerate_tracking import GeneralTracker
+
+@settings
+class Settings(KwargsHandler):
+    server: str = option(default="none", help="where")
+
+class Acme(GeneralTracker):
+    name = "acme"
+    api_version = (1, 0)
+    requires_logging_directory = False
+    Settings = Settings
+    tracker = None
+    def __init__(self, project, settings, colour="red"):
+        super().__init__()
+        self.said = [project, settings.server, colour]
+    def store_init_configuration(self, values): ...
+    def log(self, values, step=None, **kwargs): ...
+"""
+
+
+def test_a_tracker_gets_its_settings_from_the_environment(tmp_path: Path) -> None:
+    dummies.distribution(tmp_path, "acme", TRACKER, {"trackers": {"acme": "Acme"}})
+    code = """
+    from accelerate_tracking import TrackerHub
+    hub = TrackerHub("acme")
+    hub.init_trackers("p", init_kwargs={"acme": {"colour": "blue"}})
+    out(hub.trackers[0].said)
+    hub.finish()
+    """
+    environ = {"ACCELERATE_ACME_SERVER": "there"}
+    assert dummies.run(tmp_path, code, environ) == ["p", "there", "blue"]
