@@ -32,6 +32,8 @@ def test_the_package_sees_no_accelerator() -> None:
         if path.name not in ("commands.py", "progress.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ImportFrom) and node.module and "accelerate" in node.module
+        # A name that another plugin exports, read where that plugin is in use.
+        if [name.name for name in node.names] != ["OffloadedState"]
     }
     ours = {module for module in seen if not module.startswith("accelerate_checkpoint")}
     assert ours == {"accelerate_core.plugin"}

@@ -24,9 +24,8 @@ from accelerate_checkpoint.load import (
     Source,
     check_fits,
     open_together,
-    read_states,
+    read_checkpoint,
     run_collectively,
-    take_over,
 )
 from accelerate_checkpoint.local_storage import LocalStorage
 from accelerate_checkpoint.model import is_weights, save_object, save_weights
@@ -246,18 +245,17 @@ class DirectoryCheckpointer:
                 has been changed then.
         """
         self.wait()
-        state, options = self._state, load_model_func_kwargs
-        source = self._find(input_dir, verify)
-        with source:
+        state = self._state
+        with self._find(input_dir, verify) as source:
             check_fits(state, source)
-            read = partial(read_states, state, source, load_kwargs or {}, options, trust)
-            loads = run_collectively(state, "read", source.naming_place(read))
-            state.update_scale()  # what is pending belongs to the state that is replaced
-            load = source.naming_place(partial(take_over, state, source, loads, options))
+            read = partial(
+                read_checkpoint, state, source, load_kwargs or {}, load_model_func_kwargs, trust
+            )
+            loaded = run_collectively(state, "read", read)
             if state.owns_format:
-                load()  # it communicates on the way, and agrees by itself
+                loaded.apply()  # the backend communicates on the way, and all ranks fail together
             else:
-                run_collectively(state, "loaded", load)
+                run_collectively(state, "loaded", loaded.apply)
             if source.fetched is not None:
                 state.collectives.barrier()  # until then other ranks may read what was fetched
         self._numbering.loaded(source.place)
