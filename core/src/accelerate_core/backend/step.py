@@ -146,7 +146,10 @@ class StepHooks:
         """
         scaler = accelerator.scaler
         if scaler is None:
-            optimizer.step() if closure is None else optimizer.step(closure)
+            if closure is None:
+                optimizer.step()
+            else:
+                optimizer.step(closure)
             return True
         if closure is not None:
             raise ConfigurationError("A closure cannot be used with a gradient scaler (fp16).")

@@ -237,7 +237,8 @@ def _take_object(made: Selection) -> None:
 
 
 def _take_usual(made: Selection, usual: str, request: Request) -> None:
-    reason, there = "default", {record.name for record in installed().of_kind(made.kind)}
+    there = {record.name for record in installed().of_kind(made.kind)}
+    reason = "default"
     if made.kind == "backend":  # the one kind of which there must be one
         reason = "one process, nothing else asked for"
         if request.topology.num_processes > 1:
@@ -257,7 +258,8 @@ def _take_usual(made: Selection, usual: str, request: Request) -> None:
 
 def _ask_for_claims(made: Selection, rule: Rule, request: Request) -> None:
     """Import those that a trigger asks for, and let them claim."""
-    disabled, kept_out = disabled_names(request.environ), []
+    disabled = disabled_names(request.environ)
+    kept_out = []
     named = [one.record for one in made.candidates]
     for record in installed().of_kind(made.kind):
         hits = [
@@ -289,7 +291,8 @@ def _ask_for_claims(made: Selection, rule: Rule, request: Request) -> None:
             raise one.error
     claims = [(one.claim, one) for one in answers if one.claim is not None]
     for claim, one in claims if rule.several else _strongest(claims):
-        one.state, one.reason = "active", claim.reason
+        one.state = "active"
+        one.reason = claim.reason
 
 
 def _asked(record: PluginRecord, hits: list[TriggerHit], own: str, request: Request) -> Candidate:
@@ -303,7 +306,8 @@ def _asked(record: PluginRecord, hits: list[TriggerHit], own: str, request: Requ
         plugin = record.load()
         check_api_version(record, plugin)
         claim = _claim(record, plugin, request)
-        claim = Claim(claim.priority if claim else 0, own) if own else claim
+        if own:
+            claim = Claim(claim.priority if claim else 0, own)
     except AccelerateError as error:
         version = isinstance(error, PluginVersionError)
         state = "broken" if isinstance(error, PluginError) and not version else "refused"

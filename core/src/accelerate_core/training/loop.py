@@ -322,5 +322,6 @@ class MicroBatch:
             self._watch.end()
         if loop.tokens.open and loop.state.sync_gradients:
             loop.tokens.open = False
-        unsynced, self._unsynced = self._unsynced, None
+        unsynced = self._unsynced
+        self._unsynced = None
         return None if unsynced is None else unsynced.__exit__(*error)
