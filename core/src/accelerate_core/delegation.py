@@ -3,31 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, Concatenate, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def method(
-    part: str, function: Callable[Concatenate[Any, P], R]
-) -> Callable[Concatenate[Any, P], R]:
-    """Return the method that calls the one of the same name of something the object holds.
-
-    Args:
-        part: the attribute that holds it.
-        function: the method of its class; signature and docstring are taken over.
-    """
-    find = attrgetter(f"{part}.{function.__name__}")
-
-    @functools.wraps(function)
-    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return find(self)(*args, **kwargs)  # type: ignore[no-any-return]
-
-    return call
+from typing import Any
 
 
 def itself(inner: Any) -> Any:

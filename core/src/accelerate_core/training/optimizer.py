@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from accelerate_core.delegation import attribute, itself, method
+from accelerate_core.delegation import attribute, itself
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.loss_scaler import LossScaler
 
@@ -73,9 +73,18 @@ class AcceleratedOptimizer(Optimizer):
     defaults: dict[str, Any] = attribute(
         "optimizer.defaults", "Hyperparameters of groups that do not state theirs.", settable=True
     )
-    add_param_group = method("optimizer", Optimizer.add_param_group)
-    state_dict = method("optimizer", Optimizer.state_dict)
-    load_state_dict = method("optimizer", Optimizer.load_state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, with hyperparameters of its own."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of `state_dict` into the inner optimizer."""
+        self.optimizer.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, on the boundary of an accumulation cycle only.

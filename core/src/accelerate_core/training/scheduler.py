@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
+import torch
 
-from accelerate_core.delegation import attribute, itself, method
+from accelerate_core.delegation import attribute, itself
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 
@@ -85,6 +85,16 @@ class AcceleratedScheduler:
                 return
             self.scheduler.step(*args, **kwargs)
 
-    get_last_lr = method("scheduler", LRScheduler.get_last_lr)
-    state_dict = method("scheduler", LRScheduler.state_dict)
-    load_state_dict = method("scheduler", LRScheduler.load_state_dict)
+    def get_last_lr(self) -> list[float | torch.Tensor]:
+        """Return the rates that were set last, one per parameter group."""
+        rates: list[float | torch.Tensor] = self.scheduler.get_last_lr()
+        return rates
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner scheduler's state."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of `state_dict` into the inner scheduler."""
+        self.scheduler.load_state_dict(state_dict)

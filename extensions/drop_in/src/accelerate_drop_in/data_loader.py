@@ -222,7 +222,8 @@ def _state(loader: Any) -> dict[str, Any]:
     """Return what a loader of torchdata's goes on from behind the batch that was handed out last."""
     state: dict[str, Any] | None = loader._position.loader_state
     if state is None:  # between epochs
-        return loader.base.state_dict()  # type: ignore[no-any-return]
+        state = loader.base.state_dict()
+        return state
     return state | ({"_iterator_finished": True} if loader.end_of_dataloader else {})
 
 
