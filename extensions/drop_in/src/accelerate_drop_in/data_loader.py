@@ -166,7 +166,8 @@ class _CountingReader(ResumableReader):
 
     def __init__(self, base: Any) -> None:
         self.base = base
-        self._asks_loader = self._asks_dataset = False
+        self._asks_loader = False
+        self._asks_dataset = False
 
 
 def _read_shards(loader: CoreLoader) -> None:
