@@ -167,6 +167,7 @@ class Records(Dataset[dict[str, torch.Tensor]]):
     def _split(self, rows: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         start = 0
         for one in self.fields:
-            part = rows[:, start : start + one.width].contiguous()
+            # A copy begins at an address that fits every dtype; one row may stand anywhere.
+            part = rows[:, start : start + one.width].clone(memory_format=torch.contiguous_format)
             yield one.name, part.view(one.dtype).reshape(len(rows), *one.shape)
             start += one.width
