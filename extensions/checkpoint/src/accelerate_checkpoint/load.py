@@ -231,10 +231,8 @@ class LoadedState:
     def _apply_models(self) -> None:
         models = list(self.state.models)
         hooks = list(self.state.load_hooks())
-        for hook in hooks:
-            hook(
-                models, str(self.source.directory)
-            )  # it may load models and take them off the list
+        for hook in hooks:  # one may load a model itself, and take it off the list
+            hook(models, str(self.source.directory))
         if self.state.owns_format:
             return
         if hooks:
