@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from accelerate_checkpoint import directories
+from accelerate_checkpoint.load import LoadedState, open_together, read_checkpoint
 from accelerate_core import Accelerator
 from accelerate_core.errors import CheckpointError
 from accelerate_core.utils import ProjectConfiguration, set_seed
@@ -165,6 +166,58 @@ def test_every_damage_to_every_file_is_refused_by_name(run: Run) -> None:
     assert accelerator.load_state() == str(second)
     assert torch.equal(run.weights(), before)
     assert accelerator.save_iteration == 2
+
+
+def test_reading_a_checkpoint_changes_nothing_and_apply_puts_it_back_in_order(run: Run) -> None:
+    run.train(3)
+    place = Path(run.accelerator.save_state())
+    saved = run.weights()
+    run.train(2)
+    now = run.weights()
+    checkpointer = run.accelerator.checkpointer
+    source, _ = open_together(checkpointer._state, checkpointer.storage, str(place), True)
+    assert source is not None
+    loaded = read_checkpoint(checkpointer._state, source, {}, {}, False)
+    assert torch.equal(run.weights(), now)
+    applied: list[str] = []
+    parts = {
+        "model": run.net,
+        "optimizer": run.optimizer.optimizer,
+        "scheduler": run.scheduler.scheduler,
+        "registered": run.box,
+        "loader": run.loader,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, part in parts.items():
+
+            def load(
+                *args: Any, name: str = name, of: Any = part.load_state_dict, **more: Any
+            ) -> Any:
+                applied.append(name)
+                return of(*args, **more)
+
+            patch.setitem(vars(part), "load_state_dict", load)
+        loaded.apply()
+    assert applied == list(parts)
+    assert torch.equal(run.weights(), saved)
+
+
+def test_weights_of_another_model_are_refused_before_anything_is_applied(run: Run) -> None:
+    place = run.accelerator.save_state()
+    run.net[2] = nn.Linear(8, 2)
+    applied: list[None] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LoadedState, "apply", lambda self: applied.append(None))
+        with pytest.raises(CheckpointError, match=r"weights model of .* do not fit the model"):
+            run.accelerator.load_state(place)
+    assert not applied
+
+
+def test_a_load_hook_may_load_a_model_of_another_form_itself(run: Run) -> None:
+    place = run.accelerator.save_state()
+    run.net[2] = nn.Linear(8, 2)
+    run.accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())
+    assert run.accelerator.load_state(place) == place
 
 
 def test_a_damaged_successor_is_replaced_and_a_whole_one_kept(run: Run) -> None:

@@ -54,7 +54,8 @@ class Provides(Plain):
         return "model" if isinstance(obj, Provider) else None
 
     def make_model(self, obj: Any) -> nn.Module:
-        return obj.make() if isinstance(obj, Provider) else obj  # type: ignore[no-any-return]
+        module: nn.Module = obj.make() if isinstance(obj, Provider) else obj
+        return module
 
 
 def test_a_provider_becomes_the_module_that_trains() -> None:

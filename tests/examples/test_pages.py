@@ -82,7 +82,9 @@ def test_the_quickstart_runs_as_pasted(tmp_path: Path, processes: int) -> None:
 @pytest.mark.timeout(300)
 def test_the_smallest_backend_trains_one_model(tmp_path: Path) -> None:
     (code,) = blocks("docs/smallest_backend.md", "python")
-    points = tomllib.loads("\n".join(blocks("docs/smallest_backend.md", "toml")))["project"]["entry-points"]
+    points = tomllib.loads("\n".join(blocks("docs/smallest_backend.md", "toml")))["project"][
+        "entry-points"
+    ]
     groups = {
         group.removeprefix("accelerate_core."): {n: t.partition(":")[2] for n, t in its.items()}
         for group, its in points.items()

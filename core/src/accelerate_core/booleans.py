@@ -13,7 +13,9 @@ OFF = ("no", "false", "off", "n", "f", "0")
 def parse_bool(value: object) -> bool | None:
     """Parse a boolean word, ignoring case; return None for anything else."""
     text = str(value).strip().lower()
-    return True if text in ON else False if text in OFF else None
+    if text in ON:
+        return True
+    return False if text in OFF else None
 
 
 def require_bool(value: object, shown: str) -> bool:

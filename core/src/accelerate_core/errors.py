@@ -16,28 +16,6 @@ from itertools import pairwise
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = [
-    "AccelerateError",
-    "CheckpointError",
-    "ConfigurationError",
-    "DistributedOperationException",
-    "MissingPluginError",
-    "Mistakes",
-    "PluginConflictError",
-    "PluginError",
-    "PluginVersionError",
-    "PrepareError",
-    "RuntimeConflictError",
-    "TrackerError",
-    "UnknownArgumentError",
-    "UnknownNameError",
-    "did_you_mean",
-    "listing",
-    "nearest",
-    "of_the_user",
-    "warn",
-]
-
 
 class AccelerateError(Exception):
     """Base of every error this package raises on purpose.

@@ -33,7 +33,8 @@ _ECHO = re.compile(
     re.IGNORECASE,
 )
 
-_installed = _happened = False
+_installed = False
+_happened = False
 
 
 def install() -> None:

@@ -35,13 +35,17 @@ from accelerate_core.contract.hooks import check_near_miss as check_near_miss
 from accelerate_core.contract.hooks import hookimpl as hookimpl
 from accelerate_core.contract.hooks import is_newer as is_newer
 from accelerate_core.contract.members import BackendView as BackendView
+from accelerate_core.contract.members import BatchView as BatchView
 from accelerate_core.contract.members import CommunicatorView as CommunicatorView
 from accelerate_core.contract.members import GradientStateView as GradientStateView
 from accelerate_core.contract.members import ObjectKind as ObjectKind
+from accelerate_core.contract.members import PlanEntryView as PlanEntryView
 from accelerate_core.contract.members import PreparedOptimizer as PreparedOptimizer
 from accelerate_core.contract.members import PreparePlanView as PreparePlanView
 from accelerate_core.contract.members import ReduceOp as ReduceOp
+from accelerate_core.contract.members import Scheduler as Scheduler
 from accelerate_core.contract.members import Scope as Scope
+from accelerate_core.contract.members import Stateful as Stateful
 from accelerate_core.contract.parts import Checkpointer as Checkpointer
 from accelerate_core.contract.parts import Contribution as Contribution
 from accelerate_core.contract.parts import LoaderFactory as LoaderFactory
@@ -49,7 +53,6 @@ from accelerate_core.contract.parts import LogKwargs as LogKwargs
 from accelerate_core.contract.parts import PreparedLoader as PreparedLoader
 from accelerate_core.contract.parts import RunParts as RunParts
 from accelerate_core.contract.parts import SharedHooksView as SharedHooksView
-from accelerate_core.contract.parts import Stateful as Stateful
 from accelerate_core.contract.parts import TokenCountView as TokenCountView
 from accelerate_core.contract.parts import Tracking as Tracking
 from accelerate_core.contract.schedule import ScheduleResult as ScheduleResult

@@ -305,9 +305,9 @@ class PartialState(ProcessVerbs):
             return cast(DistributedType, user.distributed_type)
         runtime = self._runtime
         if runtime.num_processes == 1:
-            return cast(DistributedType, DistributedType.NO)
+            return DistributedType("NO")
         kind = {"cuda": "GPU"}.get(runtime.device.type, runtime.device.type.upper())
-        return DistributedType(f"MULTI_{kind}")  # type: ignore[no-any-return]
+        return DistributedType(f"MULTI_{kind}")
 
     @property
     def default_device(self) -> torch.device:

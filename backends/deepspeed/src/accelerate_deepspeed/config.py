@@ -128,7 +128,9 @@ class HfDeepSpeedConfig:
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
-        self.config, self.origin = _read(config_file_or_dict)
+        config, origin = _read(config_file_or_dict)
+        self.config = config
+        self.origin = origin
         #: Where values that were filled in came from, by dotted name.
         self.provenance: dict[str, str] = {}
 

@@ -350,10 +350,11 @@ class Engines:
             engine = reference()
             if engine is None:
                 continue
+            trained: TrainedEngine = engine.accelerate_trained
             if held is engine.optimizer or held is engine.basic_optimizer:
-                return engine.accelerate_trained  # type: ignore[no-any-return]
+                return trained
             if held is engine or held is engine.module:
-                return engine.accelerate_trained  # type: ignore[no-any-return]
+                return trained
         return None
 
     def of_loss(self, loss: torch.Tensor) -> list[TrainedEngine]:

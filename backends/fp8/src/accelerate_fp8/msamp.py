@@ -97,9 +97,9 @@ class MSAMP(FP8):
         replaced = {name: (one, one.training) for name, one in model.value.named_modules()}
         _share_weights(accelerator, model.value, converted(layers))
         decoupled = isinstance(optimizer.value, torch.optim.AdamW)
-        model.value, optimizer.value = self._msamp.initialize(
-            model.value, optimizer.value, opt_level=self.recipe.opt_level
-        )
+        made = self._msamp.initialize(model.value, optimizer.value, opt_level=self.recipe.opt_level)
+        model.value = made[0]
+        optimizer.value = made[1]
         if decoupled and not type(optimizer.value).__name__.endswith("W"):
             raise ConfigurationError(
                 f"MS-AMP made a {type(optimizer.value).__name__} of an AdamW, which this torch "

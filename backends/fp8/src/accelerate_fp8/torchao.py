@@ -197,7 +197,8 @@ def _gather(module: Any, weight: Any, noted: tuple[int, int, bool], again: Any, 
     local = weight()._local_tensor
     if _state(module(), weight()) != noted:
         local._precomputed_scale = None  # torchao computes its own where the next line does not
-        if (compute := again()) is not None:
+        compute = again()
+        if compute is not None:
             compute()
     return type(local).fsdp_pre_all_gather(local, mesh)
 

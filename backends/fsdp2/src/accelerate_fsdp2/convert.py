@@ -72,7 +72,8 @@ def converted(values: dict[str, Any], where: str) -> tuple[dict[str, Any], list[
         if name in _GONE:
             notes.append(f"{name}: {value} is left out; {_GONE[name]}.")
         elif name == "fsdp_sharding_strategy":
-            made["fsdp_reshard_after_forward"], mesh = _strategy(value, where, values)
+            reshard, mesh = _strategy(value, where, values)
+            made["fsdp_reshard_after_forward"] = reshard
             notes.append(
                 f"{name}: {value} is fsdp_reshard_after_forward: "
                 f"{made['fsdp_reshard_after_forward']}."

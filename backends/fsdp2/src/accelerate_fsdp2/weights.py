@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -149,9 +149,9 @@ def local_part(
 
 def cut(whole: torch.Tensor, like: DTensor, config: ParallelismConfig, rank: int) -> torch.Tensor:
     """Return a tensor distributed as `like`, of which a rank takes its part of a whole one."""
-    made: Any = torch.zeros_like(like, dtype=whole.dtype)
-    made.to_local().copy_(local_part(whole, like, config, rank))
-    return made.detach()  # type: ignore[no-any-return]
+    made = torch.zeros_like(like, dtype=whole.dtype)
+    cast(DTensor, made).to_local().copy_(local_part(whole, like, config, rank))
+    return made.detach()
 
 
 @torch.no_grad()

@@ -558,9 +558,10 @@ class IndexedLoader(DataLoaderShard):
 
     def skipping(self, num_batches: int) -> IndexedLoader:
         """Return this loader without its first batches."""
-        rest: Any = super().skipping(num_batches)
+        rest = super().skipping(num_batches)
+        assert isinstance(rest, IndexedLoader)  # of the same class
         rest._running = None
-        return rest  # type: ignore[no-any-return]
+        return rest
 
     def begin_at(self, samples: int, name: str) -> None:
         """Begin behind so many samples, as if they had been handed out.

@@ -346,7 +346,9 @@ class MegatronLMPlugin(BackendSettings):
             return
         text = str(getattr(given, "name", given)).lower()  # megatron-core's AttnBackend has one
         said = parse_bool(text)
-        self.attention_backend = text if said is None else ("auto" if said else "unfused")
+        self.attention_backend = text
+        if said is not None:
+            self.attention_backend = "auto" if said else "unfused"
         if self.attention_backend not in _ATTENTION:
             raise ConfigurationError(
                 f"attention_backend={given!r} is not known; allowed are {listing(_ATTENTION)}, True and "

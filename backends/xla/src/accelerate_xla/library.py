@@ -94,7 +94,8 @@ class _Switch:
             )
         # All that `use_spmd` does here; it would warn of devices an earlier Accelerator has used.
         os.environ[_VARIABLE] = "1"
-        self.was_on = self.ours = True
+        self.was_on = True
+        self.ours = True
 
     def off(self) -> None:
         if self.ours:

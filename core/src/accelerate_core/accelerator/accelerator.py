@@ -158,7 +158,8 @@ class Accelerator(
         topology = runtimes.running() or runtimes.launched_topology()
         self._setup = resolve(arguments, plugin_arguments, topology)
         self._options = dataclasses.replace(self._setup.options)  # a script may change them
-        self._saving, loader_factory = check(self._setup)
+        saving, loader_factory = check(self._setup)
+        self._saving = saving
         self._closed = False
         handlers = self._setup.handlers
         self.init_handler: InitProcessGroupKwargs | None = handlers.get(InitProcessGroupKwargs)
@@ -173,7 +174,9 @@ class Accelerator(
 
     def _build(self, loader_factory: LoaderFactory | None, log_with: Any) -> None:
         """Build the parts, each from those before it."""
-        setup, process, options = self._setup, self._process, self._options
+        setup = self._setup
+        process = self._process
+        options = self._options
         self._warn_once = WarnOnce(main=process.process_index == 0)
         setup.precision.check(self)
         check_consistent(process, setup.facts())
@@ -287,7 +290,7 @@ class Accelerator(
     def distributed_type(self) -> DistributedType:
         """Which kind of setup runs, as the active backend names it."""
         with attribution("distributed_type", self._setup.backend_record):
-            return cast(DistributedType, DistributedType(self.backend.distributed_type(self)))
+            return DistributedType(self.backend.distributed_type(self))
 
     @property
     def state(self) -> AcceleratorState:
@@ -369,7 +372,9 @@ class Accelerator(
                 accelerator.backward(loss_function(model(x), y))
             accelerator.print(profiler.key_averages().table(row_limit=5))
         """
-        return exported("profile")(profile_handler or self.profile_handler, self.process_index)  # type: ignore[no-any-return]
+        handler = profile_handler or self.profile_handler
+        context: AbstractContextManager[Any] = exported("profile")(handler, self.process_index)
+        return context
 
     # --- checkpoints --------------------------------------------------------------------------
 

@@ -157,11 +157,7 @@ class CheckpointVerbs:
                 loss = loss_function(model(x), y)
         """
         return self._saving.checkpointer.load_state(
-            input_dir,
-            load_kwargs=load_kwargs,
-            trust=trust,
-            verify=verify,
-            **load_model_func_kwargs,
+            input_dir, load_kwargs=load_kwargs, trust=trust, verify=verify, **load_model_func_kwargs
         )
 
     def wait_for_checkpoint(self) -> None:

@@ -113,11 +113,7 @@ class Collectives:
 
 
 def make_collectives(
-    hooks: BoundHooks,
-    setup: Setup,
-    process: Process,
-    options: PrepareOptions,
-    state: GradientState,
+    hooks: BoundHooks, setup: Setup, process: Process, options: PrepareOptions, state: GradientState
 ) -> Collectives:
     """Return the collectives of the ranks that share data, losses, or the world.
 

@@ -11,7 +11,8 @@ from torch.utils.hooks import RemovableHandle
 from accelerate_core.builtin.no_checkpointer import NoCheckpointer
 from accelerate_core.config.handlers import ProjectConfiguration
 from accelerate_core.config.provenance import SourcedValue
-from accelerate_core.contract.parts import Checkpointer, RunParts, Stateful
+from accelerate_core.contract.members import Stateful
+from accelerate_core.contract.parts import Checkpointer, RunParts
 from accelerate_core.errors import ConfigurationError, listing
 from accelerate_core.plugins.factory import Part
 

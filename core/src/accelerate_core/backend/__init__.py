@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from accelerate_core.backend.pending import PendingGradientHooks
 from accelerate_core.backend.step import StepHooks
@@ -32,7 +33,7 @@ from accelerate_core.plugins.selection import Claim, Request
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accelerate_core.contract.members import PreparePlanView
+    from accelerate_core.contract.members import PlanEntryView, PreparePlanView, Scheduler
     from accelerate_core.contract.view import AcceleratorView, SetupView
 
 
@@ -83,19 +84,19 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
     #: Start a process group even for one process.
     needs_group: ClassVar[bool] = False
     #: Settings class, made with `settings`.
-    Settings: ClassVar[type[Any] | None] = None
+    Settings: ClassVar[type[object] | None] = None
     #: Further settings classes, whose fields are options of `launch` and keys of config files.
-    more_settings: ClassVar[tuple[type[Any], ...]] = ()
+    more_settings: ClassVar[tuple[type[object], ...]] = ()
     #: Take a mapping of names to `Settings`, too; `settings` is then a dict.
     several_settings: ClassVar[bool] = False
     #: Classes of `kwargs_handlers` this backend takes, besides `Settings`.
     handlers: ClassVar[tuple[type, ...]] = ()
 
-    _mesh: Any | None = None
-    _scopes: Mapping[Scope, Any] = {}
-    _joint_meshes: Mapping[str, Any] = {}
+    _mesh: DeviceMesh | None = None
+    _scopes: Mapping[Scope, dist.ProcessGroup] = {}
+    _joint_meshes: Mapping[str, DeviceMesh] = {}
 
-    def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
+    def __init__(self, settings: Any = None, handlers: Sequence[object] = ()) -> None:
         self.settings = settings
         self.given_handlers = tuple(handlers)
 
@@ -104,7 +105,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         """Claim this run or not; called only when one of the plugin's triggers fired."""
         return None
 
-    def core_defaults(self) -> Mapping[str, Any]:
+    def core_defaults(self) -> Mapping[str, object]:
         """Return core settings that follow from this backend's own, such as accumulation steps.
 
         `parallelism_config` may be among them, with `dp_shard_size` left to the number of ranks.
@@ -174,7 +175,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         """Return the group that serves a scope, a part of the mesh; None is the default group."""
         return self._scopes.get(scope)
 
-    def sub_mesh(self, name: str) -> Any:
+    def sub_mesh(self, name: str) -> DeviceMesh:
         """Return the part of the mesh with a name: a dimension, or several together.
 
         Args:
@@ -185,10 +186,8 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         """
         if name in self._joint_meshes:
             return self._joint_meshes[name]
-        known = [
-            *(self._mesh.mesh_dim_names if self._mesh is not None else ()),
-            *self._joint_meshes,
-        ]
+        dimensions = None if self._mesh is None else self._mesh.mesh_dim_names
+        known = [*(dimensions or ()), *self._joint_meshes]
         if name not in known or self._mesh is None:
             have = f"it has {listing(known)}" if known else "there is none"
             raise ConfigurationError(f"The device mesh has no {name!r}; {have}.")
@@ -253,7 +252,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         return None
 
     @owner
-    def init_model_context(self, accelerator: AcceleratorView) -> AbstractContextManager[Any]:
+    def init_model_context(self, accelerator: AcceleratorView) -> AbstractContextManager[object]:
         """Return the context in which user code should construct models.
 
         Default: construct models as torch does.
@@ -263,7 +262,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
     # --- prepare ------------------------------------------------------------------------------
 
     @owner
-    def make_model(self, accelerator: AcceleratorView, obj: Any) -> torch.nn.Module:
+    def make_model(self, accelerator: AcceleratorView, obj: object) -> torch.nn.Module:
         """Return the module of an object that is classified as a model: of a provider, say.
 
         Called before parameters are recorded, so its parameters are the ones that are trained.
@@ -280,7 +279,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         """
         hooks = accelerator.hooks
 
-        def prepare_model(model: torch.nn.Module, entry: Any) -> torch.nn.Module:
+        def prepare_model(model: torch.nn.Module, entry: PlanEntryView) -> torch.nn.Module:
             prepared = hooks.prepare_model(model, entry.evaluation_mode)
             if prepared is None:
                 raise wrong_answer("prepare_model", self.name, prepared, "the model to use")
@@ -304,7 +303,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         return model
 
     @owner
-    def prepare_optimizer(self, accelerator: AcceleratorView, optimizer: Any) -> Any:
+    def prepare_optimizer(self, accelerator: AcceleratorView, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer to be stepped; its parameters are those of the prepared model.
 
         Default: return the optimizer as it is.
@@ -312,7 +311,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         return optimizer
 
     @owner
-    def prepare_scheduler(self, accelerator: AcceleratorView, scheduler: Any) -> Any:
+    def prepare_scheduler(self, accelerator: AcceleratorView, scheduler: Scheduler) -> Scheduler:
         """Return the scheduler to be stepped.
 
         Default: return the scheduler as it is.
@@ -341,8 +340,8 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
 
     @owner
     def join_uneven_inputs(
-        self, accelerator: AcceleratorView, joinables: Sequence[Any]
-    ) -> AbstractContextManager[Any]:
+        self, accelerator: AcceleratorView, joinables: Sequence[object]
+    ) -> AbstractContextManager[object]:
         """Return a context in which ranks may run out of batches at different steps.
 
         Default: do nothing.
@@ -378,7 +377,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         accelerator.unwrap_model(model).load_state_dict(state, strict=strict)
 
     @owner
-    def optimizer_state(self, accelerator: AcceleratorView, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, accelerator: AcceleratorView, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state dict of one inner optimizer.
 
         Default: return the optimizer's state dict.
@@ -387,13 +386,13 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
 
     @owner
     def load_optimizer_state(
-        self, accelerator: AcceleratorView, optimizer: Any, state: Mapping[str, Any]
+        self, accelerator: AcceleratorView, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
         """Load what `optimizer_state` gave.
 
         Default: load into the optimizer.
         """
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(dict(state))
 
     @owner
     def rng_state(self, accelerator: AcceleratorView) -> Mapping[str, Any]:

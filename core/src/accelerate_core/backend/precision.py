@@ -40,12 +40,12 @@ class Precision:
     #: dtype of `torch.autocast`; None enters no autocast.
     dtype: ClassVar[torch.dtype | None] = None
     #: Settings class, made with `settings`: environment, config file, `kwargs_handlers`.
-    Settings: ClassVar[type[Any] | None] = None
+    Settings: ClassVar[type[object] | None] = None
     #: Classes of `kwargs_handlers` this precision takes, besides `Settings`: those that were given
     #: are its second argument.
     handlers: ClassVar[tuple[type, ...]] = ()
 
-    def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
+    def __init__(self, settings: Any = None, handlers: Sequence[object] = ()) -> None:
         self.settings = settings
         self.given_handlers = tuple(handlers)
 
@@ -78,7 +78,7 @@ class Precision:
 
     def autocast(
         self, accelerator: AcceleratorView, model: torch.nn.Module | None, options: dict[str, Any]
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         """Return the context of a forward of `model`, None where the script enters it by itself.
 
         Args:
@@ -94,7 +94,7 @@ class Precision:
         max_norm: float | None,
         norm_type: float,
         clip_value: float | None,
-    ) -> Any:
+    ) -> torch.Tensor | None:
         """Clip gradients by their norm or element by element, as the hook of that name says.
 
         A library whose gradients are no plain tensors has its own way. A backend that clips by itself
@@ -105,7 +105,8 @@ class Precision:
         `clip_value`: the largest absolute value of an element, None to clip by norm.
         """
         if clip_value is not None:
-            return torch.nn.utils.clip_grad_value_(parameters, clip_value)
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+            return None
         assert max_norm is not None  # one of both is given
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 

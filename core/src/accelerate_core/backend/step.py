@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch.optim import Optimizer
 
 from accelerate_core.contract.hooks import owner
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
@@ -30,7 +31,7 @@ class StepHooks:
         accelerator: AcceleratorView,
         model: torch.nn.Module | None,
         settings: AutocastKwargs | None,
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         """Return the context of mixed precision.
 
         It is made for each forward of a prepared model, which is then `model`; None where the
@@ -92,7 +93,7 @@ class StepHooks:
     @owner
     def no_sync(
         self, accelerator: AcceleratorView, model: torch.nn.Module
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         """Return a context in which backward does not reduce gradients between ranks.
 
         Default: do nothing: nothing is synchronised.
@@ -102,7 +103,7 @@ class StepHooks:
     @owner
     def trigger_sync_in_backward(
         self, accelerator: AcceleratorView, model: torch.nn.Module
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         """Return a context in which the next backward reduces, though forward ran unsynced.
 
         Default: do nothing: nothing is synchronised.
@@ -110,7 +111,7 @@ class StepHooks:
         return nullcontext()
 
     @owner
-    def unscale_gradients(self, accelerator: AcceleratorView, optimizer: Any) -> None:
+    def unscale_gradients(self, accelerator: AcceleratorView, optimizer: Optimizer) -> None:
         """Undo gradient scaling on one (inner) optimizer's gradients, once per step.
 
         Default: unscale one optimizer's gradients, where there is a scaler.
@@ -126,7 +127,7 @@ class StepHooks:
         max_norm: float | None,
         norm_type: float,
         clip_value: float | None,
-    ) -> Any:
+    ) -> torch.Tensor | None:
         """Clip gradients: by their global norm, or element by element.
 
         Exactly one of `max_norm` and `clip_value` is given. With `max_norm` return the norm as it
@@ -138,7 +139,7 @@ class StepHooks:
 
     @owner
     def optimizer_step(
-        self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
+        self, accelerator: AcceleratorView, optimizer: Optimizer, closure: Callable[[], Any] | None
     ) -> bool:
         """Step the inner optimizer; return False if the step was skipped (overflow).
 
@@ -146,7 +147,10 @@ class StepHooks:
         """
         scaler = accelerator.scaler
         if scaler is None:
-            optimizer.step() if closure is None else optimizer.step(closure)
+            if closure is None:
+                optimizer.step()
+            else:
+                optimizer.step(closure)
             return True
         if closure is not None:
             raise ConfigurationError("A closure cannot be used with a gradient scaler (fp16).")
@@ -160,7 +164,9 @@ class StepHooks:
         return taken and not overflowed
 
     @owner
-    def zero_grad(self, accelerator: AcceleratorView, optimizer: Any, set_to_none: bool) -> None:
+    def zero_grad(
+        self, accelerator: AcceleratorView, optimizer: Optimizer, set_to_none: bool
+    ) -> None:
         """Clear the gradients of the inner optimizer's parameters.
 
         Default: clear gradients.
@@ -174,7 +180,7 @@ class StepHooks:
         buffers: Sequence[torch.Tensor] | None,
         buffer_seq_dims: Sequence[int] | None,
         no_restore_buffers: set[torch.Tensor] | None,
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         """Return a context in which buffers are sharded along their sequence dimension.
 
         Default: do nothing: there is no such dimension.
@@ -201,7 +207,7 @@ class StepHooks:
         )
 
 
-def _step_through(scaler: Any, optimizer: Any) -> bool:
+def _step_through(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
     """Step by `GradScaler.step`, which does not say whether it did; return whether it did.
 
     torch calls an optimizer's post hook after each real step.
@@ -218,7 +224,7 @@ def _step_through(scaler: Any, optimizer: Any) -> bool:
     return bool(taken)
 
 
-def _step_through_unhooked(scaler: Any, optimizer: Any) -> bool:
+def _step_through_unhooked(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
     """Do the same with an optimizer that is not built on torch's and has no hooks."""
     taken: list[None] = []
     step, patched = optimizer.step, "step" in vars(optimizer)

@@ -85,7 +85,8 @@ def _strip(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
         return inner
     # Some backends give the class a `__new__` that returns another class.
     view = object.__new__(inner.__class__)
-    done[id(module)] = done[id(inner)] = view
+    done[id(module)] = view
+    done[id(inner)] = view
     state = {name: value for name, value in vars(inner).items() if name != "_compiled_call_impl"}
     # The dictionaries of parameters and buffers stay shared: what one rebinds the other sees.
     state["_modules"] = {

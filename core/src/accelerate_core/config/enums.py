@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 _MEMBER = re.compile(r"[A-Z][A-Z0-9_]*")
 
@@ -52,10 +52,11 @@ class OpenEnum(str, metaclass=_OpenMeta):
         text = name if isinstance(name, str) else str(name)  # `str` of a member may show its class
         return text.upper() if cls._upper else text.lower()
 
-    def __new__(cls, value: object) -> Any:
+    def __new__(cls, value: object) -> Self:
         # One object per member: user code compares with `is`, too.
         spelt = cls._spell(value)
-        return cls._made.setdefault((cls, spelt), str.__new__(cls, spelt))
+        member: Self = cls._made.setdefault((cls, spelt), str.__new__(cls, spelt))
+        return member
 
     @classmethod
     def register(cls, *values: str) -> None:

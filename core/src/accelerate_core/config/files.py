@@ -112,7 +112,8 @@ def _modern(values: dict[Any, Any], lines: dict[str, int]) -> tuple[dict[str, An
         lines.setdefault("mixed_precision", lines["fp16"])
     if "dynamo_backend" in made and not isinstance(made.get("dynamo_config"), dict):
         made["dynamo_config"] = {"backend": made.pop("dynamo_backend")}
-        lines["dynamo_config"] = lines["dynamo_config.backend"] = lines["dynamo_backend"]
+        lines["dynamo_config"] = lines["dynamo_backend"]
+        lines["dynamo_config.backend"] = lines["dynamo_backend"]
     return made, lines
 
 

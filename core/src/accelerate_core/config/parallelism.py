@@ -189,12 +189,15 @@ class ParallelismConfig(KwargsHandler):
         """Return a rank's index in every dimension."""
         found = {}
         for name in reversed(self.DIMENSIONS):
-            rank, found[name] = divmod(rank, self.size(name))
+            rank, index = divmod(rank, self.size(name))
+            found[name] = index
         return found
 
     def shard(self, rank: int, dimensions: tuple[str, ...]) -> tuple[int, int]:
         """Return index and number of a rank among the combinations of some dimensions."""
-        index, count, at = 0, 1, self.coordinates(rank)
+        at = self.coordinates(rank)
+        index = 0
+        count = 1
         for name in dimensions:
             index = index * self.size(name) + at[name]
             count *= self.size(name)

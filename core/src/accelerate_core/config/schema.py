@@ -175,7 +175,9 @@ def settings(
 
         made.__init__ = __init__
         made.__signature__ = signature
-        made._rows, made._repr_html_, made.__rich__ = _rows, Shown._repr_html_, Shown.__rich__
+        made._rows = _rows
+        made._repr_html_ = Shown._repr_html_
+        made.__rich__ = Shown.__rich__
         return made
 
     return make if cls is None else make(cls)

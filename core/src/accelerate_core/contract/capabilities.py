@@ -52,7 +52,7 @@ def lacking(supports: Mapping[str, Any], precision: str, needs: Collection[str])
     return [word for word in NEEDS if word in needs and word not in accepted]
 
 
-def check_words(plugin: Any, words: Iterable[str], known: Collection[str], told: str) -> None:
+def check_words(plugin: object, words: Iterable[str], known: Collection[str], told: str) -> None:
     """Refuse words of a declaration that nobody knows; those of a newer contract are told.
 
     Args:

@@ -84,12 +84,12 @@ def hooks_of_kind(kind: Kind) -> tuple[str, ...]:
     return tuple(name for name, its in HOOKS.items() if its == kind)
 
 
-def is_newer(plugin: Any) -> bool:
+def is_newer(plugin: object) -> bool:
     """Whether a plugin was written for a newer minor version of this contract."""
     return tuple(getattr(plugin, "api_version", API_VERSION)) > API_VERSION
 
 
-def written_before(plugin: Any, hook: str) -> bool:
+def written_before(plugin: object, hook: str) -> bool:
     """Whether a plugin's method is older than the hook of its name, and so only shares the name.
 
     The class that defines the method counts: a plugin may inherit from a newer one.
@@ -99,7 +99,7 @@ def written_before(plugin: Any, hook: str) -> bool:
     return tuple(version) < SINCE[hook]
 
 
-def mark_hooks(plugin: Any, base: type, label: str) -> None:
+def mark_hooks(plugin: object, base: type, label: str) -> None:
     """Take a plugin's public methods that are named like hooks for implementations of them.
 
     A method that is older than the hook of its name stays the plugin's own, with a warning.
@@ -155,7 +155,7 @@ def check_near_miss(name: str, known: Iterable[str], label: str) -> None:
         )
 
 
-def wrong_answer(hook: str, backend: str, value: Any, wanted: str) -> PluginError:
+def wrong_answer(hook: str, backend: str, value: object, wanted: str) -> PluginError:
     """Return the error for what a backend returned from an owner hook.
 
     Args:
@@ -225,11 +225,11 @@ class HookSpecs(Protocol):
     # --- registration -------------------------------------------------------------------------
 
     @_registration
-    def classify(self, accelerator: AcceleratorView, obj: Any) -> ObjectKind | None:
+    def classify(self, accelerator: AcceleratorView, obj: object) -> ObjectKind | None:
         """Name the kind of an object passed to `prepare`: model, optimizer, scheduler, loader."""
 
     @_registration
-    def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
+    def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, object]:
         """Return attributes served from `accelerator.state` and the Accelerator itself."""
 
     @_registration

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+    from torch.optim import Optimizer
 
 #: Which ranks take part in a collective: those with different samples, those whose losses are
 #: averaged, or all.
@@ -15,6 +16,8 @@ Scope = Literal["data", "loss", "world"]
 
 #: How the values of several ranks become one.
 ReduceOp = Literal["sum", "mean", "max", "min"]
+
+T = TypeVar("T")
 
 #: What kind of object `prepare` was given.
 ObjectKind = Literal["model", "optimizer", "scheduler", "loader", "other"]
@@ -71,13 +74,13 @@ class CommunicatorView(Protocol):
     def barrier(self) -> None:
         """Return once every rank has called this."""
 
-    def gather_object(self, obj: Any) -> list[Any]:
+    def gather_object(self, obj: T) -> list[T]:
         """Return the picklable objects of all ranks, in rank order."""
 
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+    def broadcast_object(self, obj: object, src: int = 0) -> Any:
         """Return the picklable object of rank `src`."""
 
-    def scatter_object(self, objs: Sequence[Any] | None, src: int = 0) -> Any:
+    def scatter_object(self, objs: Sequence[object] | None, src: int = 0) -> Any:
         """Return this rank's one of the objects that rank `src` gives."""
 
     def open_group(self) -> dist.ProcessGroup | None:
@@ -88,6 +91,15 @@ class CommunicatorView(Protocol):
 
     def alone(self) -> CommunicatorView:
         """Return a communicator of this process only: every method is the identity."""
+
+
+class BatchView(Protocol):
+    """What is known of the batch that an iteration over a prepared loader has served last."""
+
+    #: Whether no batch follows on this rank.
+    last: bool
+    #: Real samples of the global batch if it was filled up, else None.
+    real: int | None
 
 
 class GradientStateView(Protocol):
@@ -117,7 +129,7 @@ class GradientStateView(Protocol):
         """Real samples in its last global batch, 0 if all are, -1 if that is not known."""
 
     def serve(
-        self, loader: Any, start: Callable[[Any], Iterator[Any]], whole: int | None = None
+        self, loader: object, start: Callable[[BatchView], Iterator[Any]], whole: int | None = None
     ) -> Iterator[Any]:
         """Iterate over a loader's batches, and track where the loop is."""
 
@@ -126,7 +138,7 @@ class PreparedOptimizer(Protocol):
     """An optimizer as `prepare` returns it."""
 
     #: The optimizer inside it, as the backend steps it.
-    optimizer: Any
+    optimizer: Optimizer
     #: How many steps were taken, and `GradientStateView.backwards` at the last one.
     steps_taken: int
     seen_backwards: int
@@ -144,22 +156,47 @@ class PreparedOptimizer(Protocol):
         """Whether the last step was left out because a gradient overflowed."""
 
 
+class Stateful(Protocol):
+    """An object whose state can be saved and loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: plain values and tensors."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Load a state of `state_dict`."""
+
+
+class Scheduler(Stateful, Protocol):
+    """A learning rate scheduler of any class."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Set the next learning rates; some are given a metric."""
+
+
+class PlanEntryView(Protocol):
+    """One object of a call of `prepare`."""
+
+    #: The object as it was given.
+    original: Any
+    #: The object as it is now; assign to it to replace the object.
+    value: Any
+    on_device: bool
+    evaluation_mode: bool
+
+
 class PreparePlanView(Protocol):
     """The objects of one call of `prepare`, in order: a `PreparePlan`."""
 
-    def of_kind(self, kind: ObjectKind) -> Iterator[Any]:
-        """Iterate over the entries of one kind that are not prepared yet.
-
-        An entry has `original`, `value`, `on_device` and `evaluation_mode`; set `value`.
-        """
+    def of_kind(self, kind: ObjectKind) -> Iterator[PlanEntryView]:
+        """Iterate over the entries of one kind that are not prepared yet."""
 
     def values(self, kind: ObjectKind) -> list[Any]:
         """Return the objects of one kind that are not prepared yet, as they are now."""
 
-    def each(self, kind: ObjectKind, change: Callable[[Any, Any], Any]) -> None:
+    def each(self, kind: ObjectKind, change: Callable[[Any, PlanEntryView], object]) -> None:
         """Replace every object of a kind with the result of `change(object, entry)`."""
 
-    def rename(self, model: Any, names: Mapping[str, str]) -> None:
+    def rename(self, model: torch.nn.Module, names: Mapping[str, str]) -> None:
         """Say what parameters of a model are called now: old name -> new name."""
 
     def rebind(self) -> None:

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from accelerate_core.config.handlers import AutocastKwargs
-from accelerate_core.contract.members import PreparePlanView
+from accelerate_core.contract.members import PreparePlanView, Scheduler
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.contract.topology import Process, Topology
 from accelerate_core.contract.members import ReduceOp, Scope
@@ -40,7 +41,7 @@ class OwnerHooks(CollectiveHooks, Protocol):
         """Return this rank's gradients that no optimizer has stepped with yet."""
     def load_pending_gradients(self, model: torch.nn.Module, gradients: Mapping[str, torch.Tensor], factor: float | None) -> None:
         """Put back what `pending_gradients` returned, on a model without gradients."""
-    def autocast(self, model: torch.nn.Module | None, settings: AutocastKwargs | None) -> AbstractContextManager[Any]:
+    def autocast(self, model: torch.nn.Module | None, settings: AutocastKwargs | None) -> AbstractContextManager[object]:
         """Return the context of mixed precision."""
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Scale the loss before backward (gradient scaling, not accumulation)."""
@@ -48,19 +49,19 @@ class OwnerHooks(CollectiveHooks, Protocol):
         """Run backward on a loss already divided by the accumulation steps and scaled."""
     def scale_gradients(self, models: Sequence[torch.nn.Module], factor: torch.Tensor) -> None:
         """Multiply the models' gradients by a 0-d tensor, after they were synchronised."""
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """Return a context in which backward does not reduce gradients between ranks."""
-    def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+    def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """Return a context in which the next backward reduces, though forward ran unsynced."""
-    def unscale_gradients(self, optimizer: Any) -> None:
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Undo gradient scaling on one (inner) optimizer's gradients, once per step."""
-    def clip_grad(self, parameters: Sequence[torch.Tensor], max_norm: float | None, norm_type: float, clip_value: float | None) -> Any:
+    def clip_grad(self, parameters: Sequence[torch.Tensor], max_norm: float | None, norm_type: float, clip_value: float | None) -> torch.Tensor | None:
         """Clip gradients: by their global norm, or element by element."""
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None) -> bool:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
         """Step the inner optimizer; return False if the step was skipped (overflow)."""
-    def zero_grad(self, optimizer: Any, set_to_none: bool) -> None:
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Clear the gradients of the inner optimizer's parameters."""
-    def context_parallel(self, buffers: Sequence[torch.Tensor] | None, buffer_seq_dims: Sequence[int] | None, no_restore_buffers: set[torch.Tensor] | None) -> AbstractContextManager[Any]:
+    def context_parallel(self, buffers: Sequence[torch.Tensor] | None, buffer_seq_dims: Sequence[int] | None, no_restore_buffers: set[torch.Tensor] | None) -> AbstractContextManager[object]:
         """Return a context in which buffers are sharded along their sequence dimension."""
     def run_schedule(self, model: torch.nn.Module, batch: Any, step: ScheduleStep) -> ScheduleResult:
         """Run forward, and in training backward, of one batch where the engine owns both."""
@@ -80,31 +81,31 @@ class OwnerHooks(CollectiveHooks, Protocol):
         """Return (index, count) among the ranks over which a loss is summed."""
     def fixed_batch(self) -> int | None:
         """Return of how many samples a rank's batches are to be a multiple, to compile for one shape."""
-    def init_model_context(self) -> AbstractContextManager[Any]:
+    def init_model_context(self) -> AbstractContextManager[object]:
         """Return the context in which user code should construct models."""
-    def make_model(self, obj: Any) -> torch.nn.Module:
+    def make_model(self, obj: object) -> torch.nn.Module:
         """Return the module of an object that is classified as a model: of a provider, say."""
     def prepare(self, plan: PreparePlanView) -> None:
         """Prepare all objects of one call: replace the entries of the `PreparePlan` in place."""
     def prepare_model(self, model: torch.nn.Module, evaluation_mode: bool) -> torch.nn.Module:
         """Wrap or change one model after all stages; it is on the device already."""
-    def prepare_optimizer(self, optimizer: Any) -> Any:
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer to be stepped; its parameters are those of the prepared model."""
-    def prepare_scheduler(self, scheduler: Any) -> Any:
+    def prepare_scheduler(self, scheduler: Scheduler) -> Scheduler:
         """Return the scheduler to be stepped."""
     def feed_device(self, batches: Iterator[Any], non_blocking: bool) -> Iterator[Any]:
         """Yield the batches on the device."""
     def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Undo `prepare_model`'s wrapping, not the stages."""
-    def join_uneven_inputs(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+    def join_uneven_inputs(self, joinables: Sequence[object]) -> AbstractContextManager[object]:
         """Return a context in which ranks may run out of batches at different steps."""
     def model_state(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return the state dict `save_state` keeps; keys as the user's own model has them."""
     def load_model_state(self, model: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Load what `model_state` gave."""
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state dict of one inner optimizer."""
-    def load_optimizer_state(self, optimizer: Any, state: Mapping[str, Any]) -> None:
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load what `optimizer_state` gave."""
     def rng_state(self) -> Mapping[str, Any]:
         """Return the state of this rank's generators that torch does not know, for a checkpoint."""

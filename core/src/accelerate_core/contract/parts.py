@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from accelerate_core.config.handlers import ProjectConfiguration
+from accelerate_core.contract.members import Stateful
 from accelerate_core.contract.topology import Process
 from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.errors import PluginError, listing
@@ -16,16 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["Checkpointer", "LoaderFactory", "LogKwargs", "PreparedLoader", "RunParts", "Tracking"]
-
-
-class Stateful(Protocol):
-    """An object whose state can be saved and loaded."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state: plain values and tensors."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Load a state of `state_dict`."""
 
 
 class TokenCountView(Stateful, Protocol):
@@ -47,7 +38,7 @@ class Contribution(Protocol):
     def names(self) -> Iterable[str]:
         """The hook's arguments that it takes."""
 
-    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+    def __call__(self, arguments: Mapping[str, object]) -> object:
         """Call it with the hook's arguments by name, the Accelerator included."""
 
 
@@ -57,7 +48,7 @@ class SharedHooksView(Protocol):
     def implementations(self, hook: str) -> Sequence[Contribution]:
         """Return the implementations of a hook, ordered by plugin name."""
 
-    def call(self, implementation: Contribution, **arguments: Any) -> Any:
+    def call(self, implementation: Contribution, **arguments: object) -> object:
         """Call one implementation with the hook's arguments, and return its answer."""
 
 
@@ -131,7 +122,7 @@ class Checkpointer(Protocol):
         *,
         blocking: bool = True,
         max_shard_size: int | str = "10GB",
-        **save_model_func_kwargs: Any,
+        **save_model_func_kwargs: object,
     ) -> str:
         """Write everything that going on needs into a directory; return the directory.
 
@@ -159,7 +150,7 @@ class Checkpointer(Protocol):
         *,
         trust: bool = False,
         verify: bool = True,
-        **load_model_func_kwargs: Any,
+        **load_model_func_kwargs: object,
     ) -> str:
         """Read what `save_state` wrote into the same prepared objects; return the directory.
 
@@ -203,7 +194,9 @@ class Checkpointer(Protocol):
             weights = load_file("trained/model.safetensors")
         """
 
-    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+    def save(
+        self, obj: object, f: str | os.PathLike[str] | IO[bytes], safe_serialization: bool = False
+    ) -> None:
         """Write an object once (per machine, with `save_on_each_node`), in place of `torch.save`.
 
         Args:
@@ -296,7 +289,7 @@ class LoaderFactory(Protocol):
     `kwargs_handlers`, the environment and the config file. It is made with the Accelerator.
     """
 
-    def make_loader(self, accelerator: AcceleratorView, loader: Any) -> PreparedLoader | None:
+    def make_loader(self, accelerator: AcceleratorView, loader: object) -> PreparedLoader | None:
         """Return the prepared form of a loader; None leaves it to the core.
 
         Args:
@@ -366,7 +359,7 @@ class Tracking(Protocol):
         """Return a tracker by name, or with `unwrap` the library's own object."""
 
     def log(
-        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: LogKwargs = None
+        self, values: Mapping[str, object], step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
         """Log values to all trackers, on the main process.
 
@@ -382,7 +375,7 @@ class Tracking(Protocol):
 
     def log_images(
         self,
-        values: Mapping[str, Any],
+        values: Mapping[str, object],
         step: int | None = None,
         channels_first: bool = False,
         log_kwargs: LogKwargs = None,
@@ -402,9 +395,9 @@ class Tracking(Protocol):
     def log_table(
         self,
         table_name: str,
-        columns: Any = None,
-        data: Any = None,
-        dataframe: Any = None,
+        columns: Sequence[str] | None = None,
+        data: Sequence[Sequence[object]] | None = None,
+        dataframe: object = None,
         step: int | None = None,
         log_kwargs: LogKwargs = None,
     ) -> None:
@@ -415,7 +408,7 @@ class Tracking(Protocol):
         """
 
     def log_figure(
-        self, name: str, figure: Any, step: int | None = None, log_kwargs: LogKwargs = None
+        self, name: str, figure: object, step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
         """Log a matplotlib figure, which must stay as it is until the trackers have it.
 
@@ -442,7 +435,7 @@ class Tracking(Protocol):
         """
 
     def log_histogram(
-        self, name: str, values: Any, step: int | None = None, log_kwargs: LogKwargs = None
+        self, name: str, values: object, step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
         """Log the distribution of an array or tensor of any shape.
 
@@ -477,7 +470,7 @@ class Tracking(Protocol):
         """
 
 
-def check_members(thing: Any, protocol: type, told: str) -> None:
+def check_members(thing: object, protocol: type, told: str) -> None:
     """Refuse what has not all that a part's Protocol declares.
 
     Args:

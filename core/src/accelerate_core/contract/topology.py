@@ -7,12 +7,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accelerate_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 
 #: Rank, world size, local rank and local world size, as torchrun and each MPI spell them.
@@ -49,7 +50,7 @@ class Process(Topology):
 
     device: torch.device
     #: The ranks' key-value store (`torch.distributed.Store`), None on one process.
-    store: Any = None
+    store: dist.Store | None = None
     #: How long a collective may take; None is torch's default.
     timeout: timedelta | None = None
     #: Communication backend that was asked for, such as gloo; None is torch's for the device.

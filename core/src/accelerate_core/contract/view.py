@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
 
     from accelerate_core.config.handlers import AutocastKwargs, TorchDynamoPlugin
     from accelerate_core.config.parallelism import ParallelismConfig
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         CommunicatorView,
         GradientStateView,
         PreparedOptimizer,
+        Scheduler,
     )
     from accelerate_core.contract.owner_hooks import OwnerHooks
 
@@ -44,7 +46,7 @@ class PrecisionView(Protocol):
 
     def autocast(
         self, accelerator: AcceleratorView, model: torch.nn.Module | None, options: dict[str, Any]
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         """Return the context of a forward."""
 
     def clip_grad(
@@ -53,7 +55,7 @@ class PrecisionView(Protocol):
         max_norm: float | None,
         norm_type: float,
         clip_value: float | None,
-    ) -> Any:
+    ) -> torch.Tensor | None:
         """Clip gradients by their norm, or element by element."""
 
     def recompute(self, accelerator: AcceleratorView) -> Callable[..., Any] | None:
@@ -184,8 +186,8 @@ class AcceleratorView(SetupView, Protocol):
         """The prepared optimizers."""
 
     @property
-    def schedulers(self) -> Sequence[Any]:
-        """The prepared schedulers; of any class that can `step`."""
+    def schedulers(self) -> Sequence[Scheduler]:
+        """The prepared schedulers."""
 
     @property
     def loaders(self) -> Sequence[Any]:
@@ -194,10 +196,12 @@ class AcceleratorView(SetupView, Protocol):
     def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the user's own model inside a prepared one."""
 
-    def wrap_optimizer(self, optimizer: Any) -> PreparedOptimizer:
+    def wrap_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Return an optimizer under the accumulation cycle."""
 
-    def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[Any]) -> Any:
+    def wrap_scheduler(
+        self, scheduler: Scheduler, optimizers: Sequence[PreparedOptimizer]
+    ) -> Scheduler:
         """Return a scheduler that follows these prepared optimizers by the rule in force."""
 
     # --- the step -----------------------------------------------------------------------------

@@ -53,7 +53,8 @@ def look_ahead(items: Iterator[T]) -> Iterator[tuple[T, T | None, Exception | No
     """
     item = next(items, None)
     while item is not None:
-        following, failure = None, None
+        following = None
+        failure = None
         try:
             following = next(items, None)
         except Exception as error:

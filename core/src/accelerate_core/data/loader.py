@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate_core.config.handlers import DataLoaderConfiguration
-from accelerate_core.contract.members import GradientStateView
+from accelerate_core.contract.members import BatchView, GradientStateView
 from accelerate_core.data.batch import batch_size_of, concat_batches, needs_move, slice_batch
 from accelerate_core.data.device_feed import feed
 from accelerate_core.data.order import SeedableRandomSampler, draw_as_one, order_sampler
@@ -146,9 +146,9 @@ class CoreLoader(DataLoader[Any]):
         self._batch_size = batch_size
         self._skip: int | None = None
         self._position = Position()
-        self._runs: list[BatchInfo] = []
+        self._runs: list[BatchView] = []
         #: Of the iteration that handed out the last batch.
-        self._served = BatchInfo()
+        self._served: BatchView = BatchInfo()
 
     def __reduce__(self) -> Any:
         # What belongs to this run stays here: a pickle or a copy is of the user's own loader.
@@ -369,14 +369,14 @@ class CoreLoader(DataLoader[Any]):
         persistent = getattr(self.base, "persistent_workers", False)
         return persistent and getattr(self.base, "_iterator", None) is not None
 
-    def _batches(self, served: BatchInfo) -> Iterator[Any]:
+    def _batches(self, served: BatchView) -> Iterator[Any]:
         """Begin to read; each batch is noted in `served` and in the position."""
         items = self._start(served)
         if self.options.fixed_batch is not None:
             items = self._filled(items, self.options.fixed_batch)
         return self._noted(items, served)
 
-    def _noted(self, items: Iterator[Item], served: BatchInfo) -> Iterator[Any]:
+    def _noted(self, items: Iterator[Item], served: BatchView) -> Iterator[Any]:
         position, per_step = self._position, self._source.per_step
         state = self.gradient_state
         restored = backwards = 0

@@ -7,9 +7,8 @@ the number of ranks nor on how much was skipped. The draws and their order are P
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sized
-from itertools import chain, cycle, islice, tee
+from itertools import cycle, islice, tee
 from typing import Any, ClassVar
 
 import torch
@@ -131,7 +130,9 @@ def _weighted(sampler: Any) -> Iterator[Run]:
 
 
 def _shuffled(sampler: Any) -> Iterator[Run]:
-    size, wanted, generator = len(sampler.data_source), sampler.num_samples, sampler.generator
+    size = len(sampler.data_source)
+    wanted = sampler.num_samples
+    generator = sampler.generator
     seedable = isinstance(sampler, SeedableRandomSampler)
     if seedable:
         sampler.seed_epoch()
@@ -179,13 +180,16 @@ class Cursor:
         run = next(self._order, None)
         if run is None:
             return False
-        self._run, self._length, self._at = run, len(run), 0
+        self._run = run
+        self._length = len(run)
+        self._at = 0
         self._listed = torch.Tensor.tolist if isinstance(run, torch.Tensor) else list
         return True
 
     def first(self, count: int) -> list[Any]:
         """Return the first `count` indices of the order; only before the cursor moves."""
-        self._order, again = tee(self._order)
+        order, again = tee(self._order)
+        self._order = order
         return type(self)(again).take(count)
 
     def skip(self, count: int) -> int:
@@ -224,9 +228,10 @@ class _Stream(Cursor):
     """A place in the order of any iterable: passing over an index means drawing it."""
 
     def skip(self, count: int) -> int:
-        # Counting in C: some 40 ns per index.
-        last = deque(enumerate(islice(self._order, count), 1), maxlen=1)
-        return last[0][0] if last else 0
+        passed_over = 0
+        for _ in islice(self._order, count):
+            passed_over += 1
+        return passed_over
 
     def take(self, count: int) -> list[Any]:
         return list(islice(self._order, count))
@@ -265,7 +270,9 @@ def parts_of(shard: Any, sampler: Any, width: int, start: int) -> Iterator[list[
             indices of the last step before that was filled up.
     """
     shard.real = None
-    step, low, drop_last = width * shard.num_processes, width * shard.process_index, shard.drop_last
+    step = width * shard.num_processes
+    low = width * shard.process_index
+    drop_last = shard.drop_last
     fills = shard.even_batches and not drop_last
     cursor = cursor_over(sampler)
     first = cursor.first(step) if fills else []
@@ -294,15 +301,24 @@ def iterate_from(plan: Any, start: int, head: int = 0) -> Iterator[Any]:
 
 
 def _entries(plan: Any, start: int, head: int) -> Iterator[Any]:
-    plain = is_plain(plan)
-    size = plan.batch_size if plain else 1
-    cursor = cursor_over(plan.sampler if plain else plan)
+    if is_plain(plan):
+        for batch in _groups_from(plan.sampler, plan.batch_size, start, head):
+            if len(batch) == plan.batch_size or not plan.drop_last:
+                yield batch
+    else:
+        for [entry] in _groups_from(plan, 1, start, head):
+            yield entry
+
+
+def _groups_from(sampler: Any, size: int, start: int, head: int) -> Iterator[list[Any]]:
+    """Yield the first `head` groups of `size` indices, then those from group `start` on."""
+    cursor = cursor_over(sampler)
     first = cursor.take(head * size)
     cursor.skip(max(start - head, 0) * size)
-    parts = (first, first[start * size :])
-    kept = (part[begin : begin + size] for part in parts for begin in range(0, len(part), size))
-    for batch in chain(kept, iter(lambda: cursor.take(size), [])):
-        if not plain:
-            yield batch[0]
-        elif len(batch) == size or not plan.drop_last:
-            yield batch
+    for part in (first, first[start * size :]):
+        for begin in range(0, len(part), size):
+            yield part[begin : begin + size]
+    group = cursor.take(size)
+    while group:
+        yield group
+        group = cursor.take(size)

@@ -66,8 +66,12 @@ class Position:
 
     def start_of(self, epoch: int) -> None:
         """Stand before the first batch of an epoch."""
-        self.epoch, self.batches, self.ended = epoch, 0, False
-        self.order = self.loader_state = self.owner = None
+        self.epoch = epoch
+        self.batches = 0
+        self.ended = False
+        self.order = None
+        self.loader_state = None
+        self.owner = None
 
     def state_dict(
         self, batch_size: int | None, per_step: int, has_workers: bool
@@ -126,7 +130,8 @@ def _batches_of(state: dict[str, Any], batch_size: int | None) -> int:
             f"This is no position of a prepared loader of version {VERSION}: it has the keys "
             f"{sorted(map(str, state))}."
         )
-    batches, saved_size = int(state["global_batches"]), state.get("batch_size")
+    batches = int(state["global_batches"])
+    saved_size = state.get("batch_size")
     if not batches or batch_size == saved_size or batch_size is None or saved_size is None:
         return batches
     if state["samples_seen"] % batch_size:

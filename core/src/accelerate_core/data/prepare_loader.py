@@ -26,10 +26,7 @@ from accelerate_core.data.loader import (
     LoaderOptions,
     check_fixed_batch,
 )
-from accelerate_core.data.order import (
-    SeedableRandomSampler,
-    order_sampler,
-)
+from accelerate_core.data.order import SeedableRandomSampler, order_sampler
 from accelerate_core.data.resumable import swapped
 from accelerate_core.data.rng import RankedWorkerInit, check_rng_types, share_from_main
 from accelerate_core.data.shard import BatchSamplerShard, ItemShard, IterableDatasetShard
@@ -69,10 +66,9 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
         )
     if _is_sharded_already(loader, options.num_processes):
         options = replace(options, num_processes=1, process_index=0)
-    count, index, config = options.num_processes, options.process_index, options.config
-    order_comm = options.order_comm or (options.comm if count > 1 else None)
-    if order_comm is not None and order_comm.size == 1:
-        order_comm = None
+    config = options.config
+    count = options.num_processes
+    order_comm = _order_comm(options)
     rng_types = check_rng_types(options.rng_types)
     options = replace(options, order_comm=order_comm, rng_types=rng_types)
     base = _copy(loader)
@@ -91,15 +87,18 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
         own = batch_size // count if config.split_batches else batch_size
         check_fixed_batch(own, options.fixed_batch, count)
     view = _copy(base)  # the attributes as they are before this rank's part replaces them
-    slice_fn, wanted = (options.slice_fn_for_dispatch, None) if dispatches else (None, [index])
-    split, even, drop_last = config.split_batches, config.even_batches, _drops_last(base)
-    steps = StepReader(count, split, even, drop_last, slice_fn, wanted, batch_size)
+    steps = StepReader(
+        count, config.split_batches, config.even_batches, _drops_last(base), batch_size=batch_size
+    )
     if dispatches:
+        steps.slice_fn = options.slice_fn_for_dispatch
         steps.evenly = options.fixed_batch is None
         if isinstance(base, DataLoader):
             _replace(base, generator=None)  # the order may be drawn from it, and nothing else
         dispatched = _dispatched_source(base, steps, options)
         return DataLoaderDispatcher(base, dispatched, view, loader, options, batch_size)
+    index = options.process_index
+    steps.wanted = [index]
     source = _own_source(base, steps, index)
     workers = getattr(base, "num_workers", 0)
     if index > 0 and workers and isinstance(base, DataLoader):
@@ -108,6 +107,14 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
     if isinstance(source, IndexedSource):
         _replace(view, **{_order_name(view): source.stream.plan})
     return DataLoaderShard(base, source, view, loader, options, batch_size)
+
+
+def _order_comm(options: LoaderOptions) -> Communicator | None:
+    """Return what joins the ranks that read in one order; None where this rank is alone."""
+    comm = options.order_comm
+    if comm is None and options.num_processes > 1:
+        comm = options.comm
+    return None if comm is None or comm.size == 1 else comm
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
@@ -142,7 +149,7 @@ def override_even_batches(loaders: Iterable[Any], value: bool) -> Iterator[None]
             if _is_iterable(loader) and getattr(loader, "persistent_workers", False):
                 warn(
                     "even_batches cannot be overridden for an iterable dataset with persistent "
-                    "workers once they run.",
+                    "workers once they run."
                 )
             stack.enter_context(swapped(loader, "even_batches", bool(value)))
         yield
@@ -182,9 +189,9 @@ def _as_stateful(loader: Any) -> Any:
     if kind is not DataLoader:
         stateful = type(f"Stateful{kind.__name__}", (kind, StatefulDataLoader), {})
     clone = stateful.__new__(stateful)
-    missing = {"snapshot_every_n_steps": 1, "next_iter_state": None}
-    missing["_initial_iter_for_state_dict"] = False
-    clone.__dict__.update(missing | loader.__dict__, _iterator=None)
+    state = clone.__dict__
+    state.update(_initial_iter_for_state_dict=False, snapshot_every_n_steps=1, next_iter_state=None)
+    state.update(loader.__dict__, _iterator=None)
     return clone
 
 
@@ -255,15 +262,19 @@ def _make_seedable(loader: Any, data_seed: int | None, comm: Communicator | None
         return
     if data_seed is None:
         # Not a draw: preparing must not move the stream that the weights come from.
-        data_seed = _same_seed(torch.tensor([torch.initial_seed() & (2**62 - 1)]), comm)
+        data_seed = _same_seed(torch.initial_seed() & (2**62 - 1), comm)
     seedable = SeedableRandomSampler(
         sampler.data_source, sampler.replacement, sampler._num_samples, data_seed=data_seed
     )
     _set_order_sampler(loader, seedable)
 
 
-def _same_seed(seed: torch.Tensor, comm: Communicator | None) -> int:
-    return int((seed if comm is None else share_from_main(comm)(seed)).item())
+def _same_seed(seed: int, comm: Communicator | None) -> int:
+    """Return rank 0's seed."""
+    if comm is None:
+        return seed
+    share = share_from_main(comm)
+    return int(share(torch.tensor([seed])).item())
 
 
 def _give_generator(loader: Any, sampler: Any, comm: Communicator | None) -> None:
@@ -271,12 +282,10 @@ def _give_generator(loader: Any, sampler: Any, comm: Communicator | None) -> Non
     is_one = isinstance(sampler, Sampler) and sampler is not getattr(loader, "batch_sampler", None)
     if not is_one or getattr(sampler, "generator", sampler) is not None:
         return
-    seed = torch.empty((), dtype=torch.int64).random_().reshape(1)
+    seed = int(torch.empty((), dtype=torch.int64).random_().item())
     shared: Any = copy.copy(sampler)
     shared.generator = torch.Generator()
-    shared.generator.manual_seed(
-        int((seed if comm is None else share_from_main(comm)(seed)).item())
-    )
+    shared.generator.manual_seed(_same_seed(seed, comm))
     _set_order_sampler(loader, shared)
 
 
@@ -312,26 +321,30 @@ def _indexed(loader: Any, plan: Any) -> IndexStream | None:
 
 
 def _dispatched_source(base: Any, steps: StepReader, options: LoaderOptions) -> DispatchedSource:
-    comm, index = options.comm, options.process_index
+    comm = options.comm
     assert comm is not None
-    stream = _indexed(base, _plan_of(base))
+    index = options.process_index
     shards = list(range(comm.size))
     if comm.size != steps.num_processes or index != comm.rank:
         shards = comm.gather_object(index)
+    stream = _indexed(base, _plan_of(base))
     ahead = options.config.read_ahead
     return DispatchedSource(base, steps.per_step, steps, index, stream, comm, shards, ahead)
 
 
 def _own_source(base: Any, steps: StepReader, index: int) -> IndexedSource | ReadSource:
     """Make `base` read this rank's part, in the way that loads least."""
-    count, split, even = steps.num_processes, steps.split_batches, steps.even_batches
+    count = steps.num_processes
+    even = steps.even_batches
     plan = _plan_of(base)
     if count > 1 and plan is not None:
         if _has_batch_sampler(base) or isinstance(plan, BatchSampler):
-            plan = BatchSamplerShard(plan, count, index, split, even)
+            plan = BatchSamplerShard(plan, count, index, steps.split_batches, even)
+        elif steps.split_batches:
+            plan = None
         else:
             items = BatchSampler(plan, 1, drop_last=False)
-            plan = None if split else ItemShard(items, count, index, even_batches=even)
+            plan = ItemShard(items, count, index, even_batches=even)
     stream = _indexed(base, plan)
     if stream is not None:
         return IndexedSource(base, stream, steps.per_step)
@@ -345,7 +358,9 @@ def _shard_stream(base: Any, steps: StepReader, index: int) -> bool:
     """Put the rank's share of a stream in the place of the dataset, if the loader has one."""
     if not (_is_iterable(base) and _iterates_plainly(base)):
         return False
-    size, count, split = base.batch_size, steps.num_processes, steps.split_batches
+    size = base.batch_size
+    count = steps.num_processes
+    split = steps.split_batches
     if size is None and split:
         return False
     shard = IterableDatasetShard(

@@ -142,12 +142,12 @@ class ResumableReader:
             return iter(base)
 
     def _read(self, iterator: Iterator[Any], workers: _WorkerStates | None) -> Iterator[Read]:
-        state, asks_loader = None, self._asks_loader
+        state = None
         for item in iterator:
             if workers is not None:
                 workers.note(item.worker, item.state)
                 state = workers.state()
-            elif asks_loader:
+            elif self._asks_loader:
                 state = self.base.state_dict()
             if isinstance(item, TaggedBatch):
                 yield item.batch, item.real, state
@@ -197,8 +197,8 @@ class _WorkerStates:
         if all(seen):  # the round is complete
             seen = [False] * len(counts)
         self.counts = [count - is_seen for count, is_seen in zip(counts, seen, strict=True)]
-        self.before = [
-            state["before" if is_seen else "latest"][worker] for worker, is_seen in enumerate(seen)
-        ]
+        # A worker whose batch of the round was seen goes back to where it was before that batch.
+        pairs = zip(state["before"], state["latest"], seen, strict=True)
+        self.before = [before if is_seen else latest for before, latest, is_seen in pairs]
         self.latest = list(self.before)
         return sum(seen)

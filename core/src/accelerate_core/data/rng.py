@@ -55,11 +55,13 @@ def check_rng_types(rng_types: Iterable[Any] | None) -> list[str]:
 
 def find_generator(loader: Any) -> torch.Generator | None:
     """Return the generator that decides a loader's order, if the user gave one."""
-    dataset, sampler = getattr(loader, "dataset", None), order_sampler(loader)
+    sampler = order_sampler(loader)
     if isinstance(sampler, SeedableRandomSampler):
         return None
-    streams = isinstance(dataset, IterableDataset)
-    owners = [dataset] if streams else [sampler, getattr(loader, "batch_sampler", None)]
+    dataset = getattr(loader, "dataset", None)
+    owners: list[Any] = [sampler, getattr(loader, "batch_sampler", None)]
+    if isinstance(dataset, IterableDataset):
+        owners = [dataset]
     found = (getattr(owner, "generator", None) for owner in owners)
     return next((each for each in found if isinstance(each, torch.Generator)), None)
 
@@ -77,8 +79,10 @@ def synchronize_rng_states(
         elif name == "generator":
             if generator is not None:
                 generator.set_state(share(generator.get_state().cpu()))
-        elif (module := _generator_of(name)).is_available():
-            module.set_rng_state(share(module.get_rng_state().cpu()))
+        else:
+            device = _generator_of(name)
+            if device.is_available():
+                device.set_rng_state(share(device.get_rng_state().cpu()))
 
 
 @dataclass

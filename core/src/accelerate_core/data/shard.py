@@ -89,18 +89,18 @@ class BatchSamplerShard(Wrapper, BatchSampler):
 
     def _whole_batches(self, start: int) -> Iterator[list[int]]:
         """Arrange the batches of a batch sampler of the user's in global steps."""
-        rank, self.real = self.process_index, None
+        self.real = None
+        rank = self.process_index
         steps = StepReader(
             self.num_processes,
             self.split_batches,
             self.even_batches,
             self.drop_last,
-            None,
-            [rank],
-            self.batch_size or 0,
-            len,
-            lambda batch, part, _: batch[part],
-            _joined,
+            wanted=[rank],
+            batch_size=self.batch_size or 0,
+            size_of=len,
+            cut=lambda batch, part, _: batch[part],
+            join=_joined,
             looks_ahead=False,
         )
         batches = zip(map(list, self.batch_sampler), repeat(None), repeat(None))
@@ -176,8 +176,7 @@ class IterableDatasetShard(Wrapper, IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        total, step = len(self.dataset), self._width * self.num_processes
-        whole, rest = divmod(total, step)
+        whole, rest = divmod(len(self.dataset), self._width * self.num_processes)
         if self.drop_last or not rest:
             return whole * self._width
         if self.even_batches:
@@ -186,6 +185,7 @@ class IterableDatasetShard(Wrapper, IterableDataset[Any]):
         return whole * self._width + own
 
     def __iter__(self) -> Iterator[Any]:
-        skip, self.skip = self.skip, 0
+        skip = self.skip
+        self.skip = 0  # it holds for one iteration
         for part in parts_of(self, self.dataset, self._width, skip):
             yield from part

@@ -85,7 +85,8 @@ class IndexIterator(Iterator[Any]):
         batch = self._next
         if batch is _END:
             raise StopIteration
-        self._next = next(self._batches, _END)  # type: ignore[arg-type]
+        assert self._batches is not None
+        self._next = next(self._batches, _END)
         self.exhausted = self._next is _END
         self.count += 1
         return batch
@@ -176,11 +177,14 @@ class ReadSource:
 
     def _open(self, batches: int, state: Any) -> tuple[Iterator[Read], int]:
         """Open the loader; return it, and how many of its batches are passed over."""
-        skip = 0 if state is not None else batches * self.steps.per_step // self.per_step
-        if self.shard is not None and state is None and not getattr(self.base, "num_workers", 0):
+        if state is not None:
+            return self.reader.batches(state), 0
+        skip = batches * self.steps.per_step // self.per_step
+        if self.shard is not None and not getattr(self.base, "num_workers", 0):
             # Samples can be counted where one process reads them all, whatever the ranks were.
-            self.shard.skip, skip = batches * self.shard.batch_size, 0
-        return self.reader.batches(state), skip
+            self.shard.skip = batches * self.shard.batch_size
+            skip = 0
+        return self.reader.batches(), skip
 
     def _items(self, steps: Iterator[Step]) -> Iterator[Item]:
         for step in steps:
@@ -211,7 +215,8 @@ class DispatchedSource(ReadSource):
         return self.comm.open_group()
 
     def start(self, batches: int, draw: bool, state: Any = None) -> Iterator[Item]:
-        group, skip = self._group, 0
+        group = self._group
+        skip = 0
         reading: Reading | Exception | None = None
         if self.comm.rank == SOURCE:
             try:
@@ -221,8 +226,9 @@ class DispatchedSource(ReadSource):
                 reading = error
         elif isinstance(self.base, DataLoader):
             torch.empty((), dtype=torch.int64).random_()  # as the iterator of rank 0 does
-        shards, ahead = self.shard_of_rank, self.read_ahead
-        return Dispatch(self.steps, reading, skip, self.comm, shards, group, ahead).items()
+        shards = self.shard_of_rank
+        dispatch = Dispatch(self.steps, reading, skip, self.comm, shards, group, self.read_ahead)
+        return dispatch.items()
 
     def _open(self, batches: int, state: Any) -> tuple[Iterator[Read], int]:
         """Open the loader; return it, and how many of its batches are passed over.
@@ -233,7 +239,8 @@ class DispatchedSource(ReadSource):
         stream = self.stream
         if stream is None:
             return super()._open(batches, state)
-        stream.start, stream.head = batches, self.per_step if self.steps.fills else 0
+        stream.start = batches
+        stream.head = self.per_step if self.steps.fills else 0
         skip = min(stream.head, length_hint(stream, stream.head)) if batches else 0
         items = zip(iter(self.base), repeat(None), repeat(None))
         if stream.latest is not None:

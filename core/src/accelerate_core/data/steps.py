@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, cycle, islice
@@ -119,12 +118,14 @@ class StepReader:
 
     def steps(self, batches: Iterator[Read], skip: int = 0) -> Iterator[Step]:
         """Yield the steps of an epoch, without the first `skip` batches."""
-        self._first, self._size = [], self.batch_size
+        self._first = []
+        self._size = self.batch_size
         if skip:
             passed_over = islice(batches, skip)
             self._read(passed_over)  # which remembers the start of the epoch
-            deque(passed_over, maxlen=0)
-        groups = iter(lambda: self._read(batches), [])
+            for _ in passed_over:
+                pass
+        groups = self._groups(batches)
         pairs = look_ahead(groups) if self.looks_ahead else self._as_they_come(groups)
         for group, following, failure in pairs:
             more = failure is not None or following is not None
@@ -139,6 +140,13 @@ class StepReader:
             else:
                 parts, real = self._dealt(batches_of_step, not more)
             yield Step(parts, last, more, told if real is None else real, state)
+
+    def _groups(self, batches: Iterator[Read]) -> Iterator[list[Read]]:
+        """Yield the batches of each step."""
+        group = self._read(batches)
+        while group:
+            yield group
+            group = self._read(batches)
 
     def _as_they_come(self, groups: Iterator[list[Read]]) -> Iterator[Any]:
         """Yield full groups before the next one is read; look ahead from the first short one on."""
@@ -184,11 +192,12 @@ class StepReader:
     def _dealt(self, group: list[Any], is_last: bool) -> tuple[list[Any], int | None]:
         count = self.num_processes
         sizes = [self.size_of(batch) for batch in group]
-        known = None not in sizes
-        short = is_last and known and sizes[-1] < (self._size or 0)  # type: ignore[operator]
+        known = [size for size in sizes if size is not None]
+        all_known = len(known) == len(sizes)
+        short = is_last and all_known and known[-1] < (self._size or 0)
         full = len(group) == count and not short
         if not full and self.fills:
-            real = sum(size or 0 for size in sizes) if known else None
+            real = sum(known) if all_known else None
             return self._fill_dealt(group, short, real), real
         if self.slice_fn is not None and full and len(set(sizes)) == 1 and sizes[0]:
             try:
@@ -198,7 +207,8 @@ class StepReader:
         return group + [NOTHING] * (count - len(group)), None
 
     def _fill_dealt(self, group: list[Any], short: bool, real: int | None) -> list[Any]:
-        size, count = self._size, self.num_processes
+        size = self._size
+        count = self.num_processes
         if self.evenly and real:
             size = -(-real // count)
         if size and (short or self.evenly or self.slice_fn is not None):
@@ -224,7 +234,8 @@ class StepReader:
 
     def _parts(self, batch: Any, width: int, total: int) -> list[Any]:
         parts: list[Any] = [NOTHING] * self.num_processes
-        for rank in range(self.num_processes) if self.wanted is None else self.wanted:
+        wanted = range(self.num_processes) if self.wanted is None else self.wanted
+        for rank in wanted:
             part = slice(rank * width, min((rank + 1) * width, total))
             if part.start >= total:
                 continue

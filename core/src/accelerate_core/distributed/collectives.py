@@ -26,16 +26,6 @@ from accelerate_core.errors import (
     warn,
 )
 
-__all__ = [
-    "CannotPadNestedTensorWarning",
-    "broadcast",
-    "gather",
-    "gather_object",
-    "gather_uneven",
-    "pad_across_processes",
-    "reduce",
-]
-
 
 class CannotPadNestedTensorWarning(UserWarning):
     """A nested tensor (`torch.nested`) was passed to `pad_across_processes` and is not padded."""

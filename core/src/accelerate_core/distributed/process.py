@@ -2,7 +2,7 @@
 
 The first Accelerator (or `PartialState`) starts the runtime, later ones reuse
 it if they fit, and the end of the last one ends the group. Before anything else, the ranks
-compare what they are about to run (`agree`).
+compare what they are about to run (`check_consistent`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def acquire(
             if device is not None:
                 chosen = _named_device(device)
             else:
-                chosen = (choose_device or default_device)(topology, cpu)
+                choose = choose_device or default_device
+                chosen = choose(topology, cpu)
             runtime = Runtime(
                 **vars(topology),
                 device=chosen,
@@ -200,8 +201,11 @@ def process_global(key: str, wanted: Any, start: Callable[[], T], end: Callable[
         RuntimeConflictError: it is there and was wanted otherwise, with who made it.
 
     Example:
-        groups = once("vendor.groups", {"tp": 2}, lambda: vendor.start(tp=2), vendor.stop)
-        again = once("vendor.groups", {"tp": 2}, lambda: vendor.start(tp=2), vendor.stop)
+        def start():
+            return vendor.start(tp=2)
+
+        groups = process_global("vendor.groups", {"tp": 2}, start, vendor.stop)
+        again = process_global("vendor.groups", {"tp": 2}, start, vendor.stop)
         assert again is groups
     """
     asking = sys._getframe(1).f_globals.get("__name__", "?")

@@ -11,24 +11,9 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import is_
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-
-__all__ = [
-    "TensorInformation",
-    "children",
-    "columns",
-    "convert_to_fp32",
-    "flatten",
-    "get_data_structure",
-    "iterate_leaves",
-    "map_leaves",
-    "map_tensors",
-    "rebuild",
-    "send_to_device",
-    "unflatten",
-]
 
 
 @dataclass(frozen=True)
@@ -47,7 +32,7 @@ def is_namedtuple(data: Any) -> bool:
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
-def is_sequence(data: Any) -> bool:
+def is_sequence(data: object) -> TypeGuard[Sequence[Any]]:
     """Say whether the object is an inner node of a tree that holds its children by position."""
     return isinstance(data, (list, tuple)) and not isinstance(data, torch.Size)
 
@@ -64,18 +49,17 @@ def record_items(data: Any) -> dict[str, Any]:
     return {name: getattr(data, name) for name in names if hasattr(data, name)}
 
 
-def children(node: Any) -> Collection[Any] | None:
+def children(node: object) -> Collection[Any] | None:
     """Return what an inner node of a tree holds, in order; None for a leaf."""
     # The usual types first: asking whether something is a Mapping is slow.
-    kind = type(node)
-    if kind is tuple or kind is list:
-        return node  # type: ignore[no-any-return]
-    if kind is dict:
-        return node.values()  # type: ignore[no-any-return]
+    if type(node) is tuple or type(node) is list:
+        return node
+    if type(node) is dict:
+        return node.values()
     if isinstance(node, torch.Tensor):
         return None
     if is_sequence(node):
-        return node  # type: ignore[no-any-return]
+        return node
     if isinstance(node, Mapping):
         return [node[key] for key in node]
     return record_items(node).values() if is_record(node) else None
@@ -221,14 +205,13 @@ def _send(data: Any, device: torch.device, non_blocking: bool, skipped: tuple[st
     inner = children(data)
     if inner is None:
         return data
-    items = (
-        [_send(item, device, non_blocking, skipped) for item in inner]
-        if not partly
-        else [
+    if partly:
+        items = [
             item if key in skipped else _send(item, device, non_blocking, skipped)
             for key, item in zip(data, inner, strict=True)
         ]
-    )
+    else:
+        items = [_send(item, device, non_blocking, skipped) for item in inner]
     return data if all(map(is_, items, inner)) else rebuild(data, items)
 
 

@@ -78,7 +78,8 @@ def extra_for(kind: str, name: str) -> str | None:
 
 def known_names(kind: str) -> Mapping[str, str]:
     """Return the plugin names of one kind that this catalog can name a package for."""
-    return _tables()["NAMES"].get(kind, {})  # type: ignore[no-any-return]
+    names: Mapping[str, str] = _tables()["NAMES"].get(kind, {})
+    return names
 
 
 def pip_command(extra: str) -> str:

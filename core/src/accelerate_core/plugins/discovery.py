@@ -165,7 +165,8 @@ def installed() -> Installed:
 
 def disabled_names(environ: Mapping[str, str] | None = None) -> frozenset[str]:
     """Return the plugins `ACCELERATE_DISABLED_PLUGINS` keeps out."""
-    text = (os.environ if environ is None else environ).get("ACCELERATE_DISABLED_PLUGINS", "")
+    variables = os.environ if environ is None else environ
+    text = variables.get("ACCELERATE_DISABLED_PLUGINS", "")
     return frozenset(name.strip() for name in text.split(",") if name.strip())
 
 

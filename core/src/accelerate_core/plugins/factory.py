@@ -72,7 +72,8 @@ class PluginFactory:
             return plugin
         settings = None
         if getattr(plugin, "Settings", None) is not None:
-            settings, self.settings[record] = self._settings(plugin, record.name)
+            settings, sources = self._settings(plugin, record.name)
+            self.settings[record] = sources
         takes_handlers = getattr(plugin, "handlers", None)
         if takes_handlers or (takes_handlers is not None and record.kind == "backend"):
             wanted = tuple(takes_handlers)
@@ -89,8 +90,8 @@ class PluginFactory:
         Raises:
             PluginError: it lacks a member of the Protocol for its kind; and as `create`.
         """
-        part, protocol = self.create(record, *arguments), PARTS[record.kind]
-        check_members(part, protocol, f"The {record.kind} plugin {record.label}")
+        part = self.create(record, *arguments)
+        check_members(part, PARTS[record.kind], f"The {record.kind} plugin {record.label}")
         return Attributed(part, record)
 
     def _settings(self, plugin: Any, name: str) -> tuple[Any, dict[str, SourcedValue]]:

@@ -254,7 +254,8 @@ def _take_object(made: Selection) -> None:
 
 
 def _take_usual(made: Selection, usual: str, request: Request) -> None:
-    reason, there = "default", {record.name for record in installed().of_kind(made.kind)}
+    there = {record.name for record in installed().of_kind(made.kind)}
+    reason = "default"
     if made.kind == "backend":  # the one kind of which there must be one
         reason = "one process, nothing else asked for"
         if request.topology.num_processes > 1:
@@ -309,7 +310,8 @@ def _ask_for_claims(made: Selection, request: Request) -> None:
             raise one.error
     claims = [(one.claim, one) for one in answers if one.claim is not None]
     for claim, one in claims if rule.several else _strongest(claims, made):
-        one.state, one.reason = "active", claim.reason
+        one.state = "active"
+        one.reason = claim.reason
 
 
 def _asked(
@@ -323,7 +325,8 @@ def _asked(
     asked = max(hit.precedence for hit in hits)
     try:
         claim = rule.ask(record) if rule.ask is not None else _detect(record, request)
-        claim = Claim(claim.priority if claim else 0, own) if own else claim
+        if own:
+            claim = Claim(claim.priority if claim else 0, own)
     except AccelerateError as error:
         version = isinstance(error, PluginVersionError)
         state = "broken" if isinstance(error, PluginError) and not version else "refused"

@@ -146,7 +146,8 @@ class PreparePlan:
             id(entry): named_parameters(self.unwrap(entry.value)) for entry in self.of_kind("model")
         }
         for entry, name, reference in self._before.values():
-            new, old = now[id(entry)].get(entry.called(name)), reference()
+            new = now[id(entry)].get(entry.called(name))
+            old = reference()
             if old is not None and new is not None and new is not old:
                 self.replaced[old] = (entry.value, entry.called(name))
         placed: dict[tuple[int, int], dict[str, Any]] = {}

@@ -187,7 +187,7 @@ class TrainingLoop:
         except TypeError:
             raise _no_number("clip_grad_norm_", "max_norm", max_norm) from None
         norm = self._hooks.clip_grad(tensors, largest, norm_type, None)
-        return norm if scale == 1.0 else norm / scale
+        return norm if norm is None or scale == 1.0 else norm / scale
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip every gradient element to [-clip_value, clip_value]."""
@@ -322,5 +322,6 @@ class MicroBatch:
             self._watch.end()
         if loop.tokens.open and loop.state.sync_gradients:
             loop.tokens.open = False
-        unsynced, self._unsynced = self._unsynced, None
+        unsynced = self._unsynced
+        self._unsynced = None
         return None if unsynced is None else unsynced.__exit__(*error)

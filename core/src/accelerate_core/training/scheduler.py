@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from accelerate_core.pickling import unwrapped
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.optimizer import AcceleratedOptimizer
@@ -91,14 +93,16 @@ class AcceleratedScheduler:
                 return
             self.scheduler.step(*args, **kwargs)
 
-    def get_last_lr(self) -> list[float]:
-        """Return the learning rates that the scheduler set last, one for each parameter group."""
-        return list(self.scheduler.get_last_lr())
+    def get_last_lr(self) -> list[float | torch.Tensor]:
+        """Return the rates that were set last, one per parameter group."""
+        rates: list[float | torch.Tensor] = self.scheduler.get_last_lr()
+        return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the inner scheduler."""
-        return dict(self.scheduler.state_dict())
+        """Return the inner scheduler's state."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of the inner scheduler."""
+        """Load a state of `state_dict` into the inner scheduler."""
         self.scheduler.load_state_dict(state_dict)

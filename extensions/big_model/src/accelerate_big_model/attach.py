@@ -113,10 +113,11 @@ def attach_align_device_hook_on_blocks(
         weights_map, offload_buffers, skip_keys, tied_params_map: see `AlignDevicesHook`.
         preload_module_classes: see `attach_align_device_hook`.
     """
+    blocks = offload if isinstance(offload, Mapping) else [""]
     devices: Mapping[str, Any] = (
         execution_device
         if isinstance(execution_device, Mapping)
-        else dict.fromkeys(offload if isinstance(offload, Mapping) else [""], execution_device)
+        else dict.fromkeys(blocks, execution_device)
     )
     flags = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
     if hook_of(module) is None:

@@ -385,7 +385,9 @@ class Plan:
         #: The bytes that the first part would have needed on devices that got none.
         self.lacking: dict[DeviceName, int] = {}
         self.log: list[str] = []
-        self.room, self.largest = get_max_layer_size(self.queue, sizes, no_split)
+        room, largest = get_max_layer_size(self.queue, sizes, no_split)
+        self.room = room
+        self.largest = largest
 
     def fill(self, fallback: bool) -> None:
         """Place all parts, one device after the other."""
@@ -432,7 +434,9 @@ class Plan:
 
     def _measure(self) -> None:
         modules = [item for item in self.queue if isinstance(item[1], nn.Module)]
-        self.room, self.largest = get_max_layer_size(modules, self.sizes, self.no_split)
+        room, largest = get_max_layer_size(modules, self.sizes, self.no_split)
+        self.room = room
+        self.largest = largest
 
     def _put(self, names: list[str], size: int, device: DeviceName) -> None:
         self.used[device] += size

@@ -225,12 +225,15 @@ def _spans(names: Sequence[str]) -> str:
             spans[-1] = (series, last[1], int(number))
         else:
             spans.append((series, int(number), int(number)))
-    return ", ".join(
-        one
-        if isinstance(one, str)
-        else f"{one[0]}.{one[1]}".lstrip(".") + (f"-{one[2]}" if one[2] > one[1] else "")
-        for one in spans
-    )
+    return ", ".join(map(_span, spans))
+
+
+def _span(one: str | tuple[str, int, int]) -> str:
+    if isinstance(one, str):
+        return one
+    series, first, last = one
+    begin = f"{series}.{first}".lstrip(".")
+    return f"{begin}-{last}" if last > first else begin
 
 
 def _bar(value: float, most: float, width: int) -> str:

@@ -102,7 +102,8 @@ class ReadAhead:
         if self._process != os.getpid():
             self._reset()  # threads do not live on in a forked process
         before, last = self._last
-        self._after[last] = self._after_two[before, last] = at
+        self._after[last] = at
+        self._after_two[before, last] = at
         self._last = (last, at)
         begun = self._begun.pop(at, None)
         ready, done = (begun and begun.result()) or self._read(at)

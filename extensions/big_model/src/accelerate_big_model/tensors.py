@@ -257,13 +257,15 @@ def set_module_tensor_to_device(
     if value is None and old.device == target and dtype is None and not tied_params_map:
         return
     wanted = old.dtype if dtype is None else torch_dtype(dtype)
-    source = (old if value is None else value).detach()
+    given = old if value is None else value
+    source = given.detach()
     if dtype is None or source.is_floating_point():
         source = source.to(wanted)
     if type(old).__module__.startswith("bitsandbytes.") and target.type != "meta":
         # Its own `to` quantizes what is not yet, from the CPU alone, and moves the scales along.
         source = source.to("cpu") if source.is_floating_point() else source
-        new: Any = (old if value is None and dtype is None else rebuilt(old, source)).to(target)
+        kept = old if value is None and dtype is None else rebuilt(old, source)
+        new: Any = kept.to(target)
     else:
         new = rebuilt(old, _move(source, target, tied_params_map, non_blocking))
     if fp16_statistics is not None:

@@ -24,9 +24,8 @@ from accelerate_checkpoint.load import (
     Source,
     check_fits,
     open_together,
-    read_states,
+    read_checkpoint,
     run_collectively,
-    take_over,
 )
 from accelerate_checkpoint.local_storage import LocalStorage
 from accelerate_checkpoint.model import is_weights, save_object, save_weights
@@ -78,7 +77,8 @@ class DirectoryCheckpointer:
 
     def attach(self, run: RunParts) -> None:
         """Take the run; what has to watch its loop begins here."""
-        self._state = state = TrainingState(run)
+        state = TrainingState(run)
+        self._state = state
         self._numbering = Numbering(state, self.storage, self._root)
         if self._signals:
             self._preemption = Preemption(state, self._signals, self.wait, self._save)
@@ -127,7 +127,9 @@ class DirectoryCheckpointer:
         save_model_func_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         self.wait()
-        state, background, numbered = self._state, self.background, self._numbering.automatic
+        state = self._state
+        background = self.background
+        numbered = self._numbering.automatic
         beside = None if blocking else background.open(state.collectives)
         if beside is None and not blocking:
             state.warn_once("This backend has no second group of ranks: saving blocks.")
@@ -161,19 +163,24 @@ class DirectoryCheckpointer:
 
     def _begin(self, output_dir: Any) -> Draft:
         """Make the draft that all ranks write to."""
-        state, place, trouble = self._state, self._target(output_dir), None
+        state = self._state
+        place = self._target(output_dir)
+        trouble = None
         if self._numbering.automatic:
             place, trouble = self._numbering.next()
         save = f"save-{state.collectives.broadcast_object(secrets.token_hex(6))}"
-        draft, answer = new_draft(state, self.storage, place, save), None
+        draft = new_draft(state, self.storage, place, save)
+        answer = None
         cause: Exception | None = None
         if trouble is None:
             try:
                 answer = draft.begin()
             except CheckpointError as error:
-                trouble, cause = str(error), error
+                trouble = str(error)
+                cause = error
             except Exception as error:
-                trouble, cause = f"{place} cannot be written: {error}", error
+                trouble = f"{place} cannot be written: {error}"
+                cause = error
         answers = state.collectives.gather_object((trouble, answer))
         try:
             raise_any([text for text, _ in answers], place, cause)
@@ -212,12 +219,14 @@ class DirectoryCheckpointer:
             reports = [Report(*answer) for answer in answers]
             raise_any([one.error for one in reports], draft.place, writer.cause)
             written = draft.deliver(reports, gather, shown)
-            trouble, cause = None, None
+            trouble = None
+            cause = None
             if draft.publishes:
                 try:
                     draft.publish(written, facts)
                 except Exception as error:
-                    trouble, cause = f"{draft.place} could not be completed: {error}", error
+                    trouble = f"{draft.place} could not be completed: {error}"
+                    cause = error
             raise_any(gather(trouble), draft.place, cause)
         except BaseException:
             draft.abandon()
@@ -246,18 +255,17 @@ class DirectoryCheckpointer:
                 has been changed then.
         """
         self.wait()
-        state, options = self._state, load_model_func_kwargs
-        source = self._find(input_dir, verify)
-        with source:
+        state = self._state
+        with self._find(input_dir, verify) as source:
             check_fits(state, source)
-            read = partial(read_states, state, source, load_kwargs or {}, options, trust)
-            loads = run_collectively(state, "read", source.naming_place(read))
-            state.update_scale()  # what is pending belongs to the state that is replaced
-            load = source.naming_place(partial(take_over, state, source, loads, options))
+            read = partial(
+                read_checkpoint, state, source, load_kwargs or {}, load_model_func_kwargs, trust
+            )
+            loaded = run_collectively(state, "read", read)
             if state.owns_format:
-                load()  # it communicates on the way, and agrees by itself
+                loaded.apply()  # the backend communicates on the way, and all ranks fail together
             else:
-                run_collectively(state, "loaded", load)
+                run_collectively(state, "loaded", loaded.apply)
             if source.fetched is not None:
                 state.collectives.barrier()  # until then other ranks may read what was fetched
         self._numbering.loaded(source.place)

@@ -104,7 +104,9 @@ class InPlaceDraft:
     )
 
     def __init__(self, state: TrainingState, storage: Storage, place: str, save: str) -> None:
-        self._storage, self.place, self._save = storage, place, save
+        self._storage = storage
+        self.place = place
+        self._save = save
         self.publishes = state.saves_here
         self._everywhere = not state.project.save_on_each_node
         self._machine = state.process.process_index - state.process.local_process_index
@@ -168,7 +170,9 @@ class UploadedDraft:
     advice = "the ranks of one machine need a temporary directory that they share: set TMPDIR"
 
     def __init__(self, state: TrainingState, storage: Storage, place: str, save: str) -> None:
-        self._storage, self.place, self._save = storage, place, save
+        self._storage = storage
+        self.place = place
+        self._save = save
         self._rank = state.collectives.rank
         self.publishes = self._rank == 0
         self._folder = SharedFolder(state)

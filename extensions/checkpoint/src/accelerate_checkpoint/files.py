@@ -21,8 +21,13 @@ import xxhash
 
 from accelerate_core.plugin import CheckpointError
 
-MODEL, OPTIMIZER, SCHEDULER, GRADIENTS = "model", "optimizer", "scheduler", "gradients"
-SCALER, RNG, CUSTOM = "scaler.pt", "random_states", "custom_checkpoint"
+MODEL = "model"
+OPTIMIZER = "optimizer"
+SCHEDULER = "scheduler"
+GRADIENTS = "gradients"
+SCALER = "scaler.pt"
+RNG = "random_states"
+CUSTOM = "custom_checkpoint"
 
 #: Bytes hashed and written, or read and hashed, at a time: they stay in the processor's cache.
 _CHUNK = 1 << 20
@@ -223,21 +228,27 @@ def map_safetensors(path: Path, like: Mapping[str, torch.Tensor]) -> dict[str, t
         memory = mmap.mmap(file.fileno(), len(text) + size)
     made = {}
     for name, start in starts.items():
-        shape, dtype, count = like[name].shape, like[name].dtype, like[name].numel()
-        made[name] = (
-            torch.frombuffer(memory, dtype=dtype, count=count, offset=len(text) + start).view(shape)
-            if count
-            else torch.empty(shape, dtype=dtype)
-        )
+        one = like[name]
+        count = one.numel()
+        if count:
+            begin = len(text) + start
+            flat = torch.frombuffer(memory, dtype=one.dtype, count=count, offset=begin)
+            made[name] = flat.view(one.shape)
+        else:
+            made[name] = torch.empty(one.shape, dtype=one.dtype)
     return made
 
 
 def checksum(path: Path, progress: Progress | None = None) -> FileEntry:
     """Read a file and return its size and checksum; `progress` is told the bytes read."""
-    digest, size = xxhash.xxh3_128(), 0
+    digest = xxhash.xxh3_128()
+    size = 0
     buffer = memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
+        while True:
+            count = file.readinto(buffer)
+            if not count:
+                break
             digest.update(buffer[:count])
             size += count
             if progress is not None:

@@ -1,16 +1,16 @@
-"""What each rank reads of a checkpoint: all of it first, then it is taken over."""
+"""What each rank reads of a checkpoint: all of it is read and compared, then it is applied."""
 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Container, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.optim import Optimizer
 
 from accelerate_checkpoint import files
 from accelerate_checkpoint.manifest import MARK, Manifest, examine, numpy_globals
@@ -49,19 +49,16 @@ class Source:
         if self.fetched is not None:
             self.fetched.remove()
 
-    def naming_place(self, job: Callable[[], T]) -> Callable[[], T]:
-        """Return a job whose errors name what is kept, not the temporary copy of it."""
-
-        def run() -> T:
-            try:
-                return job()
-            except CheckpointError as error:
-                if self.fetched is None:
-                    raise
-                told = str(error).replace(str(self.directory), self.place)
-                raise CheckpointError(told) from error
-
-        return run
+    @contextmanager
+    def naming_place(self) -> Iterator[None]:
+        """Let errors name what is kept, not the temporary copy of it."""
+        try:
+            yield
+        except CheckpointError as error:
+            if self.fetched is None:
+                raise
+            told = str(error).replace(str(self.directory), self.place)
+            raise CheckpointError(told) from error
 
     @property
     def listed(self) -> Container[str] | None:
@@ -190,42 +187,139 @@ def check_fits(state: TrainingState, source: Source) -> None:
         )
 
 
-def read_states(
+@dataclass
+class OptimizerState:
+    """What a checkpoint has of one optimizer; `mapped`: its tensors lie in the mapped file."""
+
+    optimizer: Optimizer
+    held: Any
+    mapped: bool
+
+
+@dataclass
+class LoadedState:
+    """What this rank has read of a checkpoint that fits the run; `apply` puts it back.
+
+    Weights and gradients are not here: they are read when they are put back, so that memory holds
+    them once.
+
+    Attributes:
+        state, source: the run, and where the checkpoint is.
+        options: of the backend, and `strict`.
+        optimizers: one each; none where the backend reads them itself.
+        objects: states of schedulers, scaler and registered objects by the name of their file.
+        ranks: what belongs to one rank each, by rank: those that this one needs.
+    """
+
+    state: TrainingState
+    source: Source
+    options: Mapping[str, Any]
+    optimizers: list[OptimizerState]
+    objects: Mapping[str, Any]
+    ranks: Mapping[int, Any]
+
+    def apply(self) -> None:
+        """Put everything back. The generators are set last: what comes before may draw."""
+        with self.source.naming_place():
+            self.state.update_scale()  # what is pending belongs to the state that is replaced
+            self._apply_models()
+            self._apply_optimizers()
+            self._apply_objects()
+            self._apply_plugins()
+            self._apply_rank()
+
+    def _apply_models(self) -> None:
+        models = list(self.state.models)
+        hooks = list(self.state.load_hooks())
+        for hook in hooks:  # one may load a model itself, and take it off the list
+            hook(models, str(self.source.directory))
+        if self.state.owns_format:
+            return
+        if hooks:
+            check_weights(self.state, self.source, models, self.options)
+        for index, model in enumerate(models):
+            stem = files.numbered(files.MODEL, index, "")
+            inner = self.state.inner(model)
+            weights = load_weights(self.source.directory, inner, stem, self.source.listed)
+            self.state.load_model_state(model, weights, _is_strict(self.options))
+
+    def _apply_optimizers(self) -> None:
+        for one in self.optimizers:
+            held = _off_the_file(one.held, one.optimizer) if one.mapped else one.held
+            self.state.load_optimizer_state(one.optimizer, held)
+
+    def _apply_objects(self) -> None:
+        for name, obj in named_objects(self.state).items():
+            if name in self.objects:
+                obj.load_state_dict(self.objects[name])
+            else:
+                self.state.warn_once(
+                    f"{self.source.place} was saved without a gradient scaler: its scale starts anew."
+                )
+
+    def _apply_plugins(self) -> None:
+        directory = self.source.directory
+        self.state.backend_load(directory / f"backend_{self.state.backend}", self.options)
+        for one in self.state.contributors():
+            one.load(directory / one.key.replace(":", "_"))
+
+    def _apply_rank(self) -> None:
+        if MARK not in self.ranks[0]:
+            self.state.warn_once(
+                f"{self.source.place} was written by Hugging Face Accelerate and has no checksums. "
+                "Models, optimizers, schedulers, scaler, registered objects and random states were "
+                "taken over; the position in the data was not: use skip_first_batches for the epoch "
+                "that was begun."
+            )
+        saved_by = self.source.saved_by
+        mesh = self.source.facts.get("mesh")
+        same_layout = self.state.has_layout(saved_by, mesh)
+        whose = [self.state.process.process_index] if same_layout else range(saved_by)
+        names = [f"{files.GRADIENTS}_{rank}.bin" for rank in whose]
+        gradients = (self.source.read(name) for name in names if self.source.has(name))
+        self.state.load_rank_state(self.ranks, saved_by, gradients, mesh)
+
+
+def read_checkpoint(
     state: TrainingState,
     source: Source,
     load_kwargs: Mapping[str, Any],
     options: Mapping[str, Any],
     trust: bool,
-) -> list[Callable[[], object]]:
-    """Read everything but weights and gradients, so that what cannot be read changes nothing.
-
-    Returns:
-        What takes it over, in order; what is this rank's own comes last.
+) -> LoadedState:
+    """Read a checkpoint and compare it with the run, of which nothing is changed.
 
     Raises:
-        CheckpointError: a file cannot be read, or is of another optimizer.
+        CheckpointError: a file cannot be read, or is of another model or optimizer.
     """
-    loads: list[Callable[[], object]] = []
-    for index, optimizer in enumerate(() if state.owns_format else state.optimizers):
+    with source.naming_place():
+        if not state.owns_format and not state.load_hooks():
+            check_weights(state, source, state.models, options)
+        optimizers = []
+        if not state.owns_format:
+            optimizers = _read_optimizers(state, source, load_kwargs, trust)
+        objects = {}
+        for name in named_objects(state):
+            if name != files.SCALER:
+                objects[name] = source.read(name, trust=trust)
+            elif source.has(name):
+                objects[name] = source.read(name)
+        ranks = _read_ranks(state, source)
+    return LoadedState(state, source, options, optimizers, objects, ranks)
+
+
+def _read_optimizers(
+    state: TrainingState, source: Source, load_kwargs: Mapping[str, Any], trust: bool
+) -> list[OptimizerState]:
+    found = []
+    for index, optimizer in enumerate(state.optimizers):
         name = files.numbered(files.OPTIMIZER, index, ".bin")
         mapped = not load_kwargs and zipfile.is_zipfile(source.directory / name)
-        held = source.read(name, trust=trust, **({"mmap": True} if mapped else load_kwargs))
+        options = {"mmap": True} if mapped else load_kwargs
+        held = source.read(name, trust=trust, **options)
         _compare_groups(source, name, index, held, optimizer)
-        loads.append(partial(_load_optimizer, state, optimizer, held, mapped))
-    for name, obj in named_objects(state).items():
-        if name == files.SCALER and not source.has(name):
-            text = f"{source.place} was saved without a gradient scaler: its scale starts anew."
-            loads.append(partial(state.warn_once, text))
-            continue
-        held = source.read(name, trust=None if name == files.SCALER else trust)
-        loads.append(partial(obj.load_state_dict, held))
-    loads.append(
-        partial(state.backend_load, source.directory / f"backend_{state.backend}", options)
-    )
-    for one in state.contributors():
-        loads.append(partial(one.load, source.directory / one.key.replace(":", "_")))
-    loads.append(partial(_load_rank, state, source, _read_ranks(state, source)))
-    return loads
+        found.append(OptimizerState(optimizer, held, mapped))
+    return found
 
 
 def _compare_groups(source: Source, name: str, index: int, held: Any, optimizer: Any) -> None:
@@ -254,37 +348,24 @@ def _read_ranks(state: TrainingState, source: Source) -> dict[int, Any]:
     }
 
 
-# --- taking over ----------------------------------------------------------------------------------
+def _is_strict(options: Mapping[str, Any]) -> bool:
+    return bool(options.get("strict", True))
 
 
-def take_over(
+def check_weights(
     state: TrainingState,
     source: Source,
-    loads: list[Callable[[], object]],
+    models: Sequence[torch.nn.Module],
     options: Mapping[str, Any],
 ) -> None:
-    """Load the models, and then what was read."""
-    models = list(state.models)
-    for hook in state.load_hooks():
-        hook(models, str(source.directory))
-    if not state.owns_format:
-        _load_models(state, source, models, bool(options.get("strict", True)))
-    for load in loads:
-        load()
-
-
-def _load_models(state: TrainingState, source: Source, models: list[Any], strict: bool) -> None:
-    inner = [state.inner(model) for model in models]
-    stems = [files.numbered(files.MODEL, index, "") for index in range(len(models))]
-    for stem, model in zip(stems, inner, strict=True):
-        _compare_layout(source, stem, model, strict)
-    for stem, wrapped, model in zip(stems, models, inner, strict=True):
-        weights = load_weights(source.directory, model, stem, source.listed)
-        state.load_model_state(wrapped, weights, strict)
+    """Refuse weights of other models, before the first is changed."""
+    for index, model in enumerate(models):
+        stem = files.numbered(files.MODEL, index, "")
+        _compare_layout(source, stem, state.inner(model), _is_strict(options))
 
 
 def _compare_layout(source: Source, stem: str, model: torch.nn.Module, strict: bool) -> None:
-    """Compare names and shapes, which is cheap, before the first model is changed."""
+    """Compare names and shapes, which is cheap: no weights are read."""
     layout = weights_layout(source.directory, stem, model, source.listed)
     if layout is None:
         return
@@ -302,10 +383,6 @@ def _compare_layout(source: Source, stem: str, model: torch.nn.Module, strict: b
         raise CheckpointError(
             f"The weights {stem} of {source.place} do not fit the model: {'; '.join(wrong[:3])}{more}."
         )
-
-
-def _load_optimizer(state: TrainingState, optimizer: Any, held: Any, mapped: bool) -> None:
-    state.load_optimizer_state(optimizer, _off_the_file(held, optimizer) if mapped else held)
 
 
 def _off_the_file(state: Any, optimizer: Any) -> Any:
@@ -334,18 +411,3 @@ def _off_the_file(state: Any, optimizer: Any) -> Any:
 
     with torch.no_grad():
         return walk(state, {"state": present} if same_groups else None)
-
-
-def _load_rank(state: TrainingState, source: Source, ranks: Mapping[int, Any]) -> None:
-    if MARK not in ranks[0]:
-        state.warn_once(
-            f"{source.place} was written by Hugging Face Accelerate and has no checksums. Models, "
-            "optimizers, schedulers, scaler, registered objects and random states were taken over; "
-            "the position in the data was not: use skip_first_batches for the epoch that was begun."
-        )
-    rank, saved_by = state.process.process_index, source.saved_by
-    same_layout = state.has_layout(saved_by, source.facts.get("mesh"))
-    whose = [rank] if same_layout else range(saved_by)
-    names = [f"{files.GRADIENTS}_{other}.bin" for other in whose]
-    gradients = (source.read(name) for name in names if source.has(name))
-    state.load_rank_state(ranks, saved_by, gradients, source.facts.get("mesh"))

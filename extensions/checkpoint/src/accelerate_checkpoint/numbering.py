@@ -24,7 +24,9 @@ class Numbering:
     """
 
     def __init__(self, state: TrainingState, storage: Storage, root: str | None = None) -> None:
-        self._state, self._storage, self._given = state, storage, root
+        self._state = state
+        self._storage = storage
+        self._given = root
         self._resumed = False
         self._damaged: set[str] = set()
 

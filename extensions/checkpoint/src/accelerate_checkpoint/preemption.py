@@ -75,7 +75,9 @@ class Preemption:
         wait: Callable[[], None],
         save: Callable[[], str],
     ) -> None:
-        self._state, self._wait, self._save = state, wait, save
+        self._state = state
+        self._wait = wait
+        self._save = save
         process = state.process
         self._rank = process.process_index
         # Without a store of all ranks each is asked, and leaves, by itself.

@@ -22,14 +22,19 @@ import torch.distributed as dist
 
 from accelerate_core.plugin import CheckpointError, of_the_user, warn
 
-#: Seconds the main process waits for the others: where it can save alone, at a line where they came
-#: late before, and where it cannot save alone.
-ALONE, LATE, SHARDED = 5.0, 60.0, 60.0
+#: Seconds the main process waits for the others if it can save alone.
+ALONE = 5.0
+#: The same at a line where they came late before.
+LATE = 60.0
+#: The same if it cannot save alone.
+SHARDED = 60.0
 
 #: Seconds the others wait for the main process where the group has no limit of its own.
 _MAIN = 1800.0
 
-TOGETHER, BY_MAIN, REFUSED = "together", "by the main process", "refused"
+TOGETHER = "together"
+BY_MAIN = "by the main process"
+REFUSED = "refused"
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,9 @@ class Rendezvous:
         self._wait([f"{number}/{rank}" for rank in self._others], wait, drain_device=True)
         came = {rank: self._read(f"{number}/{rank}") for rank in self._others}
         missing = [rank for rank, theirs in came.items() if not (theirs and call.meets(theirs))]
-        verdict = TOGETHER if not missing else BY_MAIN if whole else REFUSED
+        verdict = TOGETHER
+        if missing:
+            verdict = BY_MAIN if whole else REFUSED
         self._store.set(f"{number}/verdict", json.dumps([verdict, call.text(), missing]))
         if verdict == REFUSED:
             raise CheckpointError(_refusal(call, missing))

@@ -46,7 +46,8 @@ class TrainingState:
     """
 
     def __init__(self, run: RunParts) -> None:
-        self._accelerator = accelerator = run.accelerator
+        accelerator = run.accelerator
+        self._accelerator = accelerator
         self._tokens = run.tokens
         self._restore_positions = run.restore_positions
         self._project = run.project
@@ -215,17 +216,19 @@ class TrainingState:
                 )
             self._load_positions(first[OWN]["loaders"])
             cycles = [one[OWN]["cycle"] for _, one in sorted(states.items())]
-            mine = (first if own is None else own)[OWN]["cycle"]
-            self._load_cycle(mine, None if same_layout else cycles)
+            mine = first if own is None else own
+            self._load_cycle(mine[OWN]["cycle"], None if same_layout else cycles)
             if own is not None:  # a rank that was not there has no runs to go on in
                 runs = own[OWN].get("trackers") or {}
                 self._tracking.load_state_dict(runs)
         self._load_gradients(gradients, None if same_layout else saved_by)
         if own is None:
             return
-        if generators := own.get(OWN, {}).get("generators"):
+        generators = own.get(OWN, {}).get("generators")
+        if generators:
             accelerator.hooks.load_rng_state(generators)
-        if missed := rng_state.restore_rng_state(own):
+        missed = rng_state.restore_rng_state(own)
+        if missed:
             accelerator.warn_once(
                 f"No random state could be set on rank {rank} for {', '.join(missed)}.",
                 every_rank=True,

@@ -107,7 +107,8 @@ def iter_state_dict(checkpoint_file: str | Path) -> Iterator[tuple[str, torch.Te
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, and no state dict.")
     inner = state.get("state_dict")
-    yield from (inner if isinstance(inner, Mapping) else state).items()
+    weights = inner if isinstance(inner, Mapping) else state
+    yield from weights.items()
 
 
 def load_state_dict(

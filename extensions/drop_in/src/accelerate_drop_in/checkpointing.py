@@ -129,7 +129,8 @@ def _random_states(path: Path) -> dict[str, Any]:
         warn(f"There are no random states in {path}; those of this process stay as they are.")
         return {}
     states = load(path)
-    if missed := restore_rng_state(states):
+    missed = restore_rng_state(states)
+    if missed:
         warn(f"Random states in {path} could not be set here: {listing(missed)}.")
     return {"step": states["step"]} if "step" in states else {}
 

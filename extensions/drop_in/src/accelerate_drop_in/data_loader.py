@@ -166,7 +166,8 @@ class _CountingReader(ResumableReader):
 
     def __init__(self, base: Any) -> None:
         self.base = base
-        self._asks_loader = self._asks_dataset = False
+        self._asks_loader = False
+        self._asks_dataset = False
 
 
 def _read_shards(loader: CoreLoader) -> None:
@@ -222,7 +223,8 @@ def _state(loader: Any) -> dict[str, Any]:
     """Return what a loader of torchdata's goes on from behind the batch that was handed out last."""
     state: dict[str, Any] | None = loader._position.loader_state
     if state is None:  # between epochs
-        return loader.base.state_dict()  # type: ignore[no-any-return]
+        state = loader.base.state_dict()
+        return state
     return state | ({"_iterator_finished": True} if loader.end_of_dataloader else {})
 
 

@@ -48,7 +48,9 @@ def main(arguments: list[str]) -> int:
     torchrun: Any = agent
     parsed = torchrun.parse_args([*theirs, "target"])
     # Not parsed by anybody: it may begin with a dash, or have a "--" of its own.
-    parsed.training_script, *parsed.training_script_args = arguments[at + 1 :]
+    script, *script_arguments = arguments[at + 1 :]
+    parsed.training_script = script
+    parsed.training_script_args = script_arguments
     if not {"2", "3"} & set(parsed.tee):  # else what ranks print goes into their logs, too
         os.environ[AGENT_VARIABLE] = str(os.getpid())
     try:

@@ -157,7 +157,8 @@ def decide(
         if "distributed_type" in config and typed.origin == config.where("distributed_type"):
             contributed |= {name: SourcedValue("true", typed.origin) for name in _asking_for(typed)}
         chosen["cpu"] = checks.cpu_of(config, chosen["cpu"])
-    plugins, chosen["backend"] = take(given, chosen["backend"], chosen["mixed_precision"], environ)
+    plugins, backend = take(given, chosen["backend"], chosen["mixed_precision"], environ)
+    chosen["backend"] = backend
     for name in _PLUGINS:
         _check_plugin(chosen, name)
     _take_hosts(chosen)

@@ -194,7 +194,9 @@ def describe(plugin: Any, owner: str) -> dict[str, Any]:
     said["mesh"] = list((getattr(plugin, "supports", None) or {}).get("mesh") or ())
     said["summary"] = text.replace("\n", " ")
     said["more"] = [_described(one, owner) for one in getattr(plugin, "more_settings", ()) or ()]
-    return said if cls is None else {**said, **_described(cls, "" if cls is plugin else owner)}
+    if cls is not None:
+        said |= _described(cls, "" if cls is plugin else owner)
+    return said
 
 
 #: What a file of answers cannot hold.

@@ -154,7 +154,8 @@ def run_command(
         over = False
         try:
             while process.poll() is None and time.monotonic() < began + timeout:
-                if over := meanwhile() is True:
+                over = meanwhile() is True
+                if over:
                     break
                 time.sleep(0.05)
             timed_out = over or process.poll() is None
@@ -183,8 +184,10 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> list[str]:
         with suppress(subprocess.TimeoutExpired):
             process.wait(5)
     until = time.monotonic() + (_GRACE if ended else 0.0)
-    while (left := _marked(mark)) and time.monotonic() < until:
+    left = _marked(mark)
+    while left and time.monotonic() < until:
         time.sleep(0.05)
+        left = _marked(mark)
     told = [" ".join(one.info["cmdline"] or [one.info["name"]]) for one in left]
     for one in [*left, *started]:
         with suppress(psutil.NoSuchProcess):

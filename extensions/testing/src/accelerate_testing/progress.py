@@ -29,7 +29,8 @@ class Progress:
         self.every = every
         self.done = 0
         self._said = ""
-        self._began = self._said_at = time.monotonic()
+        self._began = time.monotonic()
+        self._said_at = self._began
 
     def on_run(self, name: str) -> None:
         """Tell of the check that runs; to be called several times a second."""

@@ -228,7 +228,8 @@ class _Session:
             if made.judge is not None:
                 run = self._start([made.name], self.num_processes, collect=False)
                 result = Result(made.name, "passed", seconds=run.seconds)
-                if wrong := made.judge(run):
+                wrong = made.judge(run)
+                if wrong:
                     result.state = "failed"
                     result.error = wrong
                     result.trace = run.story
@@ -243,7 +244,8 @@ class _Session:
         self.now = ""
         self.pids = []
         self.stuck = ""
-        self.since = self.active = time.monotonic() + _START_UP
+        self.since = time.monotonic() + _START_UP
+        self.active = self.since
         task = {
             "kind": self.kind, "name": self.name, "checks": list(names), "dying": dying,
             "folder": str(self.folder), "timeout": self.timeout, "options": self.options,
@@ -272,7 +274,8 @@ class _Session:
         paths = sorted(self.folder.glob("end.*.json"))
         if not paths or lost:
             return
-        self.going_on = going_on = self.going_on or []
+        going_on = self.going_on or []
+        self.going_on = going_on
         after = dict[str, str]()
         for path in paths:
             left = json.loads(path.read_text())

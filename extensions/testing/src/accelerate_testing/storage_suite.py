@@ -69,7 +69,10 @@ class Shelf:
     """
 
     def __init__(self, spec: str, place: str, folder: Path, alone: bool = False) -> None:
-        self.spec, self._place, self.folder, self.alone = spec, place, folder, alone
+        self.spec = spec
+        self._place = place
+        self.folder = folder
+        self.alone = alone
         self.storage = load_storage(spec)
         self._files = 0
 
@@ -160,7 +163,9 @@ def appears_whole(shelf: Shelf) -> None:
 
 def replaces_whole(shelf: Shelf) -> None:
     """The earlier checkpoint can be read until the next one is published, and not after that."""
-    place, old, new = shelf.place(), new_save(), new_save()
+    place = shelf.place()
+    old = new_save()
+    new = new_save()
     with shelf.storage.lock(place, old):
         shelf.write(place, old, _SMALL)
         manifest = shelf.publish(place, old)
@@ -233,7 +238,9 @@ def lists_checkpoints(shelf: Shelf) -> None:
 
 def deletes(shelf: Shelf) -> None:
     """Deleting removes what was named and nothing else; what is absent is no error."""
-    place, save, half = shelf.place(), new_save(), new_save()
+    place = shelf.place()
+    save = new_save()
+    half = new_save()
     with shelf.storage.lock(place, save):
         shelf.write(place, save, _SMALL)
         shelf.publish(place, save)
@@ -290,7 +297,9 @@ def killed_while_saving(shelf: Shelf) -> None:
     """After SIGKILL the earlier checkpoint is as it was, and what the killed save left can go."""
     if shelf.alone:
         pytest.skip("one process only writes to this store")
-    place, save, killed = shelf.place(), new_save(), new_save()
+    place = shelf.place()
+    save = new_save()
+    killed = new_save()
     with shelf.storage.lock(place, save):
         shelf.write(place, save, _SMALL)
         manifest = shelf.publish(place, save)

@@ -287,8 +287,8 @@ class ResumableTrainer(Trainer):
         count = self.BATCHES * BATCH * ctx.size
         x = torch.randn(count, 6, generator=torch.Generator().manual_seed(9))
         loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), BATCH, shuffle=True)
-        self.loader: Any  # prepared, it has a position
-        *made, self.loader = accelerator.prepare(model, its, StepLR(its, 1, 0.9), loader)
+        *made, prepared = accelerator.prepare(model, its, StepLR(its, 1, 0.9), loader)
+        self.loader: Any = prepared  # it has a position
         super().__init__(ctx, accelerator, *made)
         self.done = 0
         self._left = None

@@ -211,7 +211,8 @@ def name_of(item: Asked) -> str:
     name = getattr(item, "name", None)
     if isinstance(name, str):
         return str(name)
-    return (item if isinstance(item, type) else type(item)).__name__
+    cls = item if isinstance(item, type) else type(item)
+    return cls.__name__
 
 
 def is_for_every_rank(item: Asked, init_kwargs: InitKwargs) -> bool:

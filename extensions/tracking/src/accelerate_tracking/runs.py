@@ -23,7 +23,9 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 def strict(value: Any) -> Any:
     """Return a copy for strict JSON: NaN and infinities are strings."""
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        if math.isnan(value):
+            return "NaN"
+        return "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
         return {key: strict(item) for key, item in value.items()}
     return [strict(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -378,15 +378,18 @@ def drain(
     waiting = [(writer, writer.request_flush(end)) for writer in writers]
     patience = PATIENCE if timeout is None else timeout
     #: When the time began to run out: with a timeout at once, else when one of them last moved.
-    begun = since = time.monotonic()
-    seen, say_at = -1, begun + 1.0
+    begun = time.monotonic()
+    since = begun
+    say_at = begun + 1.0
+    seen = -1
     terminal = _is_terminal()
     while waiting := [(writer, done) for writer, done in waiting if not done.is_set()]:
         waiting[0][1].wait(max(0.0, min(0.1, since + patience - time.monotonic())))
         now = time.monotonic()
         delivered = sum(writer.delivered for writer, _ in waiting)
         if timeout is None and delivered != seen:
-            seen, since = delivered, now
+            seen = delivered
+            since = now
         if now - since > patience:
             break
         left = [writer for writer, done in waiting if not done.is_set()]

@@ -70,7 +70,8 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     if importlib.util.find_spec("transformer_engine") is not None:
         return specs.get_gpt_layer_with_transformer_engine_spec(experts)
     layer = specs.get_gpt_layer_local_spec(experts)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    layer.submodules.input_layernorm = Norm
+    layer.submodules.pre_mlp_layernorm = Norm
     block = imported("transformer.transformer_block")
     layers = [layer] * block.get_num_layers_to_build(config, vp_stage)
     return block.TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)

@@ -261,7 +261,8 @@ def collect(
     own = [(name, one) for name, one in parameters_of(chunks) if name != skipped]
 
     def value(parameter: nn.Parameter) -> torch.Tensor:
-        return (parameter.detach() if master is None else master(parameter)).contiguous()
+        tensor = parameter.detach() if master is None else master(parameter)
+        return tensor.contiguous()
 
     told = [(name, tuple(one.shape), one.dtype) for name, one in own]
     if master is not None:

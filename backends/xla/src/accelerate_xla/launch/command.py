@@ -81,7 +81,8 @@ def command(
             "gcloud was not found on this machine: install the Google Cloud CLI, or see with --debug "
             "what it would be given."
         )
-    if status := subprocess.run(words, check=False).returncode:
+    status = subprocess.run(words, check=False).returncode
+    if status:
         click.echo(f"The hosts were not set up: gcloud ended with exit status {status}.", err=True)
         sys.exit(status)
     click.echo("The hosts of the pod are set up.")

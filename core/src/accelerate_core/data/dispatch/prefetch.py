@@ -51,7 +51,8 @@ class Prefetcher:
 
     def take(self) -> Any:
         """Return the result that was started, or make it now; raise what making it raised."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             return pending.result()
         self.rest()
@@ -71,7 +72,10 @@ class Prefetcher:
         self._thread = None
 
     def _run(self) -> None:
-        while (result := self._jobs.get()) is not None:
+        while True:
+            result = self._jobs.get()
+            if result is None:
+                break
             try:
                 result.set_result(self._make())
             except BaseException as error:
@@ -149,7 +153,8 @@ class Dispatch:
 
     def items(self) -> Iterator[Item]:
         """Yield this rank's part of every step of which it has one."""
-        more = busy = True
+        more = True
+        busy = True
         try:
             while more and not self._closed:
                 message = self._next()
@@ -177,7 +182,8 @@ class Dispatch:
         self._channel.close()
         # At once, not when a collector comes by: a loader's workers end with its iterator.
         self._outgoing.close()
-        self._ready = self.reading = None
+        self._ready = None
+        self.reading = None
         del self._prefetcher
 
     def _next(self) -> Message:
@@ -198,8 +204,11 @@ class Dispatch:
             self._prefetcher.start()
 
     def _send(self) -> Message:
-        messages, self._ready = self._ready, None
-        return self._channel.send(next(self._outgoing) if messages is None else messages)
+        messages = self._ready
+        self._ready = None
+        if messages is None:
+            messages = next(self._outgoing)
+        return self._channel.send(messages)
 
     def _get_ready(self) -> None:
         """Read the step after the one just sent; what is read shows to no other rank yet."""
@@ -207,15 +216,18 @@ class Dispatch:
 
     def _all_messages(self) -> Generator[list[Message], None, None]:
         """Yield the ranks' messages of every step; an exception takes the place of a step."""
-        more, reading, shards = True, self.reading, self.shard_of_rank
+        more = True
+        reading = self.reading
+        shards = self.shard_of_rank
         try:
             if not isinstance(reading, Reading):
                 raise reading or AssertionError("only the reading rank has steps")
             # The first may draw the order of an epoch; by the second it shows what samples draw.
             reading.watched = 2
             for step in self.reader.steps(reading, self.skip):
-                more, parts, last = step.more, step.parts, step.last
-                yield [Message(parts[s], last[s], more, step.real, step.state) for s in shards]
+                more = step.more
+                parts = [(step.parts[shard], step.last[shard]) for shard in shards]
+                yield [Message(part, last, more, step.real, step.state) for part, last in parts]
         except Exception as error:
             sent = Message(failure=sendable(error))
             yield [Message(failure=error)] + [sent] * (len(shards) - 1)

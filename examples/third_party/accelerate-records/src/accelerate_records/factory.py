@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Any
 
 from torch.utils.data import (
@@ -42,10 +43,13 @@ class RecordsLoaderFactory:
         """
         if type(loader) is not DataLoader or not isinstance(loader.dataset, Records):
             return None
-        sampler, collates = loader.sampler, loader.collate_fn is not default_collate
-        whole = type(loader.batch_sampler) is BatchSampler and len(sampler) == len(loader.dataset)
+        sampler = loader.sampler
         shuffles = type(sampler) is RandomSampler and not sampler.replacement
-        if collates or not whole or not (shuffles or type(sampler) is SequentialSampler):
+        if not (shuffles or type(sampler) is SequentialSampler):
+            return None
+        every = isinstance(sampler, Sized) and len(sampler) == len(loader.dataset)
+        batches = type(loader.batch_sampler) is BatchSampler
+        if not (every and batches and loader.collate_fn is default_collate):
             return None
         size = int(loader.batch_size or 0)
         if accelerator.split_batches:

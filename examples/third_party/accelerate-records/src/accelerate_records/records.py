@@ -55,9 +55,15 @@ def write_records(
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     (root / "index.json").unlink(missing_ok=True)
-    remaining, fields, shards = iter(records), None, []
-    while group := list(islice(remaining, per_shard)):
-        fields = fields or _fields_of(group[0])
+    remaining = iter(records)
+    fields = None
+    shards: list[dict[str, Any]] = []
+    while True:
+        group = list(islice(remaining, per_shard))
+        if not group:
+            break
+        if fields is None:
+            fields = _fields_of(group[0])
         rows = torch.stack([_to_bytes(record, fields) for record in group])
         file = f"{len(shards):05d}.bin"
         (root / file).unlink(missing_ok=True)
@@ -143,7 +149,7 @@ class Records(Dataset[dict[str, torch.Tensor]]):
         """Return the records of these indices (int64, [n]) as one batch of tensors [n, ...]."""
         shards = torch.bucketize(indices, self._ends, right=True)
         rows = torch.empty(len(indices), self.width, dtype=torch.uint8)
-        for shard in shards.unique().tolist():
+        for shard in sorted(set(shards.tolist())):
             here = shards == shard
             mapped, first = self._rows(shard)
             rows[here] = mapped[indices[here] - first]
@@ -161,6 +167,7 @@ class Records(Dataset[dict[str, torch.Tensor]]):
     def _split(self, rows: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         start = 0
         for one in self.fields:
-            part = rows[:, start : start + one.width].contiguous()
+            # A copy begins at an address that fits every dtype; one row may stand anywhere.
+            part = rows[:, start : start + one.width].clone(memory_format=torch.contiguous_format)
             yield one.name, part.view(one.dtype).reshape(len(rows), *one.shape)
             start += one.width

@@ -100,7 +100,9 @@ def _let_the_original_read(path: Path) -> None:
     if "use_cpu" not in found:
         from accelerate_drop_in.environment import get_current_device_type
 
-        found["use_cpu"] = added["use_cpu"] = get_current_device_type()[0] == "cpu"
+        use_cpu = get_current_device_type()[0] == "cpu"
+        found["use_cpu"] = use_cpu
+        added["use_cpu"] = use_cpu
     if "distributed_type" not in found:
         added["distributed_type"] = _distributed_type(found)
     lines = [line for line in text.splitlines() if line != "gradient_accumulation_steps: 1"]

@@ -37,7 +37,8 @@ def simple_launcher(args: argparse.Namespace) -> None:
     subprocess.run(command, env=environment, check=True)
 
 
-multi_gpu_launcher = deepspeed_launcher = simple_launcher
+multi_gpu_launcher = simple_launcher
+deepspeed_launcher = simple_launcher
 
 
 def tpu_launcher(args: argparse.Namespace) -> None:

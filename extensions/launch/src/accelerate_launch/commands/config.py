@@ -31,8 +31,9 @@ def _file_option(function: C) -> C:
     """Add `--config_file`, which may stand before the name of a sub-command, too."""
 
     def remembered(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-        ctx.obj = value or ctx.obj
-        return ctx.obj  # type: ignore[no-any-return]
+        file: str | None = value or ctx.obj
+        ctx.obj = file
+        return file
 
     return click.option(
         "--config_file",

@@ -257,7 +257,8 @@ def _section(
         if value not in ("", None):
             answers[field.yaml[0]] = value
     if answers:  # those without a section stand at the top of the file
-        (made.setdefault(schema.section, {}) if schema.section else made).update(answers)
+        section = made.setdefault(schema.section, {}) if schema.section else made
+        section.update(answers)
 
 
 def _field(asker: Asker, field: SettingField) -> Any:

@@ -94,7 +94,8 @@ class Training(ResumableTrainer):
     def refuses(self, target: str, why: str) -> None:
         """Fail unless loading is refused on every rank by a CheckpointError that names the checkpoint."""
         name, wrong = target.rstrip("/").rpartition("/")[2], f"load_state took a checkpoint {why}"
-        if told := raised(CheckpointError, lambda: self.load(target)):
+        told = raised(CheckpointError, lambda: self.load(target))
+        if told:
             wrong = "" if name in str(told) else f"the error does not name {name}: {told}"
         self.fail_together(wrong)
 
@@ -238,7 +239,10 @@ def damaged(ctx: CheckContext) -> str:
     run.go_on(4)
     before, tried = run.snapshot(), 0
     damages = _damages(ctx, target) if ctx.rank == 0 else iter(())
-    while what := run.accelerator.communicator.broadcast_object(next(damages, None)):
+    while True:
+        what = run.accelerator.communicator.broadcast_object(next(damages, None))
+        if not what:
+            break
         run.refuses(target, what)
         run.is_as(before, f"the run, after a checkpoint {what} was refused")
         tried += 1

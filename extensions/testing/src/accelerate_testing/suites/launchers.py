@@ -141,7 +141,8 @@ def plans(ctx: CheckContext) -> str:
     """It answers whether it takes a plan, and makes a command without starting anything."""
     taken = []
     for count in (1, 2):
-        if plan := _plan(ctx, _SCRIPT, counts=(count,)):
+        plan = _plan(ctx, _SCRIPT, counts=(count,))
+        if plan:
             taken.append(str(count))
             before = dict(os.environ)
             ctx.found().launch_command(plan)
@@ -192,7 +193,8 @@ def functions(ctx: CheckContext) -> str:
     environ = {name: text for name, text in os.environ.items() if name != "MASTER_PORT"}
     for method in ("fork", "spawn"):
         fields: dict[str, Any] = {"target": Target("work", kind="function"), "start_method": method}
-        if (plan := _plan(ctx, "", counts=(2, 1), **fields)) is None:
+        plan = _plan(ctx, "", counts=(2, 1), **fields)
+        if plan is None:
             continue
         folder = ctx.scratch(method)
         size = str(plan.num_processes)
@@ -248,7 +250,8 @@ def targets(ctx: CheckContext) -> str:
         ("module", Target("suites_module", ("x y",), "module"), "a module __main__ True ['x y']"),
         ("program", Target("printf", ("a%s\\n", " program"), "program"), "a program"),
     ):
-        if plan := _plan(ctx, "", target=target, counts=(1, 2)):
+        plan = _plan(ctx, "", target=target, counts=(1, 2))
+        if plan:
             run = _run(ctx, plan, PYTHONPATH=path)
             seen = any(said in line for line in run.stdout.splitlines())
             assert seen, f"a {kind} is not run as one: {run.story}"
@@ -261,7 +264,8 @@ def targets(ctx: CheckContext) -> str:
 @check("launcher", alone=True)
 def training(ctx: CheckContext) -> None:
     """The ranks find each other and run a collective."""
-    if (plan := _plan(ctx, _TRAINING)) is None:
+    plan = _plan(ctx, _TRAINING)
+    if plan is None:
         ctx.skip("it does not take two processes")
     ctx.need_several()
     run = _run(ctx, plan, 90)
@@ -273,7 +277,8 @@ def failure(ctx: CheckContext) -> str:
     """Where any rank fails, the others are ended, and the exit status and the reason are seen."""
     told = []
     for rank in ("0", "1"):
-        if (plan := _plan(ctx, _FAILING, rank)) is None:
+        plan = _plan(ctx, _FAILING, rank)
+        if plan is None:
             ctx.skip("it does not take two processes")
         run = _run(ctx, plan)
         assert not run.timed_out, f"rank {rank} failed, and the launch waits for ever for the other"
