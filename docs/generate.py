@@ -444,7 +444,8 @@ def drop_in() -> str:
         "",
         "* *exported by*: the package of that extra defines the name. You can import it without the "
         "package; using it then raises an error that says what to install.",
-        "* *refuses*: you can import the name, but using it raises an error ([why](#names-that-raise-when-used)).",
+        "* *refuses*: you can import the name, but using it raises an error "
+        "([why](#names-that-raise-when-used)).",
         "* *left out*: importing it raises an error ([why](#left-out)).",
         "",
         "`docs/generate.py` writes this page from the drop-in's tables; do not edit it.",
@@ -461,7 +462,12 @@ def drop_in() -> str:
             [f"`accelerate{'.' * bool(module)}{module}`", len(known), len(here), "; ".join(others)]
         )
     lines += table(["module", "names", "always available", "other names"], rows)
-    lines += ["## Left out", "", "Importing one of these names raises an error with the reason:", ""]
+    lines += [
+        "## Left out",
+        "",
+        "Importing one of these names raises an error with the reason:",
+        "",
+    ]
     lines += table(["name", "why"], [[f"`{n}`", why] for n, why in sorted(absent.LEFT_OUT.items())])
     lines += ["These modules of Accelerate do not exist here:", ""]
     rows = [[f"`accelerate.{name}`", why] for name, why in sorted(absent.MODULES.items())]
