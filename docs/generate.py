@@ -293,7 +293,8 @@ def _variables() -> set[str]:
 def configuration() -> str:
     lines = ["# Configuration", ""]
     lines += [
-        "Every setting with its environment variable, its key in the config file and its default. "
+        "Every setting with its environment variable and its default, and the keys of the core's settings "
+        "in the config file. "
         "[Launching](launching.md) lists the options of `accelerate-core launch`.",
         "",
         "If several sources set the same value, the first in this list wins: constructor argument, command "
