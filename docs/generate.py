@@ -116,12 +116,21 @@ def compatibility() -> str:
     written = {name: _written(name, kind) for name, kind in _WRITTEN.items()}
     backends |= {**_examples(), "level": written["level"]}
     precisions["grid"] = written["grid"]
-    lines = ["# Who fits whom", "", "Generated from what plugins declare; do not edit.", ""]
+    examples = " and ".join(f"`{name}`" for name in _examples())
+    scaffolds = ", ".join(f"`{name}`" for name in _WRITTEN)
+    lines = ["# Compatibility matrix", ""]
     lines += [
-        "A precision needs, a backend accepts: [the words](hooks.md). What does not fit is refused when "
-        "the Accelerator is made, and `accelerate-core plugins` says so before. "
-        f"{', '.join(f'`{name}`' for name in _examples())} are examples of other people's, "
-        f"{', '.join(f'`{name}`' for name in _WRITTEN)} are what `plugins new` writes.",
+        "Which backend runs with which precision, and what each plugin declares.",
+        "",
+        "A precision declares what it needs, and a backend declares what it accepts "
+        "([all words](hooks.md#what-a-precision-needs-and-a-backend-accepts)). If they don't match, "
+        "constructing the Accelerator raises an error; `accelerate-core plugins` shows it before you "
+        "start.",
+        "",
+        f"{examples} are the example third-party backends in this repository. {scaffolds} are the "
+        "plugins that `accelerate-core plugins new` writes.",
+        "",
+        "This page is generated from the declarations of the plugins; do not edit it.",
         "",
     ]
     rows: list[list[object]] = [
@@ -133,7 +142,7 @@ def compatibility() -> str:
             [f"`{name}`", *(f"no: {', '.join(words)}" if words else "yes" for words in lack)]
         )
     lines += table(["backend", *(f"`{name}`" for name in precisions)], rows)
-    lines += ["## What else backends declare", ""]
+    lines += ["## Declarations of backends", ""]
     rows = [
         [
             f"`{name}`",
@@ -151,10 +160,10 @@ def compatibility() -> str:
     header = ["accepts", "reduces_gradients", "mesh", "devices", "compile_at"]
     header += [*_ABILITIES, "needs_group", "owns"]
     lines += table(["backend", *(f"`{key}`" for key in header)], rows)
-    lines += ["## What else precisions declare", ""]
+    lines += ["## Declarations of precisions", ""]
     lines += [
-        "The column `fp8` above is that of torchao, the usual library; what the others can do is on the "
-        "page [fp8](fp8.md).",
+        "`fp8` is listed as it is with torchao, the default library. [fp8](fp8.md) compares the other "
+        "libraries.",
         "",
     ]
     rows = [
@@ -166,11 +175,11 @@ def compatibility() -> str:
         for name, one in precisions.items()
     ]
     lines += table(["precision", "`compile`", "`mesh`"], rows)
-    lines += ["## What trackers declare", ""]
+    lines += ["## Declarations of trackers", ""]
     lines += [
-        "A tracker goes with every backend and every precision: the main process feeds it, beside the "
-        "step. What a script can log to each: [tracking](tracking.md#who-supports-what). How each wants "
-        "to be fed: [the words](write_a_tracker.md).",
+        "Every tracker works with every backend and precision, because it runs on a thread of the main "
+        "process. [Tracking](tracking.md#who-supports-what) shows what you can log to each tracker, and "
+        "[write a tracker](write_a_tracker.md) explains these declarations.",
         "",
     ]
     trackers = [*tracker_classes(), written["diary"]]
@@ -232,22 +241,22 @@ def _written(name: str, kind: str) -> Any:
 
 #: What is read from the environment and is no field of a settings class.
 VARIABLES = {
-    "ACCELERATE_BYPASS_DEVICE_MAP": "let several processes train a model that is spread by a device map",
-    "ACCELERATE_CONFIG_FILE": "the config file that a process reads; `launch` sets it",
-    "ACCELERATE_CONFIG_HOME": "folder of the config file that `launch` reads where none is named",
-    "ACCELERATE_CPU_AFFINITY": "bind each process to the cores beside its device",
-    "ACCELERATE_DEBUG_HOOKS": "1 logs every call of a hook to stderr, with rank, plugin and duration",
-    "ACCELERATE_DISABLED_PLUGINS": "names of plugins that are kept out, with commas",
-    "ACCELERATE_IN_TPU_POD": "set on the machines of a TPU pod by the command that starts them",
-    "ACCELERATE_INIT_INCLUDE_BUFFERS": "`init_empty_weights` puts buffers on meta, too",
+    "ACCELERATE_BYPASS_DEVICE_MAP": "allow several processes to train a model that a device map splits",
+    "ACCELERATE_CONFIG_FILE": "config file that a process reads; `launch` sets it",
+    "ACCELERATE_CONFIG_HOME": "folder of the config file that `launch` reads by default",
+    "ACCELERATE_CPU_AFFINITY": "bind each process to the CPU cores nearest to its device",
+    "ACCELERATE_DEBUG_HOOKS": "1 logs every hook call to stderr, with rank, plugin and duration",
+    "ACCELERATE_DISABLED_PLUGINS": "comma-separated names of plugins to disable",
+    "ACCELERATE_IN_TPU_POD": "set on each machine of a TPU pod by the command that starts it",
+    "ACCELERATE_INIT_INCLUDE_BUFFERS": "`init_empty_weights` also puts buffers on the meta device",
     "ACCELERATE_LOG_LEVEL": "level of the loggers that `get_logger` returns",
-    "ACCELERATE_PLUGINS": "names of extensions to make active, with commas",
-    "ACCELERATE_USE_DEEPSPEED": "asks for the backend `deepspeed`",
-    "ACCELERATE_USE_FSDP": "asks for the backend `fsdp2`",
-    "ACCELERATE_USE_MEGATRON_LM": "asks for the backend `megatron`",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "asks for a mesh of the sizes in `PARALLELISM_CONFIG_…`",
-    "ACCELERATE_USE_TPU": "asks for the processes of a TPU machine",
-    "ACCELERATE_XLA_SPMD": "asks for the backend `xla`: one process, a mesh of its devices",
+    "ACCELERATE_PLUGINS": "comma-separated names of extensions to activate",
+    "ACCELERATE_USE_DEEPSPEED": "select the backend `deepspeed`",
+    "ACCELERATE_USE_FSDP": "select the backend `fsdp2`",
+    "ACCELERATE_USE_MEGATRON_LM": "select the backend `megatron`",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "use a device mesh with the sizes in `PARALLELISM_CONFIG_…`",
+    "ACCELERATE_USE_TPU": "start the processes of a TPU machine",
+    "ACCELERATE_XLA_SPMD": "select the backend `xla`: one process with a mesh of its devices",
 }
 #: What processes of ours tell each other.
 INTERNAL = {"ACCELERATE_AGENT_PID", "ACCELERATE_PROVENANCE", "ACCELERATE_TESTING_RESULTS"}
@@ -283,12 +292,21 @@ def _variables() -> set[str]:
 
 
 def configuration() -> str:
-    lines = ["# Configuration", "", "Generated from the settings classes; do not edit.", ""]
+    lines = ["# Configuration", ""]
     lines += [
-        "Strongest first: constructor, command line, environment, config file, detection, default.",
-        "`print(accelerator.explain())` shows each value in force and where it came from.",
+        "Every setting with its environment variable and its default, and the keys of the core's settings "
+        "in the config file. "
+        "[Launching](launching.md) lists the options of `accelerate-core launch`.",
+        "",
+        "If several sources set the same value, the first in this list wins: constructor argument, command "
+        "line, environment variable, config file, detection, default. `print(accelerator.explain())` "
+        "shows the value in use and its source for every setting.",
+        "",
+        "This page is generated from the settings classes; do not edit it.",
         "",
         "## The core",
+        "",
+        "Pass these to `Accelerator`, or set them as shown:",
         "",
     ]
     rows: list[list[object]] = [
@@ -303,12 +321,13 @@ def configuration() -> str:
             for f in settings_fields(cls)
         ]
         lines += table(["field", "environment", "default", "meaning"], rows)
-    lines += ["## Other variables", ""]
+    lines += ["## Other environment variables", ""]
+    lines += ["These are not fields of a settings class:", ""]
     rows = [[f"`{name}`", meaning] for name, meaning in sorted(VARIABLES.items())]
     lines += table(["environment", "meaning"], rows)
     untold = _variables() - {*re.findall(r"`(\w+)`", "\n".join(lines))} - INTERNAL
     if untold:
-        sys.exit(f"VARIABLES of docs/generate.py does not tell: {', '.join(sorted(untold))}")
+        sys.exit(f"Add to VARIABLES in docs/generate.py: {', '.join(sorted(untold))}")
     return "\n".join(lines)
 
 
@@ -388,7 +407,7 @@ def launching() -> str:
         if keys:
             rows.append([", ".join(f"`{key}`" for key in keys), f"`--{option.name}`", option.help])
     rows += [
-        ["`distributed_type`", "", "which backend; `MULTI_*` leaves it to the number of processes"],
+        ["`distributed_type`", "", "the backend; with `MULTI_*`, the number of processes decides"],
         [
             "`compute_environment`",
             "",
@@ -401,7 +420,7 @@ def launching() -> str:
     rows.append(["`BACKEND_config`", "`--BACKEND_*`", "settings of any other backend"])
     for extra in sorted({*catalog.KEYS.values()}):
         keys = [f"`{key}`" for key, its in catalog.KEYS.items() if its == extra]
-        rows.append([", ".join(keys), "", f"read by the plugin `{extra}` alone"])
+        rows.append([", ".join(keys), "", f"read only by the plugin `{extra}`"])
     for table_of, word in (
         (accelerate_options.IGNORED_KEYS, "ignored"),
         (accelerate_options.OBSOLETE_KEYS, "obsolete"),
@@ -418,13 +437,20 @@ def drop_in() -> str:
     lines = [
         "# Names of Hugging Face Accelerate 1.15",
         "",
-        "Written by `docs/generate.py` from the drop-in's tables; how it is used stands in "
-        "[its README](../extensions/drop_in/README.md), what behaves otherwise in "
-        "[migration](migration.md).",
+        "Look up here whether a name that your code imports from `accelerate` works with the drop-in. "
+        "[Its README](../extensions/drop_in/README.md) explains how to use it, and "
+        "[migration](migration.md) lists what behaves differently.",
         "",
-        "Each module that is there has every public name of the original's. A name under *exported* comes "
-        "with the package of that extra; without it the name can be "
-        "imported and says what to install when it is used. *Refuses* can be imported, too.",
+        "Every module in this table has all public names of Accelerate's module. The last column lists the "
+        "names that need something more:",
+        "",
+        "* *exported by*: the package of that extra defines the name. You can import it without the "
+        "package; using it then raises an error that says what to install.",
+        "* *refuses*: you can import the name, but using it raises an error "
+        "([why](#names-that-raise-when-used)).",
+        "* *left out*: importing it raises an error ([why](#left-out)).",
+        "",
+        "`docs/generate.py` writes this page from the drop-in's tables; do not edit it.",
         "",
     ]
     rows: list[list[object]] = []
@@ -437,19 +463,25 @@ def drop_in() -> str:
         rows.append(
             [f"`accelerate{'.' * bool(module)}{module}`", len(known), len(here), "; ".join(others)]
         )
-    lines += table(["module", "names", "always there", "others"], rows)
-    lines += ["## Left out", "", "Importing one of these is an error that says so.", ""]
+    lines += table(["module", "names", "always available", "other names"], rows)
+    lines += [
+        "## Left out",
+        "",
+        "Importing one of these names raises an error with the reason:",
+        "",
+    ]
     lines += table(["name", "why"], [[f"`{n}`", why] for n, why in sorted(absent.LEFT_OUT.items())])
-    lines += ["Of the original's modules these are not there:", ""]
+    lines += ["These modules of Accelerate do not exist here:", ""]
     rows = [[f"`accelerate.{name}`", why] for name, why in sorted(absent.MODULES.items())]
     lines += table(["module", "why"], rows)
-    lines += ["## Refuses", ""]
+    lines += ["## Names that raise when used", ""]
     lines += table(["name", "why"], [[f"`{n}`", why] for n, why in sorted(absent.REFUSED.items())])
     lines += [
-        "## Called otherwise",
+        "## Different signatures",
         "",
-        "All other functions, classes and methods take what the original's take, in the same places "
-        "and with the same defaults; a test compares them with a record of the original.",
+        "All other functions, classes and methods take the same arguments as Accelerate's, in the same "
+        "order and with the same defaults. A test compares them with a recording of Accelerate's "
+        "signatures.",
         "",
     ]
     lines += table(
@@ -458,23 +490,27 @@ def drop_in() -> str:
     lines += [
         "## Installed in place of huggingface-accelerate",
         "",
-        "The wheel that `make drop-in` builds is the distribution `accelerate`, and it is not Hugging "
-        "Face's: its modules come from accelerate-core. Libraries ask for the distribution by name and "
-        "version, and some look into its metadata. sentence-transformers starts only if the header "
-        "`Home-page` contains `huggingface`. The header of this wheel is the path of this section in "
-        "the repository, because the project has no public address yet; it names what the wheel "
-        "replaces. `pip show accelerate` shows it.",
+        "The wheel that `make drop-in` builds is a distribution named `accelerate` with modules from "
+        "accelerate-core, not from Hugging Face. It exists because libraries check for the distribution by "
+        "name and version. sentence-transformers also reads the metadata, and starts only if the header "
+        "`Home-page` contains `huggingface`. In this wheel the header is the path of this section in the "
+        "repository, because the project has no public address yet; it names what the wheel replaces. "
+        "`pip show accelerate` prints it.",
         "",
         "## Assigned after construction",
         "",
-        "In the original, attributes of an Accelerator and of its state are plain ones, and libraries "
-        "assign to them after construction: the Trainer of Transformers 4 sets "
-        "`accelerator.ddp_handler`, sentence-transformers `accelerator.even_batches`, TRL "
-        "`accelerator.dataloader_config.dispatch_batches`. Here the value reaches the part that uses "
-        "it, or the assignment is an error that says what to do instead. *No effect* is a warning: "
-        "the original does not use the value either. A value equal to the current one is always "
-        "accepted. Names that are not listed are ordinary attributes, and those of a state are shared "
-        "by all states of the process.",
+        "In Accelerate, the attributes of an Accelerator and of its state are plain, and libraries assign "
+        "to them after construction: the Trainer of Transformers 4 sets `accelerator.ddp_handler`, "
+        "sentence-transformers `accelerator.even_batches`, TRL "
+        "`accelerator.dataloader_config.dispatch_batches`. Here, such an assignment has one of three "
+        "effects:",
+        "",
+        "* *honoured*: the new value is used.",
+        "* *refused*: the assignment raises an error that says what to do instead.",
+        "* *no effect*: a warning is logged; Accelerate does not use the value either.",
+        "",
+        "Assigning a value that equals the current one always works. Names that are not listed are "
+        "ordinary attributes. All states of a process share the attributes of a state.",
         "",
     ]
     rows = [
@@ -486,10 +522,10 @@ def drop_in() -> str:
         [
             "`gradient_state.plugin_kwargs`",
             "honoured",
-            "from the next micro-batch on, also by `update(...)` and key by key",
+            "from the next micro-batch on; also with `update(...)` or by key",
         ]
     )
-    lines += table(["assigned to", "effect", "how, or what to do instead"], rows)
+    lines += table(["attribute", "effect", "when it applies, or what to do instead"], rows)
     return "\n".join(lines)
 
 

@@ -309,7 +309,7 @@ WRONG_FILES: dict[str, tuple[str, ...]] = {
     "distributed_type: MULTIGPU": ("Did you mean 'MULTI_GPU'?", "line 1"),
     "distributed_type: FDSP": ("Did you mean 'FSDP'?",),
     "compute_environment: LOCAL": ("is not one of", "line 1"),
-    "compute_environment: AMAZON_SAGEMAKER": ("not started from here",),
+    "compute_environment: AMAZON_SAGEMAKER": ("cannot be started from here",),
     "gpu_ids: 0,0": ("must be different numbers", "line 1"),
     "gpu_ids: first": ("must be different numbers",),
     "gpu_ids: [0, 1]": ("must be a text",),

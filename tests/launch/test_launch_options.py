@@ -166,7 +166,7 @@ def test_help_lists_each_option_once_and_nothing_of_fsdp1_alone(tmp_path: Path) 
         (["--mixed_precision", "fp8", "--fp8_backend", "tee"], "Did you mean 'TE'?"),
         (["--mixed_precision", "fp8", "--fp8_opt_lvl", "O1"], "Did you mean '--fp8_opt_level'?"),
         (["--tpu_nam", "a"], "the plugin 'xla' does not have it. Did you mean '--tpu_name'?"),
-        (["--aws_access_key_id", "k"], "Credentials do not belong on a command line"),
+        (["--aws_access_key_id", "k"], "Don't pass credentials on a command line"),
     ],
 )
 def test_wrong_options_of_plugins(tmp_path: Path, arguments: list[str], message: str) -> None:

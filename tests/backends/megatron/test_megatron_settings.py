@@ -324,7 +324,7 @@ def test_no_field_is_taken_without_anyone_reading_it():
     own = package.pop("settings.py")
     others = "\n".join(package.values())
     for field in FIELDS:
-        if field.name in ours._REFUSED or field.help == "without effect":
+        if field.name in ours._REFUSED or field.help == "no effect":
             continue
         by_name = rf"\b(plugin|args)\.{field.name}\b|\"{field.name}\""
         assert re.search(by_name, others) or re.search(rf"self\.{field.name}\b", own), field.name

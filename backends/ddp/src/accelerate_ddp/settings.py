@@ -31,10 +31,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
     broadcast_buffers: bool = option(default=True, help="send rank 0's buffers before each forward")
     bucket_cap_mb: int = option(default=25, help="size of a gradient bucket in MiB", ge=1)
     find_unused_parameters: bool = option(
-        default=False, help="look for parameters a forward did not use"
+        default=False, help="look for parameters that a forward did not use"
     )
     check_reduction: bool = option(default=False, help="older: torch ignores it")
-    gradient_as_bucket_view: bool = option(default=False, help="let gradients live in the buckets")
+    gradient_as_bucket_view: bool = option(default=False, help="store gradients in the buckets")
     static_graph: bool = option(default=False, help="the graph is the same in every step")
     comm_hook: DDPCommunicationHookType = option(
         default=DDPCommunicationHookType.NO, help="no, fp16, bf16, power_sgd or batched_power_sgd"

@@ -29,7 +29,7 @@ _Launcher = Literal["standard", "pdsh", "openmpi", "mvapich", "mpich", "impi", "
     yaml_prefix="deepspeed_",
 )
 class DeepSpeedPlugin(BackendSettings):
-    """Options of DeepSpeed; with `hf_ds_config` any that DeepSpeed has.
+    """Options of DeepSpeed. `hf_ds_config` can set every other option that DeepSpeed has.
 
     A field that is set must not contradict the config. Without a config and without `zero_stage`
     the stage is 2.
@@ -49,7 +49,7 @@ class DeepSpeedPlugin(BackendSettings):
 
     hf_ds_config: Any = option(
         default=None,
-        help="DeepSpeed's own config: a JSON file, JSON, or base64 of JSON",
+        help="DeepSpeed's own config: a JSON file, JSON, or base64-encoded JSON",
         env="ACCELERATE_DEEPSPEED_CONFIG_FILE",
         yaml="deepspeed_config_file",
     )
@@ -66,7 +66,7 @@ class DeepSpeedPlugin(BackendSettings):
     )
     zero_stage: int | None = option(
         default=None,
-        help="what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters",
+        help="what to shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters",
         cli="zero_stage",
         choices=("2", "0", "1", "3"),
         ge=0,
@@ -99,7 +99,7 @@ class DeepSpeedPlugin(BackendSettings):
     )
     zero3_init_flag: bool | None = option(
         default=None,
-        help="shard parameters while the model is made (stage 3)",
+        help="shard parameters while the model is constructed (stage 3)",
         ask="Shard parameters while the model is made?",
         ask_if="zero_stage=3",
         env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
@@ -117,17 +117,17 @@ class DeepSpeedPlugin(BackendSettings):
         yaml="deepspeed_moe_layer_cls_names",
     )
     enable_msamp: bool | None = option(
-        default=None, help="not offered: MS-AMP needs DeepSpeed 0.13"
+        default=None, help="not supported: MS-AMP needs DeepSpeed 0.13"
     )
-    msamp_opt_level: str | None = option(default=None, help="not offered")
+    msamp_opt_level: str | None = option(default=None, help="not supported")
     hostfile: str | None = option(default=None, help="hosts and their slots, for several machines")
     exclusion_filter: str | None = option(default=None, help="hosts and slots to leave out")
-    inclusion_filter: str | None = option(default=None, help="hosts and slots to use, no others")
+    inclusion_filter: str | None = option(default=None, help="the only hosts and slots to use")
     multinode_launcher: _Launcher | None = option(
         default=None, help="how other machines are reached: " + ", ".join(get_args(_Launcher))
     )
     multinode_launcher_args: str | None = option(
-        default=None, help="further arguments of that launcher, in one text"
+        default=None, help="further arguments of that launcher, in one string"
     )
 
     def __post_init__(self) -> None:
@@ -241,7 +241,7 @@ class DeepSpeedPlugin(BackendSettings):
     yaml_prefix="parallelism_config_",
 )
 class DeepSpeedSequenceParallelConfig:
-    """How a sequence is shared by Ulysses (ALST) of DeepSpeed: `ParallelismConfig(sp_handler=…)`.
+    """How DeepSpeed's Ulysses (ALST) splits a sequence: `ParallelismConfig(sp_handler=…)`.
 
     Args:
         sp_seq_length: tokens of the whole sequence.
@@ -253,7 +253,7 @@ class DeepSpeedSequenceParallelConfig:
     sp_seq_length: int | None = option(default=None, help="tokens of the whole sequence")
     sp_seq_length_is_variable: bool = option(default=True, help="whether lengths differ")
     sp_attn_implementation: Literal["sdpa", "flash_attention_2", "flash_attention_3"] = option(
-        default="sdpa", help="attention inside of Ulysses"
+        default="sdpa", help="attention inside Ulysses"
     )
 
 

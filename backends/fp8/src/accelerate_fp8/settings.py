@@ -25,7 +25,7 @@ _NAMES: dict[str, Any] = {
 
 @settings(**_NAMES)
 class FP8Settings:
-    """Which library computes in 8 bits; a recipe in `kwargs_handlers` says so as well."""
+    """Which library computes in 8 bits. A recipe in `kwargs_handlers` also selects it."""
 
     backend: Literal["AO", "TE", "MSAMP"] | None = option(
         default=None,
@@ -59,14 +59,14 @@ class AORecipeKwargs(KwargsHandler):
     """
 
     config: Any = option(
-        default=None, help="a torchao Float8LinearConfig instead", env=(), key="", cli=()
+        default=None, help="a torchao Float8LinearConfig to use instead", env=(), key="", cli=()
     )
     module_filter_func: Callable[..., Any] | None = option(
-        default=None, help="(module, name) -> whether it is converted", env=(), key="", cli=()
+        default=None, help="(module, name) -> whether to convert it", env=(), key="", cli=()
     )
     pad_inner_dim: bool = option(
         default=True,
-        help="pad matrices whose inner dimension is no multiple of 16",
+        help="pad matrices whose inner dimension is not a multiple of 16",
         ask="Pad matrices whose inner dimension is no multiple of 16?",
         ask_if="backend=AO",
     )
@@ -81,10 +81,10 @@ class AORecipeKwargs(KwargsHandler):
         ask_if="backend=AO",
     )
     emulate: bool | None = option(
-        default=None, help="compute fp8 in fp32 (default: where the device has no fp8)"
+        default=None, help="compute fp8 in fp32 (default: if the device has no fp8)"
     )
     precompute_scales: bool = option(
-        default=True, help="compute all weights' scales by one collective after each step"
+        default=True, help="compute the scales of all weights in one collective after each step"
     )
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ def _one_of(name: str, value: str, allowed: Collection[str]) -> str:
 
 @settings(**_NAMES)
 class TERecipeKwargs(KwargsHandler):
-    """Transformer Engine: its layers compute in fp8 inside of its autocast.
+    """Transformer Engine: its layers compute in fp8 inside its autocast.
 
     Args:
         use_autocast_during_eval: compute in fp8 in evaluation mode too.
@@ -171,7 +171,7 @@ class TERecipeKwargs(KwargsHandler):
         ask_if="backend=TE",
     )
     margin: int = option(default=0, help="bits of margin of the scales (delayed, mxfp8)")
-    interval: int = option(default=1, help="gone from Transformer Engine: 1 alone is taken")
+    interval: int = option(default=1, help="removed from Transformer Engine; only 1 is accepted")
     fp8_format: str = option(
         default="HYBRID",
         env="ACCELERATE_FP8_FORMAT",
@@ -191,12 +191,12 @@ class TERecipeKwargs(KwargsHandler):
         choices=_ALGORITHMS,
         yaml="amax_compute_algorithm",
         cli="fp8_amax_compute_algo",
-        help="max or most_recent, of the history (delayed)",
+        help="max or most_recent value of the history (delayed)",
     )
     override_linear_precision: Any = option(
         default=(False, False, False),
         env=[f"ACCELERATE_FP8_OVERRIDE_{one}" for one in ("LINEAR_PRECISION", *_PASSES)],
-        help="gone from Transformer Engine: false,false,false alone is taken",
+        help="removed from Transformer Engine; only false,false,false is accepted",
     )
     use_mxfp8_block_scaling: bool = option(default=False, help="the same as recipe mxfp8")
     recipe: Any = option(
@@ -209,8 +209,8 @@ class TERecipeKwargs(KwargsHandler):
         ask="Which recipe of Transformer Engine?",
         ask_if="backend=TE",
     )
-    quantized_weights: bool = option(default=False, help="keep frozen weights in 8 bits alone")
-    reduce_amax: bool = option(default=True, help="share largest values over data ranks (delayed)")
+    quantized_weights: bool = option(default=False, help="keep frozen weights only in 8 bits")
+    reduce_amax: bool = option(default=True, help="share maximum values over data ranks (delayed)")
 
     def __post_init__(self) -> None:
         self.fp8_format = _one_of("fp8_format", self.fp8_format, _FORMATS)
@@ -271,7 +271,7 @@ class TERecipeKwargs(KwargsHandler):
 
 @settings(**_NAMES)
 class MSAMPRecipeKwargs(KwargsHandler):
-    """MS-AMP, a library that is no longer maintained; nothing of this was run with it.
+    """MS-AMP, which is no longer maintained. This was never run with the library.
 
     Args:
         opt_level: `O1` (weights and gradients in 8 bits) or `O2` (optimizer states too).
@@ -289,7 +289,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
 
 @settings(**_NAMES)
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """Older: the options of both; use `TERecipeKwargs` or `MSAMPRecipeKwargs`."""
+    """Deprecated: use `TERecipeKwargs` or `MSAMPRecipeKwargs`."""
 
     backend: str | None = option(
         default=None, env="ACCELERATE_FP8_BACKEND", choices=("TE", "MSAMP"), help="TE or MSAMP"

@@ -33,7 +33,7 @@ _DTYPES = {
 
 @settings(env_prefix="FSDP_", section="fsdp_config", argument="fsdp_plugin", yaml_prefix="fsdp_")
 class FullyShardedDataParallelPlugin(BackendSettings):
-    """Options of `torch.distributed.fsdp.fully_shard`, and what is done around it.
+    """Options of `torch.distributed.fsdp.fully_shard` and of the backend around it.
 
     Fields that only FSDP1 had are mapped to what does the same, or refused with it.
 
@@ -53,20 +53,20 @@ class FullyShardedDataParallelPlugin(BackendSettings):
         ConfigurationError: FSDP1, or one of its options without a successor.
     """
 
-    fsdp_version: int | None = option(default=2, help="2; 1 is not offered", env="FSDP_VERSION")
+    fsdp_version: int | None = option(default=2, help="only 2 is supported", env="FSDP_VERSION")
     sharding_strategy: Any = option(
         default=None,
-        help="older: see reshard_after_forward",
+        help="older: use reshard_after_forward",
         choices=(*_STRATEGIES.values(), "HYBRID_SHARD_ZERO2", *_STRATEGIES),
     )
     reshard_after_forward: Any = option(
         default=None,
-        help="free whole parameters after forward; an int: keep shards of that many",
+        help="free whole parameters after forward; an integer keeps shards over that many ranks",
         ask="Free whole parameters after forward, for less memory and more communication?",
     )
     backward_prefetch: Any = option(
         default=None,
-        help="older: FSDP2 always gathers ahead in backward",
+        help="older: FSDP2 always prefetches in backward",
         yaml=("fsdp_backward_prefetch_policy", "backward_prefetch_policy"),
         choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
     )
@@ -88,22 +88,22 @@ class FullyShardedDataParallelPlugin(BackendSettings):
     ignored_modules: Any = option(default=None, help="modules, or a pattern of their names")
     state_dict_type: Any = option(
         default=None,
-        help="SHARDED_STATE_DICT, or FULL_STATE_DICT as of one process",
+        help="SHARDED_STATE_DICT, or FULL_STATE_DICT as one process would write it",
         choices=_STATE,
         ask="How are checkpoints written?",
     )
-    state_dict_config: Any = option(default=None, help="older: its class is state_dict_type")
-    optim_state_dict_config: Any = option(default=None, help="older: its class is state_dict_type")
-    limit_all_gathers: bool = option(default=True, help="older: FSDP2 always does")
-    use_orig_params: bool | None = option(default=None, help="older: FSDP2 always does")
-    param_init_fn: Any = option(default=None, help="older: load onto the meta device")
+    state_dict_config: Any = option(default=None, help="older: use state_dict_type")
+    optim_state_dict_config: Any = option(default=None, help="older: use state_dict_type")
+    limit_all_gathers: bool = option(default=True, help="older: FSDP2 always does this")
+    use_orig_params: bool | None = option(default=None, help="older: FSDP2 always does this")
+    param_init_fn: Any = option(default=None, help="older: construct the model on the meta device")
     sync_module_states: bool | None = option(
-        default=None, help="send rank 0's weights to all; False: check that they are alike"
+        default=None, help="send rank 0's weights to all ranks; False: check that they are equal"
     )
     forward_prefetch: bool | None = option(default=None, help="gather the next unit in forward")
     activation_checkpointing: bool | None = option(
         default=None,
-        help="compute activations of each unit again in backward",
+        help="recompute activations of each unit in backward",
         ask="Compute activations again in backward, for less memory?",
     )
     activation_checkpointing_offload: bool | None = option(
@@ -111,7 +111,7 @@ class FullyShardedDataParallelPlugin(BackendSettings):
     )
     cpu_ram_efficient_loading: bool | None = option(
         default=None,
-        help="only rank 0 loads weights; the others make the model on meta",
+        help="only rank 0 loads weights; the others construct the model on the meta device",
         ask="Load pretrained weights on the first process only?",
     )
     transformer_cls_names_to_wrap: list[str] | str | None = option(
@@ -363,7 +363,7 @@ def _dtype(value: Any) -> torch.dtype | None:
 
 @settings(env_prefix="PARALLELISM_CONFIG_TP_")
 class TorchTensorParallelConfig(KwargsHandler):
-    """How tensor parallelism is done.
+    """Options of tensor parallelism.
 
     `plan` maps names of modules, with `*` for one part of a name, to a style: `colwise`, `rowwise`,
     `sequence` or one of torch's `ParallelStyle` objects. Without one, the model's own `tp_plan` is
@@ -381,7 +381,7 @@ class TorchTensorParallelConfig(KwargsHandler):
     yaml_prefix="parallelism_config_",
 )
 class TorchContextParallelConfig(KwargsHandler):
-    """How context parallelism (ring attention) passes keys and values on."""
+    """How context parallelism (ring attention) exchanges keys and values."""
 
     cp_comm_strategy: Literal["allgather", "alltoall"] = option(
         default="allgather", help="allgather or alltoall"

@@ -162,23 +162,23 @@ class MegatronLMPlugin(BackendSettings):
     pp_degree: int | None = option(
         default=None, help="stages of the pipeline", ge=1, ask="Stages of the pipeline?"
     )
-    use_custom_fsdp: bool | None = option(default=None, help="not offered: see backend fsdp2")
-    overlap_cpu_optimizer_d2h_h2d: bool | None = option(default=None, help="not offered")
+    use_custom_fsdp: bool | None = option(default=None, help="not supported: see backend fsdp2")
+    overlap_cpu_optimizer_d2h_h2d: bool | None = option(default=None, help="not supported")
     no_load_optim: bool | None = option(
-        default=None, help="loading a checkpoint leaves the optimizer as it is"
+        default=None, help="loading a checkpoint leaves the optimizer unchanged"
     )
     eod_mask_loss: bool | None = option(
-        default=None, help="indexed data: what follows an end of document counts for no loss"
+        default=None, help="indexed data: ignore what follows an end of document in the loss"
     )
-    no_save_optim: bool | None = option(default=None, help="checkpoints have no optimizer")
-    optimizer_cpu_offload: bool | None = option(default=None, help="not offered")
-    use_precision_aware_optimizer: bool | None = option(default=None, help="not offered")
+    no_save_optim: bool | None = option(default=None, help="save checkpoints without the optimizer")
+    optimizer_cpu_offload: bool | None = option(default=None, help="not supported")
+    use_precision_aware_optimizer: bool | None = option(default=None, help="not supported")
     decoder_last_pipeline_num_layers: int | None = option(
         default=None, help="layers of the last stage; the others share the rest", ge=1
     )
     recompute_granularity: Literal["full", "selective"] | None = option(
         default=None,
-        help="what is computed again in backward: full layers, or selective: attention",
+        help="what to recompute in backward: full (layers) or selective (attention)",
     )
     recompute_method: Literal["uniform", "block"] | None = option(
         default=None, help="with full: chunks of all layers, or only the first ones of a stage"
@@ -195,7 +195,7 @@ class MegatronLMPlugin(BackendSettings):
         default=None, help="ranks that share the experts", ge=1
     )
     context_parallel_size: int | None = option(
-        default=None, help="not offered above 1: see backend fsdp2", ge=1
+        default=None, help="not supported above 1: see backend fsdp2", ge=1
     )
     attention_dropout: float | None = option(
         default=None, help="dropout of attention; None: the model's", ge=0, le=1
@@ -210,30 +210,30 @@ class MegatronLMPlugin(BackendSettings):
         default=None, help="ranks that share each expert's layers; None: tp_degree", ge=1
     )
     calculate_per_token_loss: bool | None = option(
-        default=None, help="not offered: see accumulate(num_items=...)"
+        default=None, help="not supported: see accumulate(num_items=...)"
     )
     use_rotary_position_embeddings: bool | None = option(
-        default=None, help="only compared with the positions that the model has"
+        default=None, help="only checked against the model's positions"
     )
     num_micro_batches: int | None = option(
         default=None,
-        help="parts that a batch is run in",
+        help="number of parts that a batch is split into",
         ge=1,
         ask="Micro-batches of a batch?",
     )
     gradient_clipping: float | None = option(
         default=None,
-        help="largest norm of the gradients, in steps that the script has not clipped; 0: none",
+        help="largest norm of the gradients in steps that the script has not clipped; 0: no limit",
         ge=0,
     )
     sequence_parallelism: bool | None = option(
         default=None,
-        help="share activations between layers along the sequence, too (tp above 1)",
+        help="also split activations between layers along the sequence (tp above 1)",
         ask="Share activations between layers along the sequence, too?",
     )
     recompute_activations: bool | None = option(
         default=None,
-        help="compute attention again in backward (selective)",
+        help="recompute attention in backward (selective)",
         ask="Compute attention again in backward, for less memory?",
     )
     use_distributed_optimizer: bool | None = option(
@@ -241,11 +241,11 @@ class MegatronLMPlugin(BackendSettings):
         help="share the optimizer's state among data ranks",
         ask="Share the optimizer's state among data ranks?",
     )
-    pipeline_model_parallel_split_rank: int | None = option(default=None, help="not offered")
+    pipeline_model_parallel_split_rank: int | None = option(default=None, help="not supported")
     num_layers_per_virtual_pipeline_stage: int | None = option(
         default=None, help="interleaved schedule: layers of each of a rank's stages", ge=1
     )
-    is_train_batch_min: bool = option(default=True, help="without effect")
+    is_train_batch_min: bool = option(default=True, help="no effect")
     train_iters: int | None = option(
         default=None, help="optimizer steps of the whole training, for the schedule", ge=1
     )
@@ -266,44 +266,42 @@ class MegatronLMPlugin(BackendSettings):
     lr_decay_samples: int | None = option(
         default=None, help="samples until min_lr; None: train_samples", ge=1
     )
-    lr_warmup_iters: int | None = option(default=None, help="optimizer steps of warming up", ge=0)
-    lr_warmup_samples: int | None = option(default=None, help="samples of warming up", ge=0)
+    lr_warmup_iters: int | None = option(default=None, help="optimizer steps of the warm-up", ge=0)
+    lr_warmup_samples: int | None = option(default=None, help="samples of the warm-up", ge=0)
     lr_warmup_fraction: float | None = option(
-        default=None, help="warming up as a part of the time until min_lr", ge=0, lt=1
+        default=None, help="warm-up as a fraction of the time until min_lr", ge=0, lt=1
     )
-    min_lr: float = option(default=0, help="least learning rate", ge=0)
+    min_lr: float = option(default=0, help="smallest learning rate", ge=0)
     consumed_samples: list[int] | None = option(
-        default=None, help="indexed data: samples of train, valid, test that are used up"
+        default=None, help="indexed data: samples of train, valid and test that were already used"
     )
-    no_wd_decay_cond: Any = _of_code("not offered: give groups of the optimizer a weight decay")
-    scale_lr_cond: Any = _of_code("not offered: give groups of the optimizer an lr")
-    lr_mult: float = option(default=1.0, help="not offered: give groups of the optimizer an lr")
-    megatron_dataset_flag: bool = option(default=False, help="without effect")
-    seq_length: int | None = option(default=None, help="without effect", ge=1)
-    encoder_seq_length: int | None = option(default=None, help="not offered")
-    decoder_seq_length: int | None = option(default=None, help="without effect", ge=1)
-    tensorboard_dir: str | None = option(default=None, help="not offered: see log_with")
-    set_all_logging_options: bool = option(default=False, help="not offered: see log_with")
+    no_wd_decay_cond: Any = _of_code("not supported: give groups of the optimizer a weight decay")
+    scale_lr_cond: Any = _of_code("not supported: give groups of the optimizer an lr")
+    lr_mult: float = option(default=1.0, help="not supported: give groups of the optimizer an lr")
+    megatron_dataset_flag: bool = option(default=False, help="no effect")
+    seq_length: int | None = option(default=None, help="no effect", ge=1)
+    encoder_seq_length: int | None = option(default=None, help="not supported")
+    decoder_seq_length: int | None = option(default=None, help="no effect", ge=1)
+    tensorboard_dir: str | None = option(default=None, help="not supported: see log_with")
+    set_all_logging_options: bool = option(default=False, help="not supported: see log_with")
     eval_iters: int = option(default=100, help="indexed data: batches of a validation", ge=0)
     eval_interval: int = option(
         default=1000, help="indexed data: optimizer steps from one validation to the next", ge=1
     )
-    return_logits: bool = option(default=False, help="steps return logits beside the loss")
+    return_logits: bool = option(default=False, help="steps return logits in addition to the loss")
     custom_train_step_class: Any = _of_code(
-        "in the script: class derived from AbstractTrainStep, the forward step"
+        "in the script: a subclass of AbstractTrainStep that runs the forward step"
     )
     custom_train_step_kwargs: dict[str, Any] | None = _of_code(
         "in the script: further arguments of that class"
     )
-    custom_model_provider_function: Any = _of_code("not offered: pass the function to prepare")
-    custom_prepare_model_function: Any = _of_code("not offered: pass the function to prepare")
+    custom_model_provider_function: Any = _of_code("not supported: pass the function to prepare")
+    custom_prepare_model_function: Any = _of_code("not supported: pass the function to prepare")
     custom_megatron_datasets_provider_function: Any = _of_code(
-        "in the script: makes indexed data sets, of their sizes"
+        "in the script: creates indexed datasets of the given sizes"
     )
-    custom_get_batch_function: Any = _of_code(
-        "in the script: makes of a batch what the model takes"
-    )
-    custom_loss_function: Any = _of_code("in the script: makes of outputs the loss")
+    custom_get_batch_function: Any = _of_code("in the script: turns a batch into model inputs")
+    custom_loss_function: Any = _of_code("in the script: computes the loss from outputs")
     other_megatron_args: dict[str, Any] | None = option(
         default=None, help="further fields of megatron-core's TransformerConfig", cli=()
     )

@@ -21,14 +21,14 @@ class XLAPlugin(KwargsHandler):
     )
     downcast_bf16: bool = option(
         default=False,
-        help="with bf16: keep parameters and buffers in bf16, too",
+        help="with bf16, also keep parameters and buffers in bf16",
         env="ACCELERATE_DOWNCAST_BF16",
         ask="Keep parameters and buffers in bf16, too?",
         ask_if="mixed_precision=bf16",
     )
     state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] = option(
         default="FULL_STATE_DICT",
-        help="checkpoints: whole, or in the shards of the devices",
+        help="write whole checkpoints, or the shards of the devices",
         ask="How are checkpoints written?",
     )
     metrics: bool = option(

@@ -22,7 +22,7 @@ class CoreSettings:
     backend: str | None = option(default=None, help="name of the backend plugin; default: detected")
     mixed_precision: str = option(
         default="no",
-        help="precision of forward and backward: no, fp16, bf16, or one a plugin adds",
+        help="precision of forward and backward: no, fp16, bf16, or one that a plugin adds",
         env=("ACCELERATE_MIXED_PRECISION", "USE_FP16"),
         read=_precision,
     )
@@ -31,7 +31,7 @@ class CoreSettings:
     )
     cpu: bool = option(
         default=False,
-        help="run on the CPU whatever devices are there",
+        help="run on the CPU even if accelerators are present",
         env="ACCELERATE_USE_CPU",
         key="use_cpu",
     )
@@ -42,10 +42,10 @@ class CoreSettings:
         default=False, help="check shapes before collectives", env="ACCELERATE_DEBUG_MODE"
     )
     process_group_timeout: float | None = option(
-        default=None, help="seconds a collective may wait", ge=1, le=10**9
+        default=None, help="time limit of a collective in seconds", ge=1, le=10**9
     )
     upcast_outputs: bool = option(
-        default=True, help="convert half precision outputs of models to fp32"
+        default=True, help="convert half-precision outputs of models to fp32"
     )
     scheduler_steps: str = option(
         default="per_process",
@@ -55,16 +55,16 @@ class CoreSettings:
     )
     preemption_signals: str | None = option(
         default=None,
-        help="signals on which the run saves and leaves with status 75, such as SIGTERM,SIGUSR1",
+        help="signals after which the run saves and exits with status 75, such as SIGTERM,SIGUSR1",
     )
     checkpointer: str | None = option(
         default=None, help="plugin that saves and loads; default: directory"
     )
     tracking: str | None = option(
-        default=None, help="plugin that feeds the trackers; default: queued"
+        default=None, help="plugin that passes values to the trackers; default: queued"
     )
     loaders: str | None = option(
-        default=None, help="plugin that makes prepared data loaders; default: the core"
+        default=None, help="plugin that prepares data loaders; default: the core"
     )
 
 

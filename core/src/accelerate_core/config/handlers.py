@@ -14,16 +14,16 @@ _Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-c
 
 @settings
 class AutocastKwargs(KwargsHandler):
-    """How `torch.autocast` is entered.
+    """Arguments of `torch.autocast`.
 
     `upcast_outputs=False` leaves half precision outputs of a prepared model as
     they are; `None` follows the Accelerator's own setting.
     """
 
-    enabled: bool = option(default=True, help="enter autocast at all")
-    cache_enabled: bool | None = option(default=None, help="cache weights cast inside one region")
+    enabled: bool = option(default=True, help="turn autocast on")
+    cache_enabled: bool | None = option(default=None, help="cache cast weights within a region")
     upcast_outputs: bool | None = option(
-        default=None, help="convert half precision outputs to fp32"
+        default=None, help="convert half-precision outputs to fp32"
     )
 
 
@@ -31,11 +31,11 @@ class AutocastKwargs(KwargsHandler):
 class GradScalerKwargs(KwargsHandler):
     """How `torch.amp.GradScaler` scales the loss under fp16."""
 
-    init_scale: float = option(default=65536.0, help="first scale", gt=0)
-    growth_factor: float = option(default=2.0, help="factor after growth_interval good steps", gt=1)
-    backoff_factor: float = option(default=0.5, help="factor after an overflow", gt=0, lt=1)
-    growth_interval: int = option(default=2000, help="good steps between two growths", ge=1)
-    enabled: bool = option(default=True, help="scale at all")
+    init_scale: float = option(default=65536.0, help="initial scale", gt=0)
+    growth_factor: float = option(default=2.0, help="factor by which the scale grows", gt=1)
+    backoff_factor: float = option(default=0.5, help="scale factor after an overflow", gt=0, lt=1)
+    growth_interval: int = option(default=2000, help="good steps before the scale grows", ge=1)
+    enabled: bool = option(default=True, help="turn loss scaling on")
 
 
 @settings
@@ -48,16 +48,16 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     backend: str | None = option(default=None, help="communication backend, e.g. gloo or nccl")
     init_method: str | None = option(
-        default=None, help="rendezvous URL, instead of the launcher's store"
+        default=None, help="rendezvous URL to use instead of the launcher's store"
     )
-    timeout: timedelta | None = option(default=None, help="how long a collective may wait")
+    timeout: timedelta | None = option(default=None, help="time limit of a collective")
 
 
 @settings
 class DataLoaderConfiguration:
-    """How prepared data loaders share the data out."""
+    """How prepared data loaders split data between ranks."""
 
-    split_batches: bool = option(default=False, help="the loader's batch size is the global one")
+    split_batches: bool = option(default=False, help="the batch size is for all ranks together")
     dispatch_batches: bool | None = option(
         default=None, help="one rank reads and sends; default: True for iterable datasets"
     )
@@ -65,15 +65,15 @@ class DataLoaderConfiguration:
         default=True, help="repeat samples so that every rank has equal batches"
     )
     use_seedable_sampler: bool = option(
-        default=False, help="shuffle as a function of seed and epoch alone"
+        default=False, help="shuffle depending only on seed and epoch"
     )
     data_seed: int | None = option(default=None, help="seed of the seedable sampler")
     non_blocking: bool = option(default=False, help="copy batches to the device asynchronously")
     use_stateful_dataloader: bool = option(default=False, help="use torchdata's StatefulDataLoader")
     #: None means yes; of the import name `accelerate`: if use_stateful_dataloader.
-    restore_positions: bool | None = option(default=None, help="load_state goes on in the epoch")
+    restore_positions: bool | None = option(default=None, help="load_state continues mid-epoch")
     read_ahead: bool = option(
-        default=True, help="when dispatching, read the next step on a thread meanwhile"
+        default=True, help="when dispatching, read the next step on a thread in the meantime"
     )
 
 
@@ -82,17 +82,17 @@ class ProjectConfiguration:
     """Where checkpoints and logs go."""
 
     project_dir: str | os.PathLike[str] | None = option(
-        default=None, help="root of logs and checkpoints"
+        default=None, help="root directory of logs and checkpoints"
     )
     logging_dir: str | os.PathLike[str] | None = option(default=None, help="default: project_dir")
     automatic_checkpoint_naming: bool = option(
-        default=False, help="save_state numbers its directories"
+        default=False, help="save_state chooses numbered directories"
     )
     total_limit: int | None = option(
-        default=None, help="how many numbered checkpoints are kept", ge=1
+        default=None, help="number of numbered checkpoints to keep", ge=1
     )
     iteration: int = option(default=0, help="number of the next checkpoint", ge=0)
-    save_on_each_node: bool = option(default=False, help="save once per machine, not once")
+    save_on_each_node: bool = option(default=False, help="save once on each machine")
 
     def __post_init__(self) -> None:
         if self.logging_dir is None:
@@ -133,12 +133,12 @@ class TorchDynamoPlugin(KwargsHandler):
     """
 
     backend: str | None = option(
-        default=None, help="compiler, e.g. inductor or aot_eager; 'no' is off"
+        default=None, help="compiler, such as inductor or aot_eager; 'no' turns it off"
     )
     mode: _Mode | None = option(default=None, help="default, reduce-overhead or max-autotune")
     fullgraph: bool | None = option(
         default=None,
-        help="fail where the graph breaks",
+        help="raise an error if the graph breaks",
         env="ACCELERATE_DYNAMO_USE_FULLGRAPH",
         yaml="dynamo_use_fullgraph",
     )
@@ -149,9 +149,9 @@ class TorchDynamoPlugin(KwargsHandler):
         yaml="dynamo_use_dynamic",
     )
     options: Any = option(default=None, help="options of the compiler")
-    disable: bool = option(default=False, help="keep the settings but do not compile")
+    disable: bool = option(default=False, help="keep the settings, but don't compile")
     use_regional_compilation: bool | None = option(
-        default=None, help="compile repeated blocks, not the whole model"
+        default=None, help="compile repeated blocks instead of the whole model"
     )
 
     def __post_init__(self) -> None:

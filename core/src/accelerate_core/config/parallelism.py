@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @settings
 class TorchTensorParallelPlugin(KwargsHandler):
-    """Older way to ask for tensor parallelism: `ParallelismConfig(tp_size=...)` now."""
+    """Deprecated: use `ParallelismConfig(tp_size=...)`."""
 
     tp_size: int = option(default=1, help="ranks that compute one layer together", ge=1)
-    torch_device_mesh: Any = option(default=None, help="not used: the mesh is made from the sizes")
+    torch_device_mesh: Any = option(default=None, help="ignored: the sizes define the mesh")
 
 
 #: Dimensions that have a name together.
@@ -61,15 +61,15 @@ class ParallelismConfig(KwargsHandler):
     dp_shard_size: int | None = _size("ranks over which parameters are sharded")
     tp_size: int | None = _size("ranks that compute one layer together (tensor parallel)")
     cp_size: int | None = _size("ranks that share a sequence by ring attention (context parallel)")
-    cp_backend: Literal["torch"] | None = option(default=None, help="who does ring attention")
+    cp_backend: Literal["torch"] | None = option(default=None, help="library of ring attention")
     sp_size: int | None = _size("ranks that share a sequence by exchanging heads (Ulysses)")
     sp_backend: str | None = option(
-        default=None, help="who does Ulysses: torch, or the name of a backend"
+        default=None, help="library of Ulysses: torch, or the name of a backend"
     )
     # The classes of these are the backends', which read them.
-    tp_handler: Any = option(default=None, help="details of tp")
-    cp_handler: Any = option(default=None, help="details of cp")
-    sp_handler: Any = option(default=None, help="details of sp")
+    tp_handler: Any = option(default=None, help="options of tp")
+    cp_handler: Any = option(default=None, help="options of cp")
+    sp_handler: Any = option(default=None, help="options of sp")
     pp_size: int | None = _size("ranks that hold consecutive parts of the model (pipeline)")
 
     #: Outermost first: neighbours in the last dimension are neighbours in rank, too.

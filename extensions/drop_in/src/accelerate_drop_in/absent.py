@@ -1,15 +1,15 @@
-"""The names of the original that nothing here stands behind, each with the reason."""
+"""Names of Hugging Face Accelerate that do not work here, each with the reason."""
 
 from __future__ import annotations
 
-_MEGATRON = "a step of the original's prepare; the backend megatron has its own"
+_MEGATRON = "an internal step of Accelerate's prepare; the backend megatron does it differently"
 _XLA = "the backend xla feeds every prepared loader itself, so there is nothing to wrap"
-_SAGEMAKER = "jobs of SageMaker are not started here; run accelerate launch within the job's script"
+_SAGEMAKER = "SageMaker jobs are not supported; run accelerate launch in the job's script"
 
-#: Can be imported, and refuses when it is used.
+#: Can be imported, but raises an error when used.
 REFUSED = {
     "MpDeviceLoaderWrapper": _XLA,
-    "quantize_and_offload_8bit": "quantized weights are not offloaded; name what is to be offloaded in "
+    "quantize_and_offload_8bit": "quantized weights cannot be offloaded; list the modules to offload in "
     "skip_modules of BnbQuantizationConfig",
     **dict.fromkeys(
         ("SageMakerConfig", "prepare_sagemager_args_inputs", "sagemaker_launcher"), _SAGEMAKER
@@ -26,15 +26,15 @@ REFUSED = {
     ),
 }
 
-_HELP = "a detail of the original's parser; accelerate launch --help has groups of its own"
-_TABLE = "a table of the original's converter; ours is convert_config_to_fsdp2"
-_HUB = "a detail of the original's command, which makes a model; ours reads shapes alone"
+_HELP = "an internal of Accelerate's parser; accelerate launch --help has its own option groups"
+_TABLE = "an internal table of Accelerate's converter; use convert_config_to_fsdp2"
+_HUB = "an internal of Accelerate's command, which constructs the model; ours only reads shapes"
 
-#: Cannot be imported: a value, or what only works on the original's own insides.
+#: Cannot be imported: a value, or a helper that only works on Accelerate's internals.
 LEFT_OUT = {
-    "patch_optimizer_step": "it marks steps of the original's own optimizer wrapper for its scaler",
-    "MODEL_CONFIGS_TO_MEGATRON_PARSERS": "a table of the original's readers of models' configs; other "
-    "models come from a function (pre_process, post_process) that is passed to prepare",
+    "patch_optimizer_step": "it only works with Accelerate's own optimizer wrapper and scaler",
+    "MODEL_CONFIGS_TO_MEGATRON_PARSERS": "an internal table of Accelerate's config readers; for other "
+    "models, pass a function (pre_process, post_process) to prepare",
     "FORMAT": _HELP,
     "options_to_group": _HELP,
     **dict.fromkeys(
@@ -43,29 +43,29 @@ LEFT_OUT = {
     ),
     **dict.fromkeys(
         ("clean_lines", "compare_against_test", "get_function_contents_by_name"),
-        "it compares the original's own examples with each other",
+        "it compares Accelerate's own examples with each other",
     ),
-    "description": "the help of a command, see accelerate merge-weights --help",
+    "description": "the help text of a command; run accelerate merge-weights --help",
     **dict.fromkeys(
         ("check_has_model", "create_ascii_table", "create_empty_model", "verify_on_hub"), _HUB
     ),
 }
 
 
-#: Modules of the original that are not there.
+#: Modules of Accelerate that do not exist here.
 MODULES = {
     **dict.fromkeys(
         ("commands.menu", "commands.config.cluster", "commands.config.config"),
-        "questions in a terminal; accelerate config asks with a library",
+        "internals of accelerate config, which asks its questions through a library here",
     ),
     **dict.fromkeys(
         ("commands.config.config_utils", "commands.config.default", "commands.config.update"),
-        "details of accelerate config; write_basic_config is in accelerate.utils",
+        "internals of accelerate config; write_basic_config is in accelerate.utils",
     ),
     "commands.config.sagemaker": _SAGEMAKER,
     **dict.fromkeys(
         ("test_utils.scripts.external_deps", "test_utils.scripts.test_merge_weights"),
-        "scripts of the original's own tests, on models and data of its hub",
+        "scripts of Accelerate's own tests, which need models and data from the Hugging Face Hub",
     ),
 }
 
@@ -76,42 +76,42 @@ def left_out(module: str, name: str) -> str | None:
 
 
 def refused(module: str, name: str) -> str | None:
-    """Return why a name refuses to be used, None if it does not."""
+    """Return why using a name raises an error, None if it does not."""
     return REFUSED.get(name) or REFUSED.get(f"{module}.{name}")
 
 
 def absent(module: str, name: str) -> str | None:
-    """Return why a name that can be imported refuses to be used, None if it does not."""
+    """Return why using an importable name raises an error, None if it does not."""
     reason = refused(module, name)
     return None if reason is None else f"{name}: {reason}."
 
 
-#: Calls of the original that ours does not take, or takes otherwise, each with the reason. A `*` stands
-#: for the constructor and all members.
+#: Signatures that differ from Accelerate's, each with the reason. `*` means the constructor and all
+#: members.
 DIFFERENT: dict[str, str] = {
-    "accelerator.Accelerator": "None stands for 1, and tells that nothing was said",
+    "accelerator.Accelerator": "gradient_accumulation_steps=None means 1, and that no value was passed",
     **dict.fromkeys(
         (
             "accelerator.Accelerator.deepspeed_ulysses_dl_adapter",
             "state.AcceleratorState.get_deepspeed_plugin",
             "state.AcceleratorState.select_deepspeed_plugin",
         ),
-        "there when the backend deepspeed runs",
+        "exists only with the backend deepspeed",
     ),
     **{
-        f"commands.config.config_args.{name}.*": "values by name, of any kind of config file; they "
-        "are checked when they are used"
+        f"commands.config.config_args.{name}.*": "takes the values of any config file by name "
+        "and checks them when they are used"
         for name in ("BaseConfig", "ClusterConfig")
     },
     **{
-        f"data_loader.{name}.adjust_state_dict_for_prefetch": "positions are counted as batches "
-        "are handed out, so that there is nothing to adjust"
+        f"data_loader.{name}.adjust_state_dict_for_prefetch": "positions count the batches "
+        "that the loop received, so there is nothing to adjust"
         for name in (
             *("DataLoaderAdapter", "DataLoaderDispatcher", "DataLoaderShard", "SkipDataLoader"),
         )
     },
     **{
-        f"data_loader.{name}.set_sampler": "a loader is given its sampler before it is prepared"
+        f"data_loader.{name}.set_sampler": "set the sampler before you prepare the loader"
         for name in ("DataLoaderDispatcher", "DataLoaderShard")
     },
     **dict.fromkeys(
@@ -120,10 +120,10 @@ DIFFERENT: dict[str, str] = {
             "data_loader.DataLoaderAdapter.load_state_dict",
             "data_loader.SkipDataLoader.load_state_dict",
         ),
-        "the held loader's own, if it has one",
+        "the wrapped loader's method, if it has one",
     ),
     **{
-        f"{owner}.{name}": "the held scheduler's own, if it has one"
+        f"{owner}.{name}": "the wrapped scheduler's method, if it has one"
         for owner in (
             *("scheduler.AcceleratedScheduler", "utils.deepspeed.DeepSpeedSchedulerWrapper"),
         )
@@ -134,54 +134,54 @@ DIFFERENT: dict[str, str] = {
             "optimizer.AcceleratedOptimizer.zero_grad",
             "utils.deepspeed.DeepSpeedOptimizerWrapper.zero_grad",
         ),
-        "True, torch's default, is what None stands for",
+        "None means True, torch's default",
     ),
-    "parallelism_config.ParallelismConfig": "1 is what None stands for, which may be given, too",
-    "tracking.AimTracker.log_images": "what the library takes is passed by name, not as a dict",
-    "tracking.WandBTracker.log_table": "a table has columns and rows; a dataframe's are "
+    "parallelism_config.ParallelismConfig": "the default is 1, and None also means 1",
+    "tracking.AimTracker.log_images": "pass the library's arguments by name, not as a dict",
+    "tracking.WandBTracker.log_table": "takes columns and rows; for a dataframe, pass "
     "df.columns and df.values.tolist()",
     **{
-        f"tracking.MLflowTracker.{name}": "as of every tracker, see docs/tracking.md; the original's "
-        f"is tracker.tracker.{name} of the library"
+        f"tracking.MLflowTracker.{name}": "same arguments as every tracker (docs/tracking.md); for "
+        f"MLflow's own, call tracker.tracker.{name}"
         for name in ("log_artifact", "log_artifacts", "log_figure")
     },
     **{
-        f"utils.dataclasses.DeepSpeedPlugin.{name}": "a step of the original's prepare; what is "
-        "left to be filled in is filled in there"
+        f"utils.dataclasses.DeepSpeedPlugin.{name}": "an internal step of Accelerate's "
+        "prepare; here prepare fills in the remaining values"
         for name in ("deepspeed_config_process", "fill_match")
     },
     "utils.dataclasses.DeepSpeedPlugin.selected": "the Accelerator knows which plugin it runs with",
-    "utils.dataclasses.DeepSpeedSequenceParallelConfig": "None stands for True and sdpa",
-    "utils.dataclasses.DistributedDataParallelKwargs.to_dict": "all fields, which can all be copied",
-    "utils.dataclasses.FullyShardedDataParallelPlugin": "None stands for 2, the only version",
+    "utils.dataclasses.DeepSpeedSequenceParallelConfig": "None means True and sdpa",
+    "utils.dataclasses.DistributedDataParallelKwargs.to_dict": "returns all fields; all can be copied",
+    "utils.dataclasses.FullyShardedDataParallelPlugin": "None means 2, the only version",
     **{
-        f"utils.dataclasses.{name}": "defaults are written out, where None stands for them"
+        f"utils.dataclasses.{name}": "the signature shows the defaults instead of None"
         for name in ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs")
     },
-    "utils.dataclasses.InitProcessGroupKwargs": "None lets the device decide, nccl for CUDA",
-    "utils.dataclasses.TorchContextParallelConfig": "None stands for allgather",
+    "utils.dataclasses.InitProcessGroupKwargs": "None means the default of the device, such as nccl for CUDA",
+    "utils.dataclasses.TorchContextParallelConfig": "None means allgather",
     **{
-        f"utils.dataclasses.MegatronLMPlugin.{name}": "a step of the original's prepare; fields are "
-        "read when they are needed"
+        f"utils.dataclasses.MegatronLMPlugin.{name}": "an internal step of Accelerate's prepare; "
+        "fields are read when they are needed"
         for name in (
             *("set_mixed_precision", "set_network_size_args", "set_optimizer_type"),
             *("set_scheduler_args", "set_tensorboard_logging_options", "set_training_args"),
         )
     },
     **{
-        f"utils.megatron_lm.{name}.*": "the class of what prepare returns; accelerator.train_step runs "
-        "a step, save_state and load_state keep it"
+        f"utils.megatron_lm.{name}.*": "the class of what prepare returns; use "
+        "accelerator.train_step to run a step, save_state and load_state to keep it"
         for name in (
             *("MegatronEngine", "MegatronLMOptimizerWrapper", "MegatronLMSchedulerWrapper"),
         )
     },
     **{
-        f"utils.megatron_lm.{name}TrainStep.*": "refuses: such models come from a provider, with a "
+        f"utils.megatron_lm.{name}TrainStep.*": "raises an error; use a provider and a "
         "custom_train_step_class"
         for name in ("Bert", "T5")
     },
-    "utils.megatron_lm.MegatronLMDummyDataLoader.*": "prepare makes the loaders; "
-    "accelerate_megatron.build_datasets the datasets alone",
-    "utils.deepspeed.DeepSpeedEngineWrapper.backward": "accelerator.backward(loss) is the one way",
-    "utils.deepspeed.HfDeepSpeedConfig.set_stage_and_offload": "both are read when they are asked",
+    "utils.megatron_lm.MegatronLMDummyDataLoader.*": "prepare creates the "
+    "loaders; accelerate_megatron.build_datasets creates only the datasets",
+    "utils.deepspeed.DeepSpeedEngineWrapper.backward": "call accelerator.backward(loss)",
+    "utils.deepspeed.HfDeepSpeedConfig.set_stage_and_offload": "both are read when they are needed",
 }

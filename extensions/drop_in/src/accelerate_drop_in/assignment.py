@@ -176,17 +176,15 @@ def _replace_list(name: str) -> Callable[[Any, Any], None]:
     return replace
 
 
-_LATER = "for what is prepared from then on"
-_FP8 = (
-    "the recipe is part of the precision: pass it in kwargs_handlers when the Accelerator is made"
-)
-_DERIVED = "it follows from what the Accelerator was made with and has prepared"
-_MADE = "pass it when the Accelerator is made"
+_LATER = "for objects that are prepared afterwards"
+_FP8 = "the recipe is part of the precision: pass it in kwargs_handlers when you create the Accelerator"
+_DERIVED = "it is derived from the arguments of the Accelerator and the prepared objects"
+_MADE = "pass it when you create the Accelerator"
 
 #: Attributes of the Accelerator. Properties that the original cannot set either are not listed.
 ACCELERATOR: dict[str, Rule] = {
     "ddp_handler": Rule(
-        "honoured", "by DDP, for models that are prepared from then on", _set_ddp_handler
+        "honoured", "by DDP, for models that are prepared afterwards", _set_ddp_handler
     ),
     "autocast_handler": Rule("honoured", f"by autocast(), and {_LATER}", _set_autocast_handler),
     "profile_handler": Rule("honoured", "by profile()", _set_profile_handler),
@@ -201,15 +199,15 @@ ACCELERATOR: dict[str, Rule] = {
     ),
     "device_placement": Rule("honoured", _LATER, _set_device_placement),
     "step_scheduler_with_optimizer": Rule(
-        "honoured", "for schedulers that are prepared from then on", _set_step_scheduler
+        "honoured", "for schedulers that are prepared afterwards", _set_step_scheduler
     ),
-    "rng_types": Rule("honoured", "for loaders that are prepared from then on", _set_rng_types),
-    "deepspeed_engine_wrapped": Rule("honoured", "None alone, which frees nothing", _set_engine),
+    "rng_types": Rule("honoured", "for loaders that are prepared afterwards", _set_rng_types),
+    "deepspeed_engine_wrapped": Rule("honoured", "only None, which frees nothing", _set_engine),
     **{
         f"_{name}": Rule("honoured", "in place", _replace_list(f"_{name}"))
         for name in ("models", "optimizers", "schedulers", "dataloaders", "custom_objects")
     },
-    "scaler_handler": Rule("no effect", "the scaler is made with the Accelerator"),
+    "scaler_handler": Rule("no effect", "the scaler is created with the Accelerator"),
     "init_handler": Rule("no effect", "the process group is started with the Accelerator"),
     **dict.fromkeys(
         ("fp8_recipe_handler", "ao_recipe_handler", "te_recipe_handler", "msamp_recipe_handler"),
@@ -225,10 +223,10 @@ ACCELERATOR: dict[str, Rule] = {
     "scaler": Rule(
         "refused",
         "optimizers and checkpoints share it: pass GradScalerKwargs in kwargs_handlers, or another "
-        "mixed_precision, when the Accelerator is made",
+        "mixed_precision, when you create the Accelerator",
     ),
     "log_with": Rule("refused", _MADE),
-    "trackers": Rule("refused", "init_trackers() starts those of Accelerator(log_with=...)"),
+    "trackers": Rule("refused", "init_trackers() starts the trackers in Accelerator(log_with=...)"),
     "gradient_state": Rule(
         "refused",
         "loaders, optimizers and schedulers share it: assign to its attributes, or call "
@@ -241,12 +239,12 @@ ACCELERATOR: dict[str, Rule] = {
     },
 }
 
-_OF_PROCESS = "it follows from how the process was started"
+_OF_PROCESS = "it depends on how the process was started"
 #: Attributes of `accelerator.state`, `AcceleratorState()` and `PartialState()`.
 STATE: dict[str, Rule] = {
     "dynamo_plugin": Rule(
         "honoured",
-        "for models that are prepared from then on, if the Accelerator was made with a compiler",
+        "for models that are prepared afterwards, if the Accelerator was created with a compiler",
         lambda state, value: _set_dynamo_plugin(state._accelerator, value),
     ),
     **{name: ACCELERATOR[name] for name in ("fsdp_plugin", "megatron_lm_plugin")},
@@ -262,7 +260,7 @@ STATE: dict[str, Rule] = {
     ),
     "torch_tp_plugin": Rule(
         "refused",
-        "pass parallelism_config=ParallelismConfig(tp_size=...) when the Accelerator is made",
+        "pass parallelism_config=ParallelismConfig(tp_size=...) when you create the Accelerator",
     ),
     "debug": Rule(
         "honoured", "by the next collective; assign the same value on all ranks", _set_debug

@@ -30,22 +30,24 @@ class Processes:
         help="processes on all machines together; default: one per visible accelerator, else 1",
         ge=1,
     )
-    multi_gpu: bool | None = _switch("insist on accelerators: one process for each")
+    multi_gpu: bool | None = _switch("require accelerators, with one process for each")
     gpu_ids: str | None = _text("accelerators of this machine to use, such as 0,2; or all")
     num_cpu_threads_per_process: int | None = option(
         default=None,
-        help="CPU threads of each process; default: the cores shared out",
+        help="CPU threads of each process; default: an equal share of the cores",
         key="",
         ge=1,
     )
     max_restarts: int = option(
-        default=0, help="how often all processes are started anew after one fails", ge=0
+        default=0, help="how often to restart all processes after one fails", ge=0
     )
-    monitor_interval: float = option(default=0.1, help="seconds between two looks at the processes")
+    monitor_interval: float = option(
+        default=0.1, help="seconds between two checks of the processes"
+    )
     launcher: str | None = _text(
         "plugin that starts the processes; default: none for one, torchrun for more"
     )
-    role: str | None = _text("name of the workers in log lines")
+    role: str | None = _text("name of the processes in log lines")
     enable_cpu_affinity: bool | None = option(
         default=None,
         help="bind each process to the CPU cores nearest to its accelerator",
@@ -57,7 +59,7 @@ class Processes:
 class Machines:
     """Which machines take part, and how they find each other."""
 
-    num_machines: int = option(default=1, help="machines that take part", ge=1)
+    num_machines: int = option(default=1, help="number of machines", ge=1)
     machine_rank: int = option(default=0, help="number of this machine, from 0", ge=0)
     main_process_ip: str | None = _text("address of machine 0")
     main_process_port: int | None = option(
@@ -68,11 +70,11 @@ class Machines:
     )
     rdzv_backend: str = option(
         default="static",
-        help="how machines find each other: static, c10d, or another that torch knows",
+        help="how machines find each other: static, c10d, or another rendezvous backend of torch",
     )
-    rdzv_conf: str | None = _text("settings of it: key=value,key=value")
+    rdzv_conf: str | None = _text("settings of the rendezvous backend: key=value,key=value")
     rdzv_id: str | None = _text(
-        "name of this run, the same on all machines; default: made from the port"
+        "name of this run, the same on all machines; default: derived from the port"
     )
     mpirun_hostfile: str | None = _text(
         "file with one host per line: mpirun starts the processes on them",
@@ -85,20 +87,22 @@ class Script:
     """How the script is run."""
 
     module: bool | None = _switch("SCRIPT names a module, as in python -m", cli="m")
-    no_python: bool | None = _switch("run SCRIPT itself, not by the Python interpreter")
+    no_python: bool | None = _switch("run SCRIPT directly, without the Python interpreter")
 
 
 @settings(env_prefix=None, section=None)
 class Output:
     """What is shown and written."""
 
-    quiet: bool | None = _switch("of a failure show only the rank's own traceback", cli="q")
+    quiet: bool | None = _switch("after a failure, show only the first rank's traceback", cli="q")
     log_dir: str | None = _text("folder for the processes' output")
     tee: str | None = _text(
-        "which output to write there and show as well: 1 stdout, 2 stderr, 3 both", cli="t"
+        "which output to write to log_dir and also show: 1 stdout, 2 stderr, 3 both", cli="t"
     )
-    dry_run: bool | None = _switch("print the command and the environment, start nothing")
-    explain: bool | None = _switch("print each value and where it came from, then start")
+    dry_run: bool | None = _switch(
+        "print the command and the environment without starting anything"
+    )
+    explain: bool | None = _switch("print each value and its source, then start")
 
 
 @settings(env_prefix=None, section=None)

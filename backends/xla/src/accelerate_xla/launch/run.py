@@ -66,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m accelerate_xla.launch.run", description=__doc__)
     parser.add_argument("--here", action="store_true", help="in this process, and no other")
     parser.add_argument("--num_processes", type=int, help="how many are expected")
-    parser.add_argument("--function", help="function of the script that is called")
+    parser.add_argument("--function", help="function of the script to call")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT names a module")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)

@@ -11,14 +11,14 @@ class TPULaunch:
 
     downcast_bf16: bool = option(
         default=False,
-        help="with bf16 convert doubles to bfloat16 as well as floats; else to float32",
+        help="with bf16, convert both floats and doubles to bfloat16; otherwise doubles to float32",
         key="",
         cli="downcast_bf16",
         yaml="downcast_bf16",
     )
     main_training_function: str | None = option(
         default=None,
-        help="function of the script that is called",
+        help="function of the script to call",
         key="",
         cli=(),
         yaml="main_training_function",
@@ -31,7 +31,7 @@ _POD = "tpu_use_cluster=True"
 
 @settings(env_prefix="ACCELERATE_", section=None, yaml_prefix="tpu_")
 class TPUPod:
-    """Which hosts a pod has, and what is run on each."""
+    """The hosts of a pod and what to run on each."""
 
     tpu_use_cluster: bool = option(
         default=False,
@@ -41,13 +41,13 @@ class TPUPod:
     )
     no_tpu_cluster: bool = option(
         default=False,
-        help="start it on this host alone, whatever the config file says",
+        help="start it only on this host, even if the config file says otherwise",
         key="",
         cli="no_tpu_cluster",
     )
     tpu_vm: list[str] | None = option(
         default=None,
-        help="host to start on by ssh, instead of gcloud; once for each",
+        help="host to start on by ssh instead of gcloud (repeatable)",
         cli="vm",
         ask="Hosts to start on by ssh (empty: gcloud finds them)?",
         ask_if=_POD,
@@ -63,7 +63,7 @@ class TPUPod:
     )
     tpu_env: list[str] | None = option(
         default=None,
-        help="NAME=VALUE for the hosts of a pod; once for each",
+        help="NAME=VALUE for the hosts of a pod (repeatable)",
         cli="env",
         ask="Variables for the hosts, NAME=VALUE?",
         ask_if=_POD,
