@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,17 @@ def make_plan(
 
 def _with_address(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
     """Say under which address and on which interface the other machines reach this one."""
-    address = devices.local_address(str(plan.main_process_ip), plan.main_process_port)
+    host = str(plan.main_process_ip)
+    address = devices.local_address(host, plan.main_process_port)
     if address is None:
         return plan
+    here = devices.is_address_of(address, host)
+    if ip_address(address).is_loopback and not here:
+        return plan  # Debian's hosts file gives a machine's own name 127.0.1.1; others resolve it
     conf = plan.rdzv_conf
     environment = dict(plan.environment)
     if plan.rdzv_backend == "c10d" and "is_host=" not in conf:
         # Whether this machine is where the store is: torch asks a name service for it.
-        here = devices.is_address_of(address, str(plan.main_process_ip))
         conf = ",".join(filter(None, (conf, f"is_host={str(here).lower()}")))
     if "GLOO_SOCKET_IFNAME" not in environ:
         interface = devices.interface_of(address)
