@@ -13,9 +13,7 @@ COUNTS = Path(__file__).parents[1] / "benchmarks" / "step_counts.py"
 #: Python calls that an optimizer step may add.
 LIMIT = 30
 #: Of one of four micro-batches: entering the block, and reading, is done in each of them.
-MICRO_BATCH_LIMIT = 23
-#: Rows above it: an engine's own precision and clipping are asked piece by piece.
-MORE = {("megatron", "fp16, clipping"): 35, ("deepspeed", "ZeRO 2, fp16, clipping"): 50}
+MICRO_BATCH_LIMIT = 21
 #: How much torch's own calls may differ under DTensor, by what it has cached.
 VARIES = 60
 
@@ -35,7 +33,7 @@ def check_counts(tmp_path: Path, backend: str) -> None:
     for title, row in rows.items():
         print(backend, title, row)
         varies = VARIES if backend == "fsdp2" else 0
-        limit = MORE.get((backend, title), LIMIT)
+        limit = LIMIT
         if row["micro_batches"] > 1:
             limit = MICRO_BATCH_LIMIT * row["micro_batches"]
         assert row["calls"] <= limit + varies, title

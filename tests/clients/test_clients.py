@@ -22,6 +22,7 @@ SHORT = {
         for on in (1, 2)
     },
     **{("flux", on): ("lora",) for on in (1, 2)},
+    ("sd3", 1): ("lora",),
     ("from_pretrained", 1): ("auto",),
     ("quantized", 1): ("by_hand",),
     ("examples", 1): tuple(recorded("examples", 1)),

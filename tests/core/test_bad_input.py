@@ -370,6 +370,55 @@ def test_several_mistakes_in_a_file_are_reported_together(
     assert sorted(lines) == [1, 2, 4]
 
 
+def test_unknown_names_of_plugins_are_reported_with_the_other_mistakes_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "mixed_precision: bf17\ngradient_accumulation_steps: 0\nbackend: ddpp\n"
+        "checkpointer: directroy\ntracking: queud\ndynamo_config:\n  mode: fast\n"
+    )
+    monkeypatch.setenv("ACCELERATE_CONFIG_FILE", str(config))
+    with pytest.raises(ConfigurationError, match="There are 6 mistakes") as failure:
+        Accelerator(cpu=True)
+    said = str(failure.value)
+    lines = [int(line) for line in re.findall(r"config.yaml line (\d+)", said)]
+    assert sorted(lines) == [1, 2, 3, 4, 5, 7]
+    for meant in ("bf16", "ddp", "directory", "queued"):
+        assert f"Did you mean {meant!r}?" in said
+
+
+def test_mistakes_in_arguments_are_reported_together() -> None:
+    wrong: dict[str, Any] = {
+        "mixed_precision": "bf17",
+        "backend": "ddpp",
+        "gradient_acumulation_steps": 2,
+        "device_placment": True,
+        "step_scheduler_with_optimizer": "yes",
+    }
+    with pytest.raises(ConfigurationError, match="There are 5 mistakes") as failure:
+        Accelerator(cpu=True, **wrong)
+    said = str(failure.value)
+    for meant in ("bf16", "ddp", "gradient_accumulation_steps", "device_placement"):
+        assert f"Did you mean {meant!r}?" in said
+    assert "step_scheduler_with_optimizer" in said
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        ({"gradient_acumulation_steps": 2}, UnknownArgumentError),
+        ({"backend": "ddpp"}, MissingPluginError),
+        ({"checkpointer": "directroy"}, MissingPluginError),
+        ({"mixed_precision": "bf17"}, ConfigurationError),
+    ],
+)
+def test_a_single_mistake_keeps_its_class(wrong: dict[str, Any], kind: type[Exception]) -> None:
+    with pytest.raises(kind) as failure:
+        Accelerator(cpu=True, **wrong)
+    assert type(failure.value) is kind
+
+
 def test_one_mistake_in_a_file_is_said_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

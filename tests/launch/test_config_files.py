@@ -384,6 +384,7 @@ def test_all_mistakes_of_a_file_are_reported_together(tmp_path: Path) -> None:
     path.write_text(
         "mixed_precision: bf61\nnum_processes: many\ndebugg: true\nzebra: 1\n"
         "dynamo_config:\n  mode: fast\n  colour: red\nbackend: fdsp\n"
+        "checkpointer: directroy\n"
     )
     for command in (
         ["config", "validate", str(path)],
@@ -392,9 +393,9 @@ def test_all_mistakes_of_a_file_are_reported_together(tmp_path: Path) -> None:
         done = CliRunner().invoke(cli, command)
         assert done.exit_code != 0
         text = done.output
-        assert "There are 7 mistakes" in text, text
+        assert "There are 8 mistakes" in text, text
         assert [
-            f"line {line}" for line in (1, 2, 3, 4, 6, 7, 8) if f"line {line}" not in text
+            f"line {line}" for line in (1, 2, 3, 4, 6, 7, 8, 9) if f"line {line}" not in text
         ] == []
 
 

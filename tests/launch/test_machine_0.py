@@ -14,14 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.run
 from support import clean_environment
 
+from accelerate_core.config.files import ConfigFile, parse_config
 from accelerate_core.errors import ConfigurationError
-from accelerate_launch import machine_0
+from accelerate_launch import agent, machine_0
 from accelerate_launch.devices import get_free_port
 from accelerate_launch.machine_0 import MachineZero, find_machine_0, resolve, split_endpoint
+from accelerate_launch.plan import LaunchPlan
+from accelerate_launch.planning import make_plan
+from accelerate_launch.torchrun import TorchrunLauncher
 
 SOURCE = "main_process_ip from config.yaml line 3"
+#: What made a machine number 0, as the launcher says it.
+CLAIM = "command line --machine_rank 0"
 #: An address for documentation (RFC 5737), so that of no machine that tests run on.
 ELSEWHERE = "198.51.100.1"
 #: How the launcher is started on one of two machines.
@@ -222,6 +230,110 @@ def test_machine_0_that_cannot_reach_itself_is_an_error(monkeypatch: pytest.Monk
     find_machine_0(machine(port), is_machine_0=True)  # 127.0.0.1 does reach this machine
     with pytest.raises(ConfigurationError, match="cannot reach itself"):
         find_machine_0(machine(port, host=ELSEWHERE), is_machine_0=True)
+
+
+def test_number_0_with_the_address_of_another_host_is_an_error_under_c10d_too(
+    tmp_path: Path,
+) -> None:
+    began = time.monotonic()
+    address = ["--main_process_ip", ELSEWHERE, "--main_process_port", str(get_free_port())]
+    run = start(tmp_path, "--rdzv_backend", "c10d", "--machine_rank", "0", *address)
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert time.monotonic() - began < 15
+    assert "was called machine 0 by command line --machine_rank 0" in said
+    assert f"{ELSEWHERE}, port {address[-1]} (main_process_ip from command line" in said
+    assert "is not an address of it" in said
+    assert "leave out --machine_rank" in said
+    assert "Traceback" not in said
+
+
+def agent_options(port: int, *conf: str) -> Any:
+    endpoint = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
+    settings = ["--rdzv_conf", ",".join(conf)] if conf else []
+    local = ["--nnodes", "2", "--local_addr", "10.0.0.7"]
+    return torch.distributed.run.parse_args([*local, *endpoint, *settings, "train.py"])
+
+
+@pytest.fixture
+def other_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every address look like that of another host that is up."""
+    monkeypatch.setattr(agent, "is_here", lambda host: False)
+    monkeypatch.setattr(agent, "is_reached_by", lambda machine: False)
+    monkeypatch.setattr(machine_0, "_ANOTHER", 1.0)
+
+
+@pytest.mark.usefixtures("other_host")
+def test_number_0_waits_a_few_seconds_for_a_host_that_is_up_and_names_its_own_address() -> None:
+    with pytest.raises(ConfigurationError) as failure:
+        agent._find_machine_0(agent_options(get_free_port(), "is_host=false"), SOURCE, CLAIM)
+    said = str(failure.value)
+    assert f"was called machine 0 by {CLAIM}" in said
+    assert "nothing listens there yet; tried for 1 s" in said
+    assert "--main_process_ip 10.0.0.7" in said
+    assert "--rdzv_conf join_timeout=SECONDS" in said
+
+
+@pytest.mark.usefixtures("other_host")
+def test_number_0_waits_for_another_machine_0_as_long_as_asked() -> None:
+    began = time.monotonic()
+    options = agent_options(get_free_port(), "is_host=false", "join_timeout=3")
+    with pytest.raises(ConfigurationError, match="tried for 3 s"):
+        agent._find_machine_0(options, SOURCE, CLAIM)
+    assert time.monotonic() - began > 2.5
+
+
+@pytest.mark.usefixtures("other_host")
+def test_number_0_joins_another_machine_that_opened_the_port() -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    options = agent_options(store.port, "is_host=false")
+    agent._find_machine_0(options, SOURCE, CLAIM)
+    assert options.rdzv_conf == "is_host=false"
+
+
+def test_number_0_opens_the_port_if_the_address_is_forwarded_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine_0, "is_here", lambda host: False)  # as behind NAT
+    options = agent_options(get_free_port(), "is_host=false", "join_timeout=3")
+    agent._find_machine_0(options, SOURCE, CLAIM)
+    assert options.rdzv_conf == "is_host=true,join_timeout=3"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"rdzv_backend": "c10d", "machine_rank": 0}, True),
+        ({"rdzv_backend": "c10d"}, False),  # all machines run this command
+        ({"rdzv_backend": "c10d", "machine_rank": 1}, False),
+        ({"rdzv_backend": "c10d", "machine_rank": 0, "rdzv_conf": "is_host=0"}, False),
+        ({"rdzv_backend": "static", "machine_rank": 0}, False),
+    ],
+)
+def test_agent_is_told_of_a_number_0_that_was_typed(
+    tmp_path: Path, given: dict[str, Any], told: bool
+) -> None:
+    command = TorchrunLauncher().launch_command(plan_of(tmp_path, **given))
+    assert ("--claim" in command) == told
+
+
+def test_number_0_in_a_config_file_may_be_that_of_all_machines(tmp_path: Path) -> None:
+    config = parse_config("machine_rank: 0", tmp_path / "config.yaml")
+    plan = plan_of(tmp_path, config, rdzv_backend="c10d")
+    assert "--claim" not in TorchrunLauncher().launch_command(plan)
+
+
+def test_loopback_address_of_the_own_name_is_not_passed_to_other_machines(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, rdzv_backend="c10d", main_process_ip="127.0.1.1")
+    assert plan.local_addr is None
+    assert "is_host" not in plan.rdzv_conf
+
+
+def plan_of(folder: Path, config: ConfigFile | None = None, **given: Any) -> LaunchPlan:
+    script = folder / "train.py"
+    script.write_text("")
+    several = {"cpu": True, "num_machines": 2, "num_processes": 2, "main_process_ip": ELSEWHERE}
+    return make_plan(str(script), [], {**several, **given}, {}, config)
 
 
 @pytest.mark.parametrize(

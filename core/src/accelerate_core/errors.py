@@ -176,10 +176,10 @@ class Mistakes:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        # An error of another subclass says something else than that a value is wrong.
+        # An error of another subclass says something else than that a name or a value is wrong.
         if not isinstance(error, AccelerateError):
             return False
-        if type(error) not in (ConfigurationError, MissingPluginError):
+        if type(error) not in (ConfigurationError, MissingPluginError, UnknownArgumentError):
             return False
         self.found.append(error)
         return True
@@ -190,6 +190,7 @@ class Mistakes:
         Raises:
             ConfigurationError: there was a mistake, or several.
             MissingPluginError: the only mistake is a plugin that is not installed.
+            UnknownArgumentError: the only mistake is an argument that nothing takes.
         """
         texts: list[str] = []
         for error in self.found:

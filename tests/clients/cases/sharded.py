@@ -8,6 +8,7 @@ by 3e-3. Where the parameters stay as they are, `by_hand_in_bf16` is compared.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from accelerate.utils import set_seed
 from running import case
 from tiny import Sentences, writer
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from trainer import arguments, trained
+from trainer import arguments, parsed, trained
 from transformers import Trainer
 
 CONFIG: dict[str, Any] = {
@@ -36,9 +37,14 @@ class Texts(Sentences):
 
 def run(folder: Path, given: dict[str, Any] = CONFIG, rows: int = 40, **more: Any) -> Any:
     resumed = more.pop("resumed", None)
+    given = {"fsdp": "full_shard auto_wrap", "fsdp_config": dict(given), **more}
+    return run_with(arguments(folder, **given), rows, resumed)
+
+
+def run_with(args: Any, rows: int = 40, resumed: str | None = None) -> Any:
     made = Trainer(
         model=writer(),
-        args=arguments(folder, fsdp="full_shard auto_wrap", fsdp_config=dict(given), **more),
+        args=args,
         train_dataset=Texts(rows),
         eval_dataset=Texts(11, seed=1),
     )
@@ -50,6 +56,16 @@ def run(folder: Path, given: dict[str, Any] = CONFIG, rows: int = 40, **more: An
 @case(2)
 def basic(folder: Path) -> Any:
     return run(folder)
+
+
+@case(2)
+def config_file(folder: Path) -> Any:
+    """As on the command line of transformers' example scripts: `--fsdp_config FILE`."""
+    file = folder / f"fsdp-{running.RANK}.json"
+    file.write_text(json.dumps({**CONFIG, "activation_checkpointing": True}))
+    words = ["--fsdp", "full_shard auto_wrap", "--fsdp_config", str(file)]
+    more = ["--gradient_accumulation_steps", "2", "--lr_scheduler_type", "cosine"]
+    return run_with(parsed(folder, *words, *more))
 
 
 @case(2)

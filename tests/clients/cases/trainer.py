@@ -11,28 +11,35 @@ from running import case
 from tiny import Sentences, Stream, classifier, translator, writer
 from transformers import (
     GenerationConfig,
+    HfArgumentParser,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
     TrainingArguments,
 )
 
+GIVEN: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-2,
+    "num_train_epochs": 2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "seed": 7,
+}
+
 
 def arguments(folder: Path, kind: Any = TrainingArguments, **more: Any) -> Any:
-    given = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "num_train_epochs": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": 7,
-        **more,
-    }
-    return kind(**given)
+    return kind(**{"output_dir": str(folder), **GIVEN, **more})
+
+
+def parsed(folder: Path, *words: str) -> Any:
+    """Return the arguments that a script with these on its command line gets."""
+    given = {"output_dir": folder, **GIVEN}
+    line = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return HfArgumentParser(TrainingArguments).parse_args_into_dataclasses([*line, *words])[0]
 
 
 def accuracy(predicted: Any) -> dict[str, float]:

@@ -7,7 +7,9 @@ variable of the launcher goes, and each case says what it ran on.
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from accelerate.utils import set_seed
 from running import case
 from sharded import Texts
 from tiny import writer
-from trainer import arguments, trained
+from trainer import arguments, parsed, trained
 from transformers import Trainer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -49,14 +51,21 @@ def ran_on(model: Any) -> dict[str, Any]:
 
 def run(folder: Path, given: dict[str, Any], rows: int = 40, **more: Any) -> Any:
     resumed = more.pop("resumed", None)
+    stage = given["zero_optimization"]["stage"]
+    return run_with(lambda: arguments(folder, deepspeed=given, **more), stage, rows, resumed)
+
+
+def run_with(
+    make_args: Callable[[], Any], stage: int, rows: int = 40, resumed: str | None = None
+) -> Any:
     try:
         # Made first, as the documentation says: ZeRO 3 has to know before the model is made.
-        args = arguments(folder, deepspeed=given, **more)
+        args = make_args()
         made = Trainer(
             model=writer(), args=args, train_dataset=Texts(rows), eval_dataset=Texts(11, seed=1)
         )
         result = trained(made, resume_from_checkpoint=resumed)
-        if given["zero_optimization"]["stage"] == 3:
+        if stage == 3:
             del result["weights"]  # shards
         evaluated = running.lines([made.evaluate()])[0]
         return {"ran on": ran_on(made.model_wrapped), **result, "evaluated": evaluated}
@@ -67,6 +76,24 @@ def run(folder: Path, given: dict[str, Any], rows: int = 40, **more: Any) -> Any
 @case(2)
 def stage_1(folder: Path) -> Any:
     return run(folder, settings(1))
+
+
+def of_a_file(folder: Path, stage: int) -> Any:
+    """As on the command line of transformers' example scripts: `--deepspeed FILE`."""
+    file = folder / f"zero-{running.RANK}.json"
+    file.write_text(json.dumps(settings(stage, bf16={"enabled": "auto"})))
+    more = ["--gradient_accumulation_steps", "2", "--lr_scheduler_type", "cosine"]
+    return run_with(lambda: parsed(folder, "--deepspeed", str(file), *more), stage)
+
+
+@case(2)
+def stage_2_of_a_file(folder: Path) -> Any:
+    return of_a_file(folder, 2)
+
+
+@case(2)
+def stage_3_of_a_file(folder: Path) -> Any:
+    return of_a_file(folder, 3)
 
 
 @case(2)

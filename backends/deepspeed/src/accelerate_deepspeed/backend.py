@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -52,6 +53,9 @@ from accelerate_deepspeed.settings import (
     DeepSpeedSequenceParallelConfig,
     tell_transformers,
 )
+
+#: Picks parameters that train in C: clipping asks in every step.
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class DeepSpeedBackend(Backend):
@@ -390,19 +394,22 @@ class DeepSpeedBackend(Backend):
         if len(found) > 1:
             use_smallest_scale(found)
         for one in found:
-            if not one.dirty or one.finished:
+            if one.reduced:
                 one.begun()
+            one.dirty = True
             one.backward_ended = False
         # The first engine scales the loss; the hooks of the others know that it is done.
         first, *others = found
         if others:
             first, *others = sorted(found, key=lambda one: one.stage)
-        if first.stage == 0 and first.loss_scale != 1.0:
+        if first.stage == 0 and first.scales and first.loss_scale != 1.0:
             # DeepSpeed divides gradients by it, and has not multiplied.
             loss = loss.float() * first.loss_scale
         if not others:
             first.engine.backward(loss, scale_wrt_gas=False, **kwargs)
-            first.finish_backward()
+            state = getattr(first.engine.optimizer, "_backward_hook_state", None)
+            if not first.backward_ended or (state is not None and state.backward_active_depth):
+                first.finish_backward()
             return
         with ExitStack() as stack:
             for one in others:
@@ -449,15 +456,17 @@ class DeepSpeedBackend(Backend):
                 "measures gradients in the 2-norm and the largest element (inf)."
             )
         for one in found:
-            config = one.plugin.hf_ds_config
-            there = float(config.get_value("gradient_clipping", 0.0) or 0.0)
+            there = one.configured_norm
             if there and there != float(max_norm):
+                config = one.plugin.hf_ds_config
                 raise ConfigurationError(
                     f"clip_grad_norm_(max_norm={max_norm}) contradicts gradient_clipping={there} "
                     f'({config.where("gradient_clipping")}). Remove one of them, or write "auto" '
                     "in the config."
                 )
-        each = [one.norm(float(norm_type)) for one in found]
+        each = []
+        for one in found:  # a comprehension is a call more
+            each.append(one.norm(float(norm_type)))
         total = each[0]
         if len(each) > 1:
             norms = torch.stack([norm.to(total.device) for norm in each])
@@ -477,7 +486,7 @@ class DeepSpeedBackend(Backend):
         given = set(map(id, parameters))
         found = []
         for one in self.engines.trained:
-            own = [p for p in one.parameters if p.requires_grad]
+            own = list(filter(_REQUIRES_GRAD, one.parameters))
             here = len(given.intersection(map(id, own)))
             if here == 0:
                 continue

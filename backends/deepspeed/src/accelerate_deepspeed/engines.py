@@ -37,9 +37,15 @@ class TrainedEngine:
         self.stage = int(engine.zero_optimization_stage())
         #: The module's parameters, listed once: walking a model takes many calls.
         self.parameters = list(engine.module.parameters())
+        #: Whether the engine scales losses, which takes calls to ask in every step.
+        self.scales = bool(engine.fp16_enabled())
+        config = plugin.hf_ds_config
+        #: `gradient_clipping` of the config; 0.0 without one.
+        self.configured_norm = float(config.get_value("gradient_clipping", 0.0) or 0.0)
         #: A backward has run since the last step.
         self.dirty = False
-        self._finished = False
+        #: This cycle's gradients were reduced since its last backward.
+        self.reduced = False
         self._norm: Any = None
         self._clip: float | None = None
         #: DeepSpeed's work at the end of a backward has been done.
@@ -53,7 +59,7 @@ class TrainedEngine:
         epilogue = engine._backward_epilogue
 
         def noted() -> None:
-            if not self.dirty or self._finished:
+            if not self.dirty or self.reduced:
                 self.begun()
             self.backward_ended = True
             epilogue()
@@ -63,25 +69,25 @@ class TrainedEngine:
     @property
     def finished(self) -> bool:
         """Whether gradients were reduced before the step, to be measured or changed."""
-        return self._finished or bool(self._carried)
+        return self.reduced or bool(self._carried)
 
     def begun(self) -> None:
         """Note a backward: what was finished is so no more."""
         optimizer = self.engine.optimizer
         offload = getattr(optimizer, "cpu_offload", False)
-        if self._finished and self.stage == 1 and offload:
+        if self.reduced and self.stage == 1 and offload:
             self.drop()
             raise ConfigurationError(
                 "Gradients were measured or changed before the last micro-batch of a cycle, which "
                 "stage 1 with offload_optimizer cannot: its next backward replaces them. Do it "
                 "where accelerator.sync_gradients is true, or use stage 2."
             )
-        if self._finished and self.stage in (1, 2) and not offload:
+        if self.reduced and self.stage in (1, 2) and not offload:
             # These stages begin anew after they have finished; the others add to what is there.
             averaged = getattr(optimizer, "averaged_gradients", {})
             self._carried = {key: list(group) for key, group in averaged.items() if group}
         self.dirty = True
-        self._finished = False
+        self.reduced = False
         self._norm = None
 
     def joined(self) -> AbstractContextManager[None]:
@@ -106,7 +112,7 @@ class TrainedEngine:
 
     def finish(self) -> None:
         """Reduce what is not reduced yet, on all ranks together."""
-        if self._finished:
+        if self.reduced:
             return
         engine = self.engine
         if self.stage >= 2:
@@ -118,7 +124,7 @@ class TrainedEngine:
             for grad, more in zip(engine.optimizer.averaged_gradients[key], earlier, strict=True):
                 grad.add_(more)
         self._carried = {}
-        self._finished = True
+        self.reduced = True
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients by a 0-d tensor."""
@@ -150,7 +156,7 @@ class TrainedEngine:
             self._norm = self._measure()
         scaled = torch.as_tensor(self._norm, dtype=torch.float32)
         scaled = torch.where(torch.isfinite(scaled) & (scaled >= 0), scaled, math.inf)
-        return scaled / self.loss_scale
+        return scaled / self.loss_scale if self.scales else scaled
 
     def clip(self, max_norm: float) -> None:
         """Clip to a norm in the coming step; stage 0 now."""
@@ -169,7 +175,7 @@ class TrainedEngine:
     def step(self) -> bool:
         """Step the engine; tell whether the step was taken."""
         engine, optimizer = self.engine, self.engine.optimizer
-        if not self._finished and not self._carried and self._clip is None:
+        if not self.reduced and not self._carried and self._clip is None:
             # The script has neither measured nor changed gradients, so there is nothing to undo.
             engine.step()
             self.dirty = False
@@ -179,7 +185,7 @@ class TrainedEngine:
         if self._carried:
             self.finish()
         during: list[tuple[Any, str, Any]] = []
-        if self._finished:
+        if self.reduced:
             if self.stage >= 2:
                 during.append((optimizer, "finalize_gradient_accumulation_boundary", _nothing))
             else:
@@ -223,7 +229,7 @@ class TrainedEngine:
 
     def _cleared(self) -> None:
         self.dirty = False
-        self._finished = False
+        self.reduced = False
         self._norm = None
         self._clip = None
         self._carried = {}
@@ -233,9 +239,8 @@ class TrainedEngine:
     def _zero_parts(self) -> None:
         """Zero the gradients of stage 3: a layer that is not used next would keep its last one."""
         parts = getattr(self.engine.optimizer, STAGE_3_PARTS, {})
-        with torch.no_grad():
-            for part in parts.values():
-                part.zero_()
+        for part in parts.values():  # gradients need none themselves, so `no_grad` is not entered
+            part.zero_()
 
     # --- where they are ---------------------------------------------------------------------------
 
@@ -277,7 +282,10 @@ class TrainedEngine:
         if self.stage == 3:
             from deepspeed.runtime.utils import combine_grad_norm_groups
 
-            return combine_grad_norm_groups(optimizer._get_norm_groups())
+            groups = optimizer._get_norm_groups()
+            if len(groups) == 1 and isinstance(groups[0], torch.Tensor):
+                return groups[0]  # `norm` marks what is not finite, as combining does
+            return combine_grad_norm_groups(groups)
         if not hasattr(optimizer, "scaled_global_norm"):
             raise ConfigurationError(
                 f"DeepSpeed's {type(optimizer).__name__} measures gradients in its step only: set "

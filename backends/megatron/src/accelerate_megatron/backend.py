@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,6 +48,8 @@ from accelerate_megatron.settings import MegatronLMPlugin, Sizes, check_sizes
 from accelerate_megatron.step import own_step
 
 _OPTIONS = {"load_optimizer", "save_optimizer", "strict"}
+#: Picks parameters that train in C: clipping asks in every step.
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class MegatronBackend(Backend):
@@ -342,7 +345,7 @@ class MegatronBackend(Backend):
                 engine.scale_balance(torch.ones((), device=loss.device) / cycle)
         for engine in self.engines:
             if engine.config.fp16 and engine.optimizer is not None:
-                loss = engine.scaled(loss)
+                loss = engine.optimizer.scale_loss(loss)
                 break
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
@@ -381,7 +384,7 @@ class MegatronBackend(Backend):
         given = set(map(id, parameters))
         for engine in self.engines:
             # A stage of a pipeline may be frozen whole, and takes part in the norm all the same.
-            own = [p for p in engine.listed if p.requires_grad] or engine.listed
+            own = list(filter(_REQUIRES_GRAD, engine.listed)) or engine.listed
             here = len(given.intersection(map(id, own)))
             if here and here < len(own):
                 raise ConfigurationError(

@@ -173,15 +173,13 @@ class Engine:
             return max(norms)
         return float(sum(norm**norm_type for norm in norms) ** (1 / norm_type))
 
-    def _gradients(self) -> Iterator[tuple[Any, list[torch.Tensor]]]:
-        """Yield gradients, each of the model's on one rank, and the group of these ranks."""
+    def _gradients(self) -> Sequence[tuple[Any, list[torch.Tensor]]]:
+        """Return gradients, each of the model's on one rank, and the group of these ranks."""
         optimizer = self.optimizer
         if self.sizes.ep == 1:
-            yield (
-                optimizer.get_grad_stats_parallel_group(),
-                optimizer.get_main_grads_for_grad_norm(),
-            )
-            return
+            group = optimizer.get_grad_stats_parallel_group()
+            return ((group, optimizer.get_main_grads_for_grad_norm()),)
+        found = []
         # Experts are divided over other ranks than the rest.
         state, single = imported("parallel_state"), imported("tensor_parallel")
         whole = (state.get_model_parallel_group, state.get_tensor_model_parallel_group)
@@ -198,7 +196,8 @@ class Engine:
                 and not getattr(parameter, "shared", False)
                 and single.param_is_not_tensor_parallel_duplicate(parameter, tensor_ranks())
             ]
-            yield (None if self.distributed else all_ranks()), grads
+            found.append((None if self.distributed else all_ranks(), grads))
+        return found
 
     def clip_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip the gradients by their norm; return it as it was."""

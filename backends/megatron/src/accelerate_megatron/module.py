@@ -200,9 +200,11 @@ class MegatronModel(nn.Module):
 
     Attributes:
         run_step: runs a whole step on a batch when the model is called (`forward_runs_step`).
+        call: how one rank calls the model; None calls the only chunk as it is.
     """
 
     run_step: Callable[[Any], Any] | None = None
+    call: Callable[..., Any] | None = None
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -226,7 +228,8 @@ class MegatronModel(nn.Module):
         if engine.sizes.pp > 1:
             self._refuse()
         engine.called = torch.is_grad_enabled()
-        return self.call(*args, **kwargs)
+        call = self.call or engine.chunks[0]
+        return call(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, which are in megatron's buffers."""
@@ -239,10 +242,6 @@ class MegatronModel(nn.Module):
             "it by itself. Write `loss = accelerator.train_step(batch).loss` in the place of "
             "`model(batch)` and `accelerator.backward(loss)`, and eval_step(batch) in evaluation."
         )
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the only chunk as it is."""
-        return self._engine[0].chunks[0](*args, **kwargs)
 
     def check(self, batch: Any, training: bool) -> None:
         """Refuse a batch that the model cannot take; every rank calls it before a step."""

@@ -41,7 +41,7 @@ from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.data.rng import check_rng_types
 from accelerate_core.distributed import process
 from accelerate_core.distributed.process import Runtime
-from accelerate_core.errors import Mistakes, did_you_mean, warn
+from accelerate_core.errors import Mistakes, PluginError, did_you_mean, warn
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import (
     OWN_DISTRIBUTION,
@@ -61,6 +61,7 @@ from accelerate_core.plugins.manager import ActivePlugins, BoundHooks, OwnerMeth
 from accelerate_core.plugins.sections import add_section_mistakes
 from accelerate_core.plugins.selection import (
     DETECTED,
+    NOTHING,
     RULES,
     Request,
     Selection,
@@ -170,9 +171,12 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
         MissingPluginError: something asked for is not installed; the text has the pip command.
     """
     core = {**dict.fromkeys(arguments.OLDER), **own}
-    check_arguments(more, core)
     given = {**core, **more}
-    arguments.prepare_arguments(given)
+    mistakes = Mistakes()
+    with mistakes:
+        check_arguments(more, core)
+    with mistakes:
+        arguments.prepare_arguments(given)
     environ = dict(os.environ)
     sources = lookup.Sources.of(environ)
     known = [name for setting in CORE_SETTINGS for name in setting.env]
@@ -180,17 +184,23 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
     _warn_of_unknown_plugins(environ)
     # `cpu=False` is only the default, not a request; a backend may be a class.
     passed = {**given, "cpu": given["cpu"] or None, "backend": None}
-    mistakes = Mistakes()
-    with mistakes:
-        values = lookup.resolve_core(passed, sources, {})
+    values = lookup.resolve_core(passed, sources, {}, mistakes)
+    cpu = bool(values.get("cpu", NOTHING).value)
+    request = Request(given, environ, topology, sources.config, cpu)
+    wanted = values.get("backend", NOTHING)
+    if given["backend"] is not None:
+        wanted = SourcedValue(given["backend"], "constructor argument backend")
+    selection = select("backend", request, wanted)
+    named = {"precision": "mixed_precision", **{kind: kind for kind in PARTS}}
+    chosen = [select(kind, request, values.get(name, NOTHING)) for kind, name in named.items()]
+    for choice in (selection, *chosen):
+        # A broken plugin is another kind of error, and comes after wrong values.
+        if not mistakes.found or not isinstance(choice.error, PluginError):
+            with mistakes:
+                choice.or_raise()
     if mistakes.found:
         add_section_mistakes(given, sources, mistakes)
     mistakes.report()
-    request = Request(given, environ, topology, sources.config, bool(values["cpu"].value))
-    wanted = values["backend"]
-    if given["backend"] is not None:
-        wanted = SourcedValue(given["backend"], "constructor argument backend")
-    selection = select("backend", request, wanted).or_raise()
     record = selection.record
     if (has := getattr(selection.plugin, "Settings", None)) is not None:
         fields = settings_fields(has, owner=record.name)
@@ -207,13 +217,13 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
     values = lookup.resolve_core(passed, sources, detected)
     values["backend"] = SourcedValue(record.name, selection.reason)
     wanted = values["mixed_precision"]
-    chosen = select("precision", request, wanted).or_raise().record
-    precision: Precision = factory.create(chosen)
-    plugins.add(precision, chosen, wanted.origin)
-    check_needs(precision, chosen)
-    if chosen.distribution != OWN_DISTRIBUTION:  # the core's own need no note, and cost no call
+    precise = select("precision", request, wanted).or_raise().record
+    precision: Precision = factory.create(precise)
+    plugins.add(precision, precise, wanted.origin)
+    check_needs(precision, precise)
+    if precise.distribution != OWN_DISTRIBUTION:  # the core's own need no note, and cost no call
         methods = ("check", "scaler", "autocast", "prepare", "plain_state", "recompute")
-        attribute_methods(precision, chosen, methods)
+        attribute_methods(precision, precise, methods)
     for one in select("extension", request).or_raise().active:
         plugins.add(factory.create(one.record), one.record, one.reason)
     dynamo = lookup.resolve_compiler(given, sources)
@@ -232,7 +242,7 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
         backend_record=record,
         owner_methods=plugins.owner_methods(backend, record, Backend),
         precision=precision,
-        mixed_precision=chosen.name,
+        mixed_precision=precise.name,
         plugins=plugins,
         settings=factory.settings,
         accumulation=arguments.accumulation(given, values),

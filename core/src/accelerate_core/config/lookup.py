@@ -37,7 +37,10 @@ class Sources:
 
 
 def resolve_core(
-    given: Mapping[str, Any], sources: Sources, detected: Mapping[str, SourcedValue]
+    given: Mapping[str, Any],
+    sources: Sources,
+    detected: Mapping[str, SourcedValue],
+    collected: Mistakes | None = None,
 ) -> dict[str, SourcedValue]:
     """Resolve every setting of the core.
 
@@ -45,12 +48,14 @@ def resolve_core(
         given: values from the constructor; `None` stands for not given.
         detected: values the active backend or the machine suggests.
         sources: environment, config file and what stands for the command line.
+        collected: gets the mistakes, and settings with a wrong value are left out of the result;
+            without it they are raised.
 
     Raises:
         ConfigurationError: values are wrong; all of them are named.
     """
     made = {}
-    mistakes = Mistakes()
+    mistakes = Mistakes() if collected is None else collected
     for field in CORE_SETTINGS:
         value, origin = given.get(field.name), f"constructor argument {field.name}"
         with mistakes:
@@ -59,7 +64,8 @@ def resolve_core(
             else:
                 shown = f"{field.name}={value!r} (from {origin})"
                 made[field.name] = SourcedValue(converted(field, value, shown), origin)
-    mistakes.report()
+    if collected is None:
+        mistakes.report()
     return made
 
 

@@ -443,8 +443,11 @@ class CoreLoader(DataLoader[Any]):
         # A feed may read ahead, so what is known of a batch waits for it to come out.
         device: Any = options.device
         plain = partial(feed, device=device, non_blocking=options.config.non_blocking)
-        for batch in (options.feed or plain)(batches()):
-            yield batch, *known.popleft()
+        alone = batches()
+        fed = (options.feed or plain)(alone)
+        if fed is alone:  # the backend leaves batches where they are
+            return items
+        return ((batch, *known.popleft()) for batch in fed)
 
 
 def check_fixed_batch(size: int, multiple: int, count: int) -> None:

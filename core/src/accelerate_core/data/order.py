@@ -170,20 +170,20 @@ class Cursor:
 
     def __init__(self, order: Iterator[Run]) -> None:
         self._order = order
-        self._run: Run = ()
+        self.run: Run = ()
         #: Makes a list of a slice of the run. Both are C: this is called for every batch.
-        self._listed: Callable[[Any], list[Any]] = list
-        self._length = 0
-        self._at = 0
+        self.listed: Callable[[Any], list[Any]] = list
+        self.length = 0
+        self.at = 0
 
     def _next_run(self) -> bool:
         run = next(self._order, None)
         if run is None:
             return False
-        self._run = run
-        self._length = len(run)
-        self._at = 0
-        self._listed = torch.Tensor.tolist if isinstance(run, torch.Tensor) else list
+        self.run = run
+        self.length = len(run)
+        self.at = 0
+        self.listed = torch.Tensor.tolist if isinstance(run, torch.Tensor) else list
         return True
 
     def first(self, count: int) -> list[Any]:
@@ -196,8 +196,8 @@ class Cursor:
         """Pass over `count` indices; return how many there were."""
         missing = count
         while True:
-            step = min(self._length - self._at, missing)
-            self._at += step
+            step = min(self.length - self.at, missing)
+            self.at += step
             missing -= step
             if not missing or not self._next_run():
                 return count - missing
@@ -206,19 +206,14 @@ class Cursor:
         """Return the next `count` indices, fewer at the end."""
         taken: list[Any] = []
         while True:
-            stop = min(self._at + count - len(taken), self._length)
-            taken += self._listed(self._run[self._at : stop])
-            self._at = stop
+            stop = min(self.at + count - len(taken), self.length)
+            taken += self.listed(self.run[self.at : stop])
+            self.at = stop
             if len(taken) == count or not self._next_run():
                 return taken
 
     def part(self, low: int, width: int, step: int) -> tuple[list[Any], int]:
         """Move on by `step`; return the indices [low, low + width) of it, and how many it has."""
-        start = self._at
-        if start + step <= self._length:
-            self._at = start + step
-            own = self._run[start + low : start + low + width]
-            return self._listed(own), step
         before = self.skip(low)
         taken = self.take(width)
         return taken, before + len(taken) + self.skip(step - low - width)
@@ -278,6 +273,11 @@ def parts_of(shard: Any, sampler: Any, width: int, start: int) -> Iterator[list[
     first = cursor.first(step) if fills else []
     cursor.skip(start)
     while True:
+        at = cursor.at
+        if at + step <= cursor.length:  # what `part` does, without a call for every batch
+            cursor.at = at + step
+            yield cursor.listed(cursor.run[at + low : at + low + width])
+            continue
         own, length = cursor.part(low, width, step)
         if length == step:
             yield own

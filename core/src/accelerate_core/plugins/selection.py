@@ -16,6 +16,7 @@ from accelerate_core.errors import (
     AccelerateError,
     ConfigurationError,
     MissingPluginError,
+    Mistakes,
     PluginConflictError,
     PluginError,
     PluginVersionError,
@@ -474,9 +475,12 @@ def plugin_arguments() -> set[str]:
 def check_arguments(arguments: Mapping[str, Any], core_names: Mapping[str, Any]) -> None:
     """Refuse constructor arguments that neither the core, a plugin nor the catalog knows."""
     here = {*core_names, *plugin_arguments()}
+    mistakes = Mistakes()
     for name in arguments:
-        if name not in here and name not in catalog.ARGUMENTS:
-            raise UnknownArgumentError(
-                f"Accelerator() has no argument {name!r}, and no installed plugin takes it."
-                f"{suggestion(name, here, catalog.ARGUMENTS)}"
-            )
+        with mistakes:
+            if name not in here and name not in catalog.ARGUMENTS:
+                raise UnknownArgumentError(
+                    f"Accelerator() has no argument {name!r}, and no installed plugin takes it."
+                    f"{suggestion(name, here, catalog.ARGUMENTS)}"
+                )
+    mistakes.report()

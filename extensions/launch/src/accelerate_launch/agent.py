@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import psutil
@@ -23,7 +24,14 @@ from accelerate_core.booleans import parse_bool
 from accelerate_core.errors import ConfigurationError
 from accelerate_launch.failures import AGENT_VARIABLE, describe, held, remember
 from accelerate_launch.lost_rendezvous import LONG_PATIENCE, LostRendezvous
-from accelerate_launch.machine_0 import MachineZero, find_machine_0, split_endpoint
+from accelerate_launch.machine_0 import (
+    MachineZero,
+    check_resolves,
+    find_machine_0,
+    is_here,
+    is_reached_by,
+    split_endpoint,
+)
 
 #: Stands between the agent's options and the program.
 _TARGET = "--"
@@ -38,8 +46,9 @@ _AGAIN = 75
 def main(arguments: list[str]) -> int:
     """Run `torch.distributed.run`; return the status of the rank that failed first, which is shown.
 
-    Two options of our own come before torch's: with `--quiet` nothing is said of the other ranks,
-    and `--address_source TEXT` says where the address of machine 0 came from.
+    Three options of our own come before torch's: with `--quiet` nothing is said of the other ranks,
+    `--address_source TEXT` says where the address of machine 0 came from, and `--claim TEXT` where
+    this machine was called machine 0 although its rendezvous numbers the machines itself.
     """
     at = arguments.index(_TARGET)
     ours, theirs = _own_options().parse_known_args(arguments[:at])
@@ -54,7 +63,7 @@ def main(arguments: list[str]) -> int:
     if not {"2", "3"} & set(parsed.tee):  # else what ranks print goes into their logs, too
         os.environ[AGENT_VARIABLE] = str(os.getpid())
     try:
-        machine = _find_machine_0(parsed, ours.address_source)
+        machine = _find_machine_0(parsed, ours.address_source, ours.claim)
     except ConfigurationError as error:
         sys.stderr.write(f"Error: {error}\n")
         return 1
@@ -91,10 +100,11 @@ def _own_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--address_source", default="the launcher's command line")
+    parser.add_argument("--claim", default="")
     return parser
 
 
-def _find_machine_0(parsed: Any, source: str) -> MachineZero | None:
+def _find_machine_0(parsed: Any, source: str, claim: str) -> MachineZero | None:
     """Wait for machine 0 if there are several machines; say so, or what is wrong with its address."""
     if parsed.standalone or parsed.nnodes in ("1", "1:1"):
         return None
@@ -106,6 +116,14 @@ def _find_machine_0(parsed: Any, source: str) -> MachineZero | None:
         host, port = split_endpoint(parsed.rdzv_endpoint)
         is_machine_0 = parse_bool(conf["is_host"]) if "is_host" in conf else None
     machine = MachineZero(host, port, source, parsed.rdzv_backend, conf)
+    if claim and not is_machine_0:
+        check_resolves(host, port, source)
+        if is_reached_by(machine):
+            is_machine_0 = True
+            conf["is_host"] = "true"
+            parsed.rdzv_conf = ",".join(f"{key}={value}" for key, value in conf.items())
+        elif not is_here(host):
+            machine = replace(machine, claim=claim, own_address=parsed.local_addr or "")
     find_machine_0(machine, is_machine_0=is_machine_0)
     _Agent.meeting = f"all {parsed.nnodes} machines to meet at {machine}"
     return machine

@@ -23,6 +23,8 @@ _RESOLVE = 5.0
 UNANSWERED = 6.0
 #: Seconds in which a connection to itself reaches this machine.
 _SELF = 4.0
+#: Seconds in which another machine may open the port that a machine called number 0 did not open.
+_ANOTHER = 4.0
 #: Seconds without a listener after which a waiting machine says that it waits.
 _QUIET = 2.0
 #: Per rendezvous backend: the key of `rdzv_conf` for how long to wait, and torch's default for it.
@@ -36,6 +38,9 @@ class MachineZero:
     Attributes:
         source: where host and port came from, for messages.
         conf: settings of the rendezvous, as in `rdzv_conf`.
+        claim: where this machine was explicitly called machine 0, although its rendezvous numbers
+            the machines itself; empty if it was not.
+        own_address: the address of this machine on the way to that host, if known.
     """
 
     host: str
@@ -43,6 +48,8 @@ class MachineZero:
     source: str
     backend: str
     conf: Mapping[str, Any]
+    claim: str = ""
+    own_address: str = ""
 
     def __str__(self) -> str:
         return f"machine 0 at {self.host}, port {self.port} ({self.source})"
@@ -53,7 +60,8 @@ def find_machine_0(machine: MachineZero, *, is_machine_0: bool | None = None) ->
 
     A machine that is up and does not listen yet is waited for as long as `rdzv_conf` says: `timeout`
     for static (default 900 seconds), `join_timeout` for c10d (600). A machine that does not answer is
-    waited for only if `rdzv_conf` has that key, else the address is taken to be wrong.
+    waited for only if `rdzv_conf` has that key, else the address is taken to be wrong. The same holds
+    for a machine that is up, if this one was explicitly called machine 0 and has another address.
 
     Args:
         is_machine_0: whether this machine opens the port; None finds out by its addresses.
@@ -90,6 +98,19 @@ def check_hosts(machine: MachineZero) -> None:
             "address under which the other machines reach this one, or, if this is not machine 0, "
             "its own number (--machine_rank)."
         )
+
+
+def is_reached_by(machine: MachineZero) -> bool:
+    """Tell whether a connection to machine 0 ends here, although no interface has its address.
+
+    This is so behind NAT and for a forwarded port of a container.
+    """
+    try:
+        listener = _listening(machine)
+    except ConfigurationError:
+        return False  # another process has the port, or it cannot be opened at all
+    with listener:
+        return not _why_not_reached(machine, listener)
 
 
 def check_answers(machine: MachineZero) -> None:
@@ -184,8 +205,13 @@ def _wait_for_listener(machine: MachineZero, role: str = "") -> None:
         waited = time.monotonic() - began
         if error is None:
             return
-        refused = isinstance(error, ConnectionRefusedError)
-        limit = wait if refused or asked else UNANSWERED
+        limit = UNANSWERED
+        if asked:
+            limit = wait
+        elif machine.claim:
+            limit = _ANOTHER
+        elif isinstance(error, ConnectionRefusedError):
+            limit = wait
         if waited >= limit:
             raise _gave_up(machine, error, waited, key)
         if waited >= _QUIET and limit == wait and not said:
@@ -243,6 +269,16 @@ def _gave_up(
     machine: MachineZero, error: OSError, waited: float, key: str | None = None
 ) -> ConfigurationError:
     later = f" If machine 0 starts later, wait longer for it with --rdzv_conf {key}=SECONDS."
+    if machine.claim:
+        own = machine.own_address
+        return ConfigurationError(
+            f"This machine, {socket.gethostname()}, was called machine 0 by {machine.claim}, but "
+            f"{machine.host}, port {machine.port} ({machine.source}), is not an address of it, and "
+            f"no machine 0 answers there: {_reason(error)}; tried for {waited:.0f} s. If this is "
+            f"machine 0, give its own address to every machine: --main_process_ip {own or 'ADDRESS'}. "
+            "If it is not, leave out --machine_rank: under c10d the machines number themselves."
+            f"{later}"
+        )
     return ConfigurationError(
         f"This machine did not meet {machine}: {_reason(error)}; tried for {waited:.0f} s. Check "
         "address and port, which must be the same on every machine, and firewalls."

@@ -6,9 +6,11 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.config.files import CONFIG_VARIABLE, ConfigFile, read_config
 from accelerate_core.config.lookup import Sources, look_up
 from accelerate_core.config.provenance import PROVENANCE_VARIABLE, SourcedValue
@@ -16,6 +18,7 @@ from accelerate_core.config.schema import SettingField
 from accelerate_core.errors import ConfigurationError, Mistakes
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import find, installed
+from accelerate_core.plugins.factory import PARTS
 from accelerate_launch import checks, devices, mpi
 from accelerate_launch.cluster import ClusterEnvironment, detect_cluster
 from accelerate_launch.contributed import MESH, check_sections, said_by_environment, take
@@ -61,14 +64,17 @@ def make_plan(
 
 def _with_address(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
     """Say under which address and on which interface the other machines reach this one."""
-    address = devices.local_address(str(plan.main_process_ip), plan.main_process_port)
+    host = str(plan.main_process_ip)
+    address = devices.local_address(host, plan.main_process_port)
     if address is None:
         return plan
+    here = devices.is_address_of(address, host)
+    if ip_address(address).is_loopback and not here:
+        return plan  # Debian's hosts file gives a machine's own name 127.0.1.1; others resolve it
     conf = plan.rdzv_conf
     environment = dict(plan.environment)
     if plan.rdzv_backend == "c10d" and "is_host=" not in conf:
         # Whether this machine is where the store is: torch asks a name service for it.
-        here = devices.is_address_of(address, str(plan.main_process_ip))
         conf = ",".join(filter(None, (conf, f"is_host={str(here).lower()}")))
     if "GLOO_SOCKET_IFNAME" not in environ:
         interface = devices.interface_of(address)
@@ -150,6 +156,11 @@ def decide(
     if mistakes.found and "backend" in chosen:
         with mistakes:  # it is checked below, but belongs in the same message
             _check_plugin(chosen, "backend")
+    if mistakes.found:  # those that ranks look up, which may name others themselves
+        for field in CORE_SETTINGS:
+            if field.name in PARTS:
+                with mistakes:
+                    _check_plugin({field.name: look_up(field, sources)}, field.name, field.name)
     mistakes.report()
     if config is not None:
         chosen["backend"] = checks.backend_of(config, chosen["backend"])
@@ -172,11 +183,11 @@ def decide(
     return Decision(chosen, plugins, contributed, around)
 
 
-def _check_plugin(chosen: Mapping[str, SourcedValue], name: str) -> None:
+def _check_plugin(chosen: Mapping[str, SourcedValue], name: str, kind: str | None = None) -> None:
     """Refuse an option that names a plugin which is not installed."""
     sourced = chosen[name]
     if sourced.value is not None and sourced.origin != "default":
-        find(_PLUGINS[name], str(sourced.value).lower(), source=sourced.origin)
+        find(kind or _PLUGINS[name], str(sourced.value).lower(), source=sourced.origin)
 
 
 def find_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile | None:

@@ -32,7 +32,10 @@ class SrunLauncher:
         nodes = str(plan.num_machines)
         srun = ["srun", "--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1"]
         # The agents find out among themselves who they are, so all nodes run one command.
-        agent = replace(plan, launcher=None, rdzv_backend="c10d", local_addr=None)
+        provenance = {name: one for name, one in plan.provenance.items() if name != "machine_rank"}
+        agent = replace(
+            plan, launcher=None, rdzv_backend="c10d", local_addr=None, provenance=provenance
+        )
         return [*srun, "--kill-on-bad-exit", *TorchrunLauncher().launch_command(agent)]
 
 

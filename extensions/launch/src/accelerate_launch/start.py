@@ -9,25 +9,26 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from accelerate_core.config.lookup import Sources
 from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.contract.topology import Topology
-from accelerate_core.plugin import (
+from accelerate_core.errors import ConfigurationError, PluginError
+from accelerate_core.plugins.discovery import PluginRecord
+from accelerate_core.plugins.selection import (
     Claim,
-    ConfigurationError,
-    PluginError,
-    PluginFactory,
-    PluginRecord,
     Request,
     Rule,
     Selection,
-    Sources,
     TriggerHit,
     select,
 )
 from accelerate_launch.machine_0 import MachineZero, check_answers, check_hosts, check_resolves
 from accelerate_launch.plan import LaunchPlan, counted
+
+if TYPE_CHECKING:
+    from accelerate_core.plugins.factory import PluginFactory
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,8 @@ def consider_launchers(plan: LaunchPlan) -> tuple[Launcher, Selection]:
     Raises:
         AccelerateError: as `choose_launcher`.
     """
+    from accelerate_core.plugins.factory import PluginFactory  # `launch --help` needs none
+
     sources = Sources.of({**os.environ, **plan.environment})
     asking = _Asking(plan, PluginFactory(sources))
     hits = {name: TriggerHit(value.origin) for name, value in plan.contributed.items()}

@@ -31,6 +31,7 @@ class TorchrunLauncher:
             command.append("--quiet")
         if plan.num_machines > 1:
             command += ["--address_source", address_source(plan)]
+            command += _claim(plan)
         command += _rendezvous(plan)
         command += ["--nproc_per_node", str(plan.processes_per_machine)]
         command += ["--max_restarts", str(plan.max_restarts)]
@@ -57,6 +58,20 @@ def address_source(plan: LaunchPlan) -> str:
     port_source = "default" if port is None or port.value is None else port.origin
     address_source = "default" if address is None else address.origin
     return f"main_process_ip from {address_source}, main_process_port from {port_source}"
+
+
+def _claim(plan: LaunchPlan) -> list[str]:
+    """Tell the agent if this machine was called machine 0 where torch does not ask for its number.
+
+    A number in a config file is not meant for one machine: the file may be the same on all of them.
+    """
+    rank = plan.provenance.get("machine_rank")
+    if plan.rdzv_backend != "c10d" or rank is None or rank.value != 0:
+        return []
+    host = plan.provenance.get("rdzv_conf")
+    if not rank.origin.startswith("command line") or "is_host=" in str(host and host.value):
+        return []
+    return ["--claim", f"{rank.origin} 0"]
 
 
 def _rendezvous(plan: LaunchPlan) -> list[str]:
