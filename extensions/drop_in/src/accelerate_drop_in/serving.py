@@ -49,7 +49,7 @@ _HOMES = {
     "data_loader": (
         "accelerate_drop_in.by_hand",
         "accelerate_drop_in.data_loader",
-        *(f"{_DATA}.{name}" for name in ("loader", "shard", "order", "prepare", "rng")),
+        *(f"{_DATA}.{name}" for name in ("loader", "shard", "order", "prepare_loader", "rng")),
     ),
     "hooks": ("accelerate_big_model.hooks",),
     "inference": ("accelerate_drop_in.inference",),
