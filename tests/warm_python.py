@@ -11,8 +11,10 @@ the pool is no child of the agent, and so its failure is not reported as that of
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -39,12 +41,13 @@ pool = socket.socket(socket.AF_UNIX)
 pool.connect({address!r})
 task = {{"command": words, "environ": dict(os.environ), "cwd": os.getcwd()}}
 socket.send_fds(pool, [b"{{"], [0, 1, 2])
+pool.sendall(json.dumps(task).encode()[1:] + b"\\n")
 for one in {signals!r}:
     signal.signal(one, lambda number, _: pool.sendall(b"%d\\n" % number))
-pool.sendall(json.dumps(task).encode()[1:] + b"\\n")
 status = int(pool.makefile().readline())
 if status < 0:
-    signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+    if -status in {signals!r}:
+        signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 os._exit(status)
 """
@@ -59,7 +62,9 @@ _SIGNALS = [
 @cache
 def warm_python() -> Path:
     """Return the program to start in the place of `sys.executable`; `accelerate-core` is beside it."""
-    folder = Path(tempfile.mkdtemp(prefix="warm_python_"))
+    # The address of a socket has 107 bytes at most: it is not below pytest's own folders.
+    folder = Path(tempfile.mkdtemp(prefix="warm_python_", dir="/tmp"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     address = str(folder / "pool")
     door = socket.socket(socket.AF_UNIX)
     door.bind(address)
