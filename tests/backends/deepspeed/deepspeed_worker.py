@@ -726,26 +726,6 @@ def sequences_are_shared_by_ulysses() -> None:
 
 
 @case
-def resumes_bit_for_bit_in_the_same_process() -> None:
-    for stage in (0, 1, 2, 3):
-        accelerator, model, optimizer = trained(stage)
-        steps(model, optimizer, accelerator, 2)
-        target = scratch(f"resume{stage}") / "checkpoint"
-        accelerator.save_state(target)
-        kept = whole(accelerator, model)
-        steps(model, optimizer, accelerator, 2)
-        expected = whole(accelerator, model)
-        accelerator.load_state(target)
-        close(whole(accelerator, model), kept, 0)
-        steps(model, optimizer, accelerator, 2)
-        close(whole(accelerator, model), expected, 0)
-        again, other, optimizer = trained(stage, seed=1)
-        again.load_state(target)
-        steps(other, optimizer, again, 2)
-        close(whole(again, other), expected, 0)
-
-
-@case
 def another_stage_goes_on_with_buffers_and_frozen_parameters() -> None:
     class Counted(Tower):
         def __init__(self, seed: int) -> None:
