@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import warnings
 import weakref
 from typing import Any
@@ -530,6 +531,6 @@ def a_deleted_model_leaves_memory() -> None:
 
 
 if __name__ == "__main__":
-    run_cases()
+    run_cases(sys.argv[1:])
     dist.barrier()
     KEPT.end_training()
