@@ -43,6 +43,8 @@ from torch.utils.data import DataLoader, Dataset
 ROOT = Path(__file__).parents[1]
 #: Optimizer steps of the shorter of two runs whose difference is counted, and batches of a cycle.
 STEPS, CYCLE, BATCH, WIDTH = 5, 4, 16, 16
+#: As many suffice for the tests: counts of two steps are those of five.
+QUICK_STEPS = 2
 SMALL, LARGE = 2, 6
 #: Of losses under fp16: so small that no step overflows.
 LOSS_SCALE_POWER = 4
@@ -172,17 +174,17 @@ def python_calls(function: Callable[[], None]) -> tuple[int, int]:
     return count, own
 
 
-def counted(run: Callable[[int], None]) -> dict[str, float]:
+def counted(run: Callable[[int], None], steps: int) -> dict[str, float]:
     """Return counts per optimizer step of `run(steps)`; what an epoch costs by itself falls out."""
-    run(STEPS)  # what only the first step does
-    first, second = (python_calls(lambda n=n: run(n)) for n in (STEPS, 2 * STEPS))
+    run(steps)  # what only the first step does
+    first, second = (python_calls(lambda n=n: run(n)) for n in (steps, 2 * steps))
     seen = []
-    for steps in (STEPS, 2 * STEPS):
+    for count in (steps, 2 * steps):
         with _Dispatched() as found:
-            run(steps)
+            run(count)
         seen.append((found.collectives, found.reads, found.copied))
-    collectives, reads, copied = ((b - a) / STEPS for a, b in zip(*seen, strict=True))
-    calls, own = ((b - a) / STEPS for a, b in zip(first, second, strict=True))
+    collectives, reads, copied = ((b - a) / steps for a, b in zip(*seen, strict=True))
+    calls, own = ((b - a) / steps for a, b in zip(first, second, strict=True))
     return {
         "calls": calls,
         "own": own,
@@ -567,19 +569,19 @@ QUICK = (
 )  # fmt: skip
 
 
-def compare(backend: str, options: Options, blocks: int) -> dict[str, dict[str, float]]:
+def compare(backend: str, options: Options, blocks: int, steps: int) -> dict[str, dict[str, float]]:
     found = {}
     # A DeepSpeed engine that goes later clears what its library keeps for all of them.
     gc.collect()
     if backend != "megatron":
-        found["raw"] = counted(MAKERS[backend](blocks, options))
+        found["raw"] = counted(MAKERS[backend](blocks, options), steps)
     gc.collect()
     if options.compiled:
         torch.compiler.reset()  # or the guards of what is compiled already are counted with ours
     made = ours(backend, blocks, options)
     if backend == "megatron":
-        found["raw"] = counted(MegatronRaw(made))
-    found["ours"] = counted(made)
+        found["raw"] = counted(MegatronRaw(made), steps)
+    found["ours"] = counted(made, steps)
     if options.compiled:
         torch.compiler.reset()
     if made.ema is not None:
@@ -611,8 +613,9 @@ def worker(backend: str, only: str | None, quick: bool) -> dict[str, Any]:
 
             keep = Accelerator(cpu=True, backend="ddp" if backend != "megatron" else "megatron",
                                process_group_timeout=TIMEOUT.seconds)  # fmt: skip
-        small = compare(backend, options, SMALL)
-        large = compare(backend, options, LARGE)
+        steps = QUICK_STEPS if quick else STEPS
+        small = compare(backend, options, SMALL, steps)
+        large = compare(backend, options, LARGE, steps)
         row = {name: small["ours"][name] - small["raw"][name] for name in small["raw"]}
         grown = {name: large["ours"][name] - large["raw"][name] for name in large["raw"]}
         row["growth"] = grown["calls"] - row["calls"]

@@ -7,19 +7,31 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import pool
 from support import clean_environment
 
 TIMEOUT = 120
 
 
 def run_cli(
-    *arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    *arguments: str | Path,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    forked: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `accelerate-core` with these arguments; never longer than the time limit."""
+    """Run `accelerate-core` with these arguments; never longer than the time limit.
+
+    Args:
+        forked: fork the command itself from a warm interpreter (see `pool`); what it starts is new.
+    """
+    command = ["-m", "accelerate_core.cli", *map(str, arguments)]
+    environ = clean_environment(**(env or {}))
+    if forked:
+        return pool.run(command, environ, TIMEOUT, cwd=cwd)
     return subprocess.run(
-        [sys.executable, "-m", "accelerate_core.cli", *map(str, arguments)],
+        [sys.executable, *command],
         cwd=cwd,
-        env=clean_environment(**(env or {})),
+        env=environ,
         capture_output=True,
         text=True,
         timeout=TIMEOUT,

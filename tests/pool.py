@@ -21,6 +21,7 @@ import gc
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -28,12 +29,16 @@ import sys
 import tempfile
 import threading
 import types
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["Child", "run", "start"]
+__all__ = ["EXECUTABLE", "Child", "run", "start"]
+
+#: Variable with what is to be `sys.executable`, if it is not the interpreter itself.
+EXECUTABLE = "POOL_EXECUTABLE"
 
 #: What every rank imports sooner or later.
 _WARM = (
@@ -42,25 +47,29 @@ _WARM = (
     "accelerate_core.accelerator", "accelerate_core.utils", "accelerate_testing.training",
     "accelerate_checkpoint",
     "accelerate_ddp", "accelerate_fsdp2",
+    # The command line and torch's agent (see `warm_python`).
+    "click", "psutil", "rich.console", "rich.table", "torch.distributed.run", "yaml",
 )  # fmt: skip
 
 # --- in pytest ------------------------------------------------------------------------------------
 
 
 class _Parent:
-    """A warm process; it has one child at a time."""
+    """A warm process, and the children that it has now."""
 
-    def __init__(self) -> None:
+    def __init__(self, more: tuple[str, ...] = ()) -> None:
         ours, theirs = socket.socketpair()
         environ = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
-            # Older torches start a pool of compilers, and a thread, where Inductor is imported.
+            [sys.executable, __file__, str(theirs.fileno()), *more],
             env={
                 **environ,
                 "OMP_NUM_THREADS": "1",
                 "PYTHONIOENCODING": "utf-8",
+                # Older torches start a pool of compilers, and a thread, where Inductor is imported;
+                # pyarrow, which DeepSpeed imports, has a thread that gives memory back.
                 "TORCH_WARM_POOL": "0",
+                "JE_ARROW_MALLOC_CONF": "background_thread:false",
             },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -69,18 +78,49 @@ class _Parent:
         )
         theirs.close()
         self.channel = ours
-        self.answers = ours.makefile("r")
+        self._asked = deque[Child]()
+        self._running: dict[int, Child] = {}
+        self._asking = threading.Lock()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
-    def ask(self, task: Mapping[str, Any], out: int, err: int) -> None:
-        socket.send_fds(self.channel, [json.dumps(task).encode() + b"\n"], [out, err])
+    def ask(self, task: Mapping[str, Any], files: Sequence[int]) -> Child:
+        """Begin a task, with the files that are to be its input, output and errors."""
+        child = Child()
+        with self._asking:
+            self._asked.append(child)
+            try:
+                socket.send_fds(self.channel, [json.dumps(task).encode() + b"\n"], list(files))
+            except OSError:  # it has ended: the reader tells the child
+                pass
+        if not self._reader.is_alive():
+            child.ended(9)
+        return child
+
+    def _read(self) -> None:
+        """Tell the children that they have begun, in the order they were asked for, and ended."""
+        try:
+            for line in self.channel.makefile("r"):
+                pid, *status = map(int, line.split())
+                if status:
+                    self._running.pop(pid).ended(*status)
+                else:
+                    child = self._running[pid] = self._asked.popleft()
+                    child.begun(pid)
+        except ConnectionResetError:  # it ended before it had read a task
+            pass
+        for child in (*self._running.values(), *self._asked):
+            child.ended(9)  # the parent is gone, too
 
     def close(self) -> None:
-        self.channel.close()
-        self.answers.close()
+        self.channel.shutdown(socket.SHUT_RDWR)
         self.process.wait(10)
+        self._reader.join(5)
+        self.channel.close()
 
 
-_free: dict[int, list[_Parent]] = {}
+#: A rank, and what is imported besides `_WARM` -> the process that its children are forked from.
+_parents: dict[tuple[int, tuple[str, ...]], _Parent] = {}
 _every: list[_Parent] = []
 _lock = threading.Lock()
 
@@ -93,44 +133,40 @@ def _close() -> None:
 class Child:
     """A process started by `start`."""
 
-    def __init__(self, parent: _Parent, rank: int) -> None:
-        self.parent, self.rank = parent, rank
-        self._pid: int | None = None
-        self._ended: int | None = None
-        self._begun = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+    def __init__(self) -> None:
+        self.pid: int | None = None
+        self._status: int | None = None
+        self._has_begun = threading.Event()
+        self._has_ended = threading.Event()
 
-    def _read(self) -> None:
-        try:
-            said = self.parent.answers.readline()
-        except ConnectionResetError:  # it ended before it had read its task
-            said = ""
-        self._pid = int(said or "0")
-        self._begun.set()
-        status = said and self.parent.answers.readline()
-        if status:
-            with _lock:
-                _free.setdefault(self.rank, []).append(self.parent)
-        self._ended = os.waitstatus_to_exitcode(int(status or "9"))  # the parent is gone, too
+    def begun(self, pid: int) -> None:
+        """Note that it runs."""
+        self.pid = pid
+        self._has_begun.set()
+
+    def ended(self, status: int) -> None:
+        """Note how it ended, as `os.waitpid` says it."""
+        self._status = os.waitstatus_to_exitcode(status)
+        self._has_begun.set()
+        self._has_ended.set()
 
     def poll(self) -> int | None:
         """Return how it ended, as `Popen.returncode` says it; None while it runs."""
-        return self._ended
+        return self._status
 
     def wait(self, seconds: float | None = None) -> int | None:
         """Wait for its end, at most so long; return what `poll` does."""
-        self._reader.join(seconds)
-        return self._ended
+        self._has_ended.wait(seconds)
+        return self._status
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the child while it runs; SIGKILL goes to all of its session."""
-        self._begun.wait()
-        if self._ended is not None or not self._pid:
+        self._has_begun.wait()
+        if self._status is not None or not self.pid:
             return
         for tell in [os.killpg, os.kill] if number == signal.SIGKILL else [os.kill]:
             try:
-                tell(self._pid, number)
+                tell(self.pid, number)
             except ProcessLookupError:
                 pass
 
@@ -138,30 +174,39 @@ class Child:
 def start(
     command: Sequence[str],
     environ: Mapping[str, str],
-    out: IO[Any],
-    err: IO[Any],
+    out: IO[Any] | int,
+    err: IO[Any] | int,
     rank: int = 0,
     *,
     cwd: str | Path | None = None,
+    stdin: int | None = None,
+    more: Sequence[str] = (),
 ) -> Child:
     """Begin what `python COMMAND` is, in a fork of the rank's warm interpreter.
 
     Args:
-        command: a script, `-m` and a module, or `-c` and code; and arguments.
+        command: a script, `-m` and a module, or `-c` and code; and arguments, after `-u` or not.
         environ: its whole environment.
         out: file its output goes to; several may share one.
+        stdin: its input; without one there is none.
+        more: modules that are imported before the fork, besides those of `_WARM`.
     """
+    key = rank, tuple(more)
     with _lock:
-        parents = _free[rank] = [one for one in _free.get(rank, ()) if one.process.poll() is None]
-        if parents:
-            parent = parents.pop()
-        else:
+        parent = _parents.get(key)
+        if parent is None or parent.process.poll() is not None:
             if not _every:
                 atexit.register(_close)
-            _every.append(parent := _Parent())
+            parent = _parents[key] = _Parent(key[1])
+            _every.append(parent)
     task = {"command": list(command), "environ": dict(environ), "cwd": str(cwd or os.getcwd())}
-    parent.ask(task, out.fileno(), err.fileno())
-    return Child(parent, rank)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    files = [nothing if stdin is None else stdin]
+    files += [one if isinstance(one, int) else one.fileno() for one in (out, err)]
+    try:
+        return parent.ask(task, files)
+    finally:
+        os.close(nothing)
 
 
 def run(
@@ -171,15 +216,19 @@ def run(
     rank: int = 0,
     *,
     cwd: str | Path | None = None,
+    more: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run what `python COMMAND` is; return what `subprocess.run` would.
+
+    Args:
+        more: modules that are imported before the fork, besides those of `_WARM`.
 
     Raises:
         subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was killed.
     """
     command = [str(one) for one in command]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out, tempfile.TemporaryFile("w+") as err:
-        child = start(command, environ, out, err, rank, cwd=cwd)
+        child = start(command, environ, out, err, rank, cwd=cwd, more=more)
         try:
             returncode = child.wait(timeout)
         finally:
@@ -198,9 +247,18 @@ def run(
 
 
 def _serve(channel: socket.socket) -> dict[str, Any]:
-    """Fork for each task, and tell its process and then how it ended; return in the child."""
+    """Fork for each task; tell the child's id, and later how it ended. Return in the child."""
+    children: dict[int, int] = {}
     while True:
-        text, files, *_ = socket.recv_fds(channel, 1 << 20, 2)
+        ready, *_ = select.select([channel, *children], [], [])
+        for one in ready:
+            if one is not channel:
+                pid = children.pop(one)
+                os.close(one)
+                channel.sendall(b"%d %d\n" % os.waitpid(pid, 0))
+        if channel not in ready:
+            continue
+        text, files, *_ = socket.recv_fds(channel, 1 << 20, 3)
         while text and not text.endswith(b"\n"):
             text += channel.recv(1 << 20)
         if not text:
@@ -208,14 +266,16 @@ def _serve(channel: socket.socket) -> dict[str, Any]:
         pid = os.fork()
         if pid == 0:
             channel.close()
-            for number, file in enumerate(files, 1):
+            for number in children:
+                os.close(number)
+            for number, file in enumerate(files):
                 os.dup2(file, number)
                 os.close(file)
             return dict(json.loads(text))
         for file in files:
             os.close(file)
+        children[os.pidfd_open(pid)] = pid
         channel.sendall(b"%d\n" % pid)
-        channel.sendall(b"%d\n" % os.waitpid(pid, 0)[1])
 
 
 def _become(task: dict[str, Any], base: list[str]) -> Callable[[], object]:
@@ -224,7 +284,11 @@ def _become(task: dict[str, Any], base: list[str]) -> Callable[[], object]:
     os.chdir(task["cwd"])
     os.environ.clear()
     os.environ.update(task["environ"])
+    sys.executable = os.environ.get(EXECUTABLE, sys.executable)
     sys.argv = task["command"]
+    if sys.argv[0] == "-u":
+        del sys.argv[0]
+        sys.stdout.reconfigure(line_buffering=True)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if sys.argv[0] == "-c":
         folder, source, origin = "", sys.argv.pop(1), "<string>"
@@ -270,11 +334,11 @@ def _leave(run: Callable[[], object]) -> None:
 _Cached = type(cache(os.getpid))
 
 
-def _warm_up() -> None:
+def _warm_up(more: Sequence[str]) -> None:
     import importlib
     from importlib.util import find_spec
 
-    for name in _WARM:
+    for name in (*_WARM, *more):
         if find_spec(name.partition(".")[0]):  # not every torch has all of ours
             importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
@@ -289,5 +353,5 @@ def _warm_up() -> None:
 
 if __name__ == "__main__":
     _base = sys.path[1:]
-    _warm_up()
+    _warm_up(sys.argv[2:])
     _leave(_become(_serve(socket.socket(fileno=int(sys.argv[1]))), _base))

@@ -22,7 +22,9 @@ def counts(tmp_path: Path, backend: str) -> dict[str, Any]:
     """Return the counts of each row that is quick to measure; the benchmark has all of them."""
     target = tmp_path / "counts.json"
     arguments = ["--worker", backend, "--json", target, "--quick"]
-    run_workers(COUNTS, 2, arguments, timeout=200, env={"OMP_NUM_THREADS": "1"}).checked()
+    more = [backend] * (backend == "deepspeed")
+    environment = {"OMP_NUM_THREADS": "1"}
+    run_workers(COUNTS, 2, arguments, timeout=200, env=environment, more=more).checked()
     return json.loads(target.read_text())
 
 

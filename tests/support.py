@@ -56,6 +56,7 @@ def run_workers(
     timeout: float = 120,
     env: Mapping[str, str] | None = None,
     launched: bool = False,
+    more: Sequence[str] = (),
 ) -> CompletedRun:
     """Run a script on `nproc` ranks; kill all of them after `timeout` seconds.
 
@@ -63,6 +64,7 @@ def run_workers(
 
     Args:
         launched: by torchrun, in new interpreters, instead of by the pool (see `pool`).
+        more: modules that the pool imports before it forks the ranks; not where `launched`.
     """
     if launched:
         environ = clean_environment(**(env or {}))
@@ -74,7 +76,7 @@ def run_workers(
     ):
         environ = clean_environment(**{RESULTS_VARIABLE: folder, **(env or {})})
         command = [str(script), *map(str, args)]
-        returncode, timed_out = _by_pool(command, nproc, environ, timeout, out, err)
+        returncode, timed_out = _by_pool(command, nproc, environ, timeout, out, err, more)
         texts = []
         for file in (out, err):
             file.seek(0)
@@ -85,7 +87,7 @@ def run_workers(
 
 def _by_pool(
     script: list[str], nproc: int, environ: dict[str, str], timeout: float, out: IO[str],
-    err: IO[str],
+    err: IO[str], more: Sequence[str],
 ) -> tuple[int, bool]:  # fmt: skip
     """Do what torchrun does: a rank that fails takes the others with it."""
     from torch.distributed import TCPStore
@@ -93,7 +95,14 @@ def _by_pool(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environ = {**environ, "TORCHELASTIC_RUN_ID": str(uuid.uuid4())}
     ranks = [
-        pool.start(script, {**environ, **_rank(rank, nproc, store.port, environ)}, out, err, rank)
+        pool.start(
+            script,
+            {**environ, **_rank(rank, nproc, store.port, environ)},
+            out,
+            err,
+            rank,
+            more=more,
+        )
         for rank in range(nproc)
     ]
     until = time.monotonic() + timeout

@@ -13,6 +13,7 @@ from pathlib import Path
 import pool
 import pytest
 from support import RESULTS_VARIABLE, clean_environment, run_workers
+from warm_python import warm_python
 
 from accelerate_testing import processes
 
@@ -110,21 +111,19 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_parent_that_is_killed_is_an_end_of_its_child() -> None:
+def test_a_parent_that_is_killed_is_an_end_of_its_children() -> None:
     parent = pool._Parent()
+    task = {"command": ["-c", "import time; time.sleep(60)"], "environ": {}, "cwd": "/"}
     with open(os.devnull, "w") as out:
-        parent.ask(
-            {"command": ["-c", "import time; time.sleep(60)"], "environ": {}, "cwd": "/"},
-            out.fileno(),
-            out.fileno(),
-        )
-        child = pool.Child(parent, 99)
-        child._begun.wait(60)
-        assert child._pid
+        children = [parent.ask(task, [out.fileno()] * 3) for _ in range(2)]
+        for child in children:
+            child._has_begun.wait(60)
+            assert child.pid
         parent.process.kill()
-        assert child.wait(20) == -9
-        os.kill(child._pid, signal.SIGKILL)
-    assert 99 not in pool._free
+        for child in children:
+            assert child.wait(20) == -9
+            os.kill(child.pid, signal.SIGKILL)
+        assert parent.ask(task, [out.fileno()] * 3).wait(20) == -9
     parent.close()
 
 
@@ -135,3 +134,65 @@ def test_a_module_is_run_as_python_does() -> None:
     code = "import json, sys; print(json.dumps([sys.argv, sys.path[0], __name__]))"
     done = pool.run(["-c", code, "x"], clean_environment(), 60)
     assert json.loads(done.stdout) == [["-c", "x"], "", "__main__"]
+
+
+COMMANDS = """
+import subprocess, sys
+print(sys.argv, flush=True)
+print(input(), flush=True)
+code = "import sys; print('from', sys.executable); sys.exit(7)"
+print(subprocess.run([sys.executable, "-u", "-c", code]).returncode, flush=True)
+print(subprocess.run([sys.executable, "--version"], capture_output=True, text=True).stdout)
+"""
+
+
+def test_commands_that_are_typed_fork_and_so_does_what_they_start(tmp_path: Path) -> None:
+    (tmp_path / "typed.py").write_text(COMMANDS)
+    python = str(warm_python())
+    done = subprocess.run(
+        [python, "typed.py", "a b"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        input="given\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    version = f"Python {sys.version.split()[0]}"
+    assert done.stderr == ""
+    assert done.stdout.split("\n") == [
+        "['typed.py', 'a b']", "given", f"from {python}", "7", version, "", "",
+    ]  # fmt: skip
+
+
+def test_signals_reach_what_was_typed_and_its_end_is_that_of_the_command() -> None:
+    code = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9)); print('ready', flush=True)"
+    code = f"import signal, sys, time; {code}; time.sleep(60)"
+    for number, status in ((signal.SIGTERM, 9), (signal.SIGUSR1, -signal.SIGUSR1)):
+        command = [str(warm_python()), "-c", code]
+        with subprocess.Popen(
+            command, env=clean_environment(), stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(number)
+            assert process.wait(60) == status
+
+
+def test_a_command_that_is_killed_takes_what_was_forked_with_it() -> None:
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [str(warm_python()), "-c", code],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        forked = int(process.stdout.readline())
+        assert forked != process.pid
+        process.kill()
+        process.wait(20)
+    until = time.monotonic() + 20
+    while _runs(forked) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not _runs(forked)

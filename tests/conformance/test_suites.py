@@ -73,7 +73,7 @@ class _ZeroStage(BackendSuite):
     prelude = "cpu_has_fp16"
     short = (
         *("training", "accumulation", "branches", "counted_items", "no_sync", "clip_norm"),
-        *("small_gradients", "clip_value", "schedule", "overflow", "save_and_load"),
+        *("small_gradients", "clip_value", "schedule", "overflow", "save_and_load", "groups"),
     )
 
 

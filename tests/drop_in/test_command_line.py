@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pool
 import pytest
 import yaml
 from support import clean_environment
@@ -15,7 +16,8 @@ from accelerate_drop_in.commands import _let_the_original_read
 
 #: Runs the command; the first argument says which plugins are installed: all, or those of a bare drop-in.
 RUN = """
-import importlib.metadata as metadata, sys
+import importlib.metadata as metadata, sys, warnings
+warnings.simplefilter("ignore")
 needed = ("core", "launch", "checkpoint", "tracking", "compile", "big-model", "drop-in")
 found = [one for group in metadata.entry_points().values() for one in group]
 if sys.argv.pop(1) == "bare":
@@ -31,14 +33,8 @@ def accelerate(
     folder: Path, *arguments: str, plugins: str = "all", **environ: str
 ) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text("import sys; print('trained', *sys.argv[1:])")
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RUN, plugins, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=clean_environment(HF_HOME=str(folder / "cache"), COLUMNS="100", **environ),
-    )
+    environ = clean_environment(HF_HOME=str(folder / "cache"), COLUMNS="100", **environ)
+    return pool.run(["-c", RUN, plugins, *arguments], environ, 120, cwd=folder)
 
 
 @pytest.mark.parametrize("plugins", ["all", "bare"])

@@ -47,9 +47,9 @@ def python(*arguments: str | Path, **environ: str) -> subprocess.CompletedProces
     )
 
 
-def forked(code: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
+def forked(code: str, *arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run code that does not depend on what is imported already, in a fork of a warm interpreter."""
-    return pool.run(["-c", code, *arguments], own_environment(), 120)
+    return pool.run(["-c", code, *arguments], own_environment() | environ, 120)
 
 
 def own_environment() -> dict[str, str]:
@@ -147,7 +147,7 @@ assert dispatch.check_device_map is accelerate.big_modeling.check_device_map is 
 
 
 def test_every_module_of_the_original_is_a_file_and_an_assignment_reaches_its_home() -> None:
-    done = python("-c", "import accelerate_drop_in as d; d.install()\n" + ALL)
+    done = forked("import accelerate_drop_in as d; d.install()\n" + ALL)
     assert done.returncode == 0, done.stderr
     assert not done.stdout.split(), "missing"
 
@@ -290,16 +290,16 @@ def test_the_configuration_of_the_original_is_used(tmp_path: Path) -> None:
     home = {"HF_HOME": str(tmp_path), "ACCELERATE_CONFIG_HOME": str(tmp_path / "ours")}
     launch = "import accelerate_drop_in as d; d.install(); import accelerate.commands.launch as l;"
     launch += "l.main()"
-    shown = python("-c", launch, "--dry_run", script, "--cpu", **home)
+    shown = forked(launch, "--dry_run", script, "--cpu", **home)
     assert "bf16" in shown.stdout, shown.stderr
-    assert "bf16" not in python("-c", launch, "--cpu", "--dry_run", script, **home).stdout
+    assert "bf16" not in forked(launch, "--cpu", "--dry_run", script, **home).stdout
     ask = "import accelerate_drop_in as d; d.install(); import accelerate.commands.config as c;"
-    found = python("-c", ask + "print(c.default_config_file)", **home)
+    found = forked(ask + "print(c.default_config_file)", **home)
     assert found.stdout == f"{theirs}\n", found.stderr
-    read = python("-c", ask + "print(c.load_config_from_file(None).mixed_precision)", **home)
+    read = forked(ask + "print(c.load_config_from_file(None).mixed_precision)", **home)
     assert read.stdout == "bf16\n", read.stderr
     theirs.unlink()
-    assert not python("-c", ask + "c.main()", "default", **home).returncode
+    assert not forked(ask + "c.main()", "default", **home).returncode
     # The original refuses a file without its kind.
     assert "num_machines" in theirs.read_text()
     assert yaml.safe_load(theirs.read_text())["distributed_type"] == "NO"
@@ -361,7 +361,7 @@ def test_clearml_has_the_names_and_images_of_the_original(tmp_path: Path) -> Non
     pytest.importorskip("clearml")
     pytest.importorskip("pandas")
     environ = {name: str(tmp_path) for name in ("CLEARML_CACHE_DIR", "HOME")}
-    done = python("-c", CLEARML, CLEARML_OFFLINE_MODE="1", CLEARML_TASK="first", **environ)
+    done = forked(CLEARML, CLEARML_OFFLINE_MODE="1", CLEARML_TASK="first", **environ)
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.rglob("metrics.jsonl")
     events = [event for line in file.read_text().splitlines() for event in json.loads(line)]
@@ -390,9 +390,9 @@ else:
 
 
 def test_a_pickle_of_an_accelerator_is_itself_in_its_process_alone(tmp_path: Path) -> None:
-    done = python("-c", PICKLED, "write", tmp_path / "pickle")
+    done = forked(PICKLED, "write", tmp_path / "pickle")
     assert done.returncode == 0, done.stderr
-    done = python("-c", PICKLED, "read", tmp_path / "pickle")
+    done = forked(PICKLED, "read", tmp_path / "pickle")
     assert "This pickle holds an Accelerator of another process" in done.stderr
 
 
@@ -427,7 +427,7 @@ except AttributeError:
 
 
 def test_modules_that_have_a_logger_in_the_original_have_it_and_it_can_be_replaced() -> None:
-    done = python("-c", LOGGING, LOGGERS)
+    done = forked(LOGGING, LOGGERS)
     assert done.stdout == "right\n", done.stderr
 
 

@@ -14,6 +14,7 @@ import torch
 import yaml
 from support import run_workers
 from torch import nn
+from warm_python import warm_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WORKER = Path(__file__).with_name("by_feature_worker.py")
@@ -22,7 +23,7 @@ SCRIPTS = {path.stem for path in (EXAMPLES / "by_feature").glob("*.py")} - {"dig
 
 def launch(folder: Path, *command: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command],
+        [warm_python(), *command],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 from support import clean_environment
+from warm_python import warm_python
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [
@@ -54,6 +55,9 @@ INSTEAD[f'python -c "from accelerate_core import Accelerator; {_MISSING}'] = (
     "discovery.installed = selection.installed = lambda: without; "
     f"from accelerate_core import Accelerator; {_MISSING}"
 )
+
+#: Pages on failing ranks, which report to the launcher only as its children: not from the pool.
+REAL_INTERPRETERS = {"how_to/debug_a_hang.md"}
 
 #: What may carry a title, and is written to that file.
 FILES = ("python", "bash", "toml", "yaml")
@@ -99,12 +103,16 @@ def blocks(page: str) -> list[Block]:
 KINDS = ("python", "bash", "text", "mermaid")
 
 
-def typed(folder: Path, home: Path, *command: str) -> str:
-    """Run a command as a reader would, and return what it prints; what it leaves behind is ended."""
+def typed(folder: Path, home: Path, programs: Path, *command: str) -> str:
+    """Run a command as a reader would, and return what it prints; what it leaves behind is ended.
+
+    Args:
+        programs: the folder with its `python` and `accelerate-core`.
+    """
     environ = clean_environment(
         ACCELERATE_USE_CPU="true",  # where there are accelerators, too
         OMP_NUM_THREADS="1",
-        PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        PATH=os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]),
         PYTHONPATH=str(folder / "installed"),
         PYTHONIOENCODING="utf-8",
         HOME=str(home),
@@ -156,6 +164,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_runs_as_printed(page: str, tmp_path: Path, home: Path) -> None:
+    programs = Path(sys.executable if page in REAL_INTERPRETERS else warm_python()).parent
     interpreter: list[Block] = []
     shown: list[Block] = []
     printed = ""
@@ -165,7 +174,7 @@ def test_a_page_runs_as_printed(page: str, tmp_path: Path, home: Path) -> None:
         if interpreter:
             script = tmp_path / f"line_{interpreter[0].line}.py"
             script.write_text("".join(block.code for block in interpreter), encoding="utf-8")
-            compare(page, shown, typed(tmp_path, home, sys.executable, str(script)))
+            compare(page, shown, typed(tmp_path, home, programs, "python", str(script)))
             interpreter.clear()
             shown.clear()
             printed = ""
@@ -189,7 +198,7 @@ def test_a_page_runs_as_printed(page: str, tmp_path: Path, home: Path) -> None:
             code = re.sub(
                 r"^.*$", lambda line: INSTEAD.get(line[0], line[0]), block.code, flags=re.M
             )
-            printed = typed(tmp_path, home, "bash", "-e", "-c", code)
+            printed = typed(tmp_path, home, programs, "bash", "-e", "-c", code)
         elif block.language == "text" and interpreter:
             shown.append(block)
         elif block.language == "text":

@@ -8,12 +8,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 from dummies import distribution
+from warm_python import warm_python
 
 import accelerate_core
 
@@ -31,7 +31,7 @@ def run(folder: Path, *command: str, path: Path | None = None) -> str:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     environ = {**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(path or "")}
     done = subprocess.run(
-        [sys.executable, *command],
+        [warm_python(), *command],
         cwd=folder,
         env=environ,
         capture_output=True,

@@ -8,12 +8,12 @@ import re
 import signal
 import struct
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from support import run_workers
+from warm_python import warm_python
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 TIMEOUT = 240
@@ -39,7 +39,7 @@ def quickstart(processes: int, *arguments: str | Path) -> str:
     env |= {"ACCELERATE_CONFIG_HOME": os.devnull, "PYTHONIOENCODING": "utf-8", "COLUMNS": "80"}
     launch = "-m", "accelerate_core.cli", "launch", "--cpu", "--num_processes", str(processes)
     process = subprocess.Popen(
-        [sys.executable, *launch, str(QUICKSTART), *map(str, arguments)],
+        [warm_python(), *launch, str(QUICKSTART), *map(str, arguments)],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import warm_python
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tracking.py"
 
 
 def run(directory: Path, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=directory, capture_output=True, text=True, timeout=200
+        [warm_python(), *arguments], cwd=directory, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

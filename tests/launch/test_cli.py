@@ -10,12 +10,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pool
 import pytest
 import torch
 from click.shell_completion import BashComplete
 from click.testing import CliRunner
 from launched import run_cli
 from support import clean_environment
+from warm_python import warm_python
 
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import PluginRecord, installed
@@ -167,13 +169,13 @@ def test_launch_without_a_script_says_what_to_type() -> None:
 def test_help_of_launch_begins_with_examples_that_work(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     (tmp_path / "config.yaml").write_text("num_processes: 1\n")
-    said = run_cli("launch", "--help").stdout
+    said = run_cli("launch", "--help", forked=True).stdout
     examples = said.split("Examples:\n")[1].split("\n\n")[0]
     lines = re.sub(r" \\\n +", " ", examples).splitlines()
     commands = [line.split("launch ", 1)[1] for line in lines if not line.startswith("  #")]
     assert len(commands) == len(EXAMPLES)
     for arguments in commands:
-        tried = run_cli("launch", "--dry_run", *arguments.split(), cwd=tmp_path)
+        tried = run_cli("launch", "--dry_run", *arguments.split(), cwd=tmp_path, forked=True)
         assert tried.returncode == 0, tried.stderr
     groups = said.split("in this order:\n")[1].split("\n\n")[0]
     assert re.search(r"Processes;\s+Machines;.*Backend\s+ddp;.*Other", groups, re.DOTALL)
@@ -252,7 +254,7 @@ def test_the_installed_command_completes() -> None:
 def test_env_prints_json_and_tables(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("mixed_precision: bf16\n")
-    made = json.loads(run_cli("env", "--json", "--config_file", config).stdout)
+    made = json.loads(run_cli("env", "--json", "--config_file", config, forked=True).stdout)
     assert made["configuration"]["mixed_precision"]["from"] == f"{config} line 1"
     result = CliRunner().invoke(cli, ["env"])
     assert result.exit_code == 0, result.output
@@ -280,8 +282,9 @@ def test_the_self_check_passes_on_two_processes() -> None:
 def test_the_matrix_checks_every_installed_backend() -> None:
     # The test above runs DDP's, the engines' own tests start them often enough, Megatron needs CUDA,
     # and XLA another torch.
-    disabled = {"ACCELERATE_DISABLED_PLUGINS": "ring, ddp, deepspeed, megatron, xla"}
-    done = run_cli("test", "--matrix", "--json", env=disabled)
+    environ = {"ACCELERATE_DISABLED_PLUGINS": "ring, ddp, deepspeed, megatron, xla"}
+    environ[pool.EXECUTABLE] = str(warm_python())  # the test above has real interpreters
+    done = run_cli("test", "--matrix", "--json", env=environ, forked=True)
     made = json.loads(done.stdout)
     assert [check["error"] for check in made["single"]["checks"]] == [""] * 6
     if torch.__version__ < "2.11":

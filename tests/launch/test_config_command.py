@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launched import run_cli
 from support import clean_environment
+from warm_python import warm_python
 
 from accelerate_core.errors import AccelerateError
 from accelerate_launch.editing import with_value
@@ -34,7 +35,7 @@ def env(tmp_path: Path) -> dict[str, str]:
 
 def config(env: dict[str, str], *arguments: str, text: str = "") -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "accelerate_core.cli", "config", *arguments],
+        [warm_python(), "-m", "accelerate_core.cli", "config", *arguments],
         env=clean_environment(**env),
         input=text,
         capture_output=True,
@@ -98,7 +99,7 @@ def test_answers_come_from_the_input_where_there_is_no_terminal(
     assert section["fsdp_auto_wrap_policy"] == "size_based_wrap"
     assert section["fsdp_min_num_params"] == 5000
     assert "Classes whose modules" not in output  # asked of the other policy only
-    done = run_cli("config", "show", "--json", env=env)
+    done = run_cli("config", "show", "--json", env=env, forked=True)
     assert json.loads(done.stdout)["backend"]["from"].endswith("config.yaml line 4")
 
 
@@ -160,7 +161,7 @@ def test_a_tpu_pod_is_asked_for_its_hosts(env: dict[str, str], tmp_path: Path, h
     assert {key: made[key] for key in of_launch} == of_launch
     assert validate(env, Path(env[HOME]) / "config.yaml")[0] == 0
     (tmp_path / "s.py").write_text("")
-    dry = run_cli("launch", "--dry_run", str(tmp_path / "s.py"), env=env).stdout
+    dry = run_cli("launch", "--dry_run", tmp_path / "s.py", env=env, forked=True).stdout
     assert dry.startswith("gcloud " if hosts == "gcloud" else f"{sys.executable} -m accelerate_xla")
 
 

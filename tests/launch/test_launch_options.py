@@ -276,7 +276,7 @@ def halo(tmp_path: Path) -> dict[str, str]:
 
 def test_a_plugin_is_imported_once_for_its_options(halo: dict[str, str], tmp_path: Path) -> None:
     for _ in range(2):
-        done = run_cli("launch", "--help", env=halo)
+        done = run_cli("launch", "--help", env=halo, forked=True)
         assert "--halo_chunk_mb N" in done.stdout, done.stderr
     assert (tmp_path / "log").read_text() == "imported\n"
     assert (
@@ -285,7 +285,7 @@ def test_a_plugin_is_imported_once_for_its_options(halo: dict[str, str], tmp_pat
     )
     package = tmp_path / "dummy_halo" / "__init__.py"
     package.write_text(package.read_text().replace("chunk_mb", "piece_mb"))
-    assert "--halo_piece_mb N" in run_cli("launch", "--help", env=halo).stdout
+    assert "--halo_piece_mb N" in run_cli("launch", "--help", env=halo, forked=True).stdout
 
 
 def test_a_plain_launch_imports_no_plugin(halo: dict[str, str], tmp_path: Path) -> None:
@@ -303,9 +303,11 @@ def test_a_plugins_launcher_starts_what_its_option_asks_for(
         ("--config_file", "c.yaml"): "there",
     }
     for arguments, host in asked.items():
-        done = run_cli("launch", *arguments, "s.py", env=halo, cwd=tmp_path)
+        done = run_cli("launch", *arguments, "s.py", env=halo, cwd=tmp_path, forked=True)
         assert done.stdout == f"started by halo on {host}\n", done.stderr
-    done = run_cli("launch", "s.py", env={**halo, "HALO_HOSTFILE": "around"}, cwd=tmp_path)
+    done = run_cli(
+        "launch", "s.py", env={**halo, "HALO_HOSTFILE": "around"}, cwd=tmp_path, forked=True
+    )
     assert done.stdout == "started by halo on around\n", done.stderr
 
 
@@ -317,17 +319,17 @@ def test_the_switch_of_an_extension_asks_for_no_backend(
     )
     (tmp_path / "s.py").write_text(script)
     options = ("launch", "--cpu", "--use_glow", "--glow_every", "3")
-    done = run_cli(*options, "s.py", env=halo, cwd=tmp_path)
+    done = run_cli(*options, "s.py", env=halo, cwd=tmp_path, forked=True)
     assert done.stdout == "true 3\n", done.stderr
-    done = run_cli(*options, "--use_halo", "--dry_run", "s.py", env=halo, cwd=tmp_path)
+    done = run_cli(*options, "--use_halo", "--dry_run", "s.py", env=halo, cwd=tmp_path, forked=True)
     assert "ACCELERATE_USE_HALO" in done.stdout
     assert "ACCELERATE_USE_GLOW" in done.stdout
 
 
 def test_a_plugins_command_is_one_of_ours(halo: dict[str, str]) -> None:
-    shown = run_cli("--help", env=halo).stdout
+    shown = run_cli("--help", env=halo, forked=True).stdout
     assert re.search(r"^  halo +of dummy-halo 1", shown, re.M), shown  # without importing it
-    assert run_cli("halo", env=halo).stdout == "halo drawn\n"
+    assert run_cli("halo", env=halo, forked=True).stdout == "halo drawn\n"
 
 
 def test_a_broken_plugin_and_a_damaged_cache_harm_nobody(tmp_path: Path) -> None:
@@ -336,7 +338,7 @@ def test_a_broken_plugin_and_a_damaged_cache_harm_nobody(tmp_path: Path) -> None
     cache.parent.mkdir(parents=True)
     cache.write_text('{"a": 3')
     env = {"PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = run_cli("launch", "--help", env=env)
+    done = run_cli("launch", "--help", env=env, forked=True)
     assert done.returncode == 0
     assert "--fsdp_version" in done.stdout
     assert "torn" not in json.loads(cache.read_text())

@@ -112,3 +112,9 @@ def test_members_that_require_each_other_are_refused_by_name(root: Path) -> None
     refused = workspace(root)
     assert refused.returncode == 1
     assert "in a circle: accelerate-invented, accelerate-other" in refused.stderr
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports them by that name alone: two of one name cannot be run together."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))

@@ -7,6 +7,7 @@ name on the path: `other_mutants.py PLACE FOLDER` writes `PLACE.RANK.json` into 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -31,7 +32,7 @@ from accelerate_tally import TallyExtension, TallySettings
 from accelerate_checkpoint import DirectoryCheckpointer, TrainingState
 from accelerate_core import hookimpl
 from accelerate_core.errors import CheckpointError
-from accelerate_core.training.gradient_state import Served
+from accelerate_core.training.gradient_state import BatchInfo
 from accelerate_launch.simple import target_command
 from accelerate_testing import CheckContext, checks_of
 from accelerate_testing.suites import ending, leaving
@@ -61,11 +62,132 @@ def passes(kind: str, *checks: str) -> Any:
     return _register(kind, dict.fromkeys(checks, "passed"))
 
 
+def _add(kind: str, check: str, name: str, base: type, **members: Any) -> None:
+    made = type(name, (base,), {"__module__": __name__, **members})
+    globals()[name] = caught_by(kind, check)(made)
+
+
+def also(kind: str, check: str, name: str, base: type, method: str, act: Any) -> None:
+    """Register one that does something more in a method, given the plugin: first that."""
+    if method.startswith("on_"):  # a hook, which the sound one has or has not
+
+        def hook(self, accelerator):
+            act(self)
+
+        marked = hookimpl(hook) if kind == "extension" else hook
+        return _add(kind, check, name, base, **{method: marked})
+    own = getattr(base, method)
+
+    @functools.wraps(own)
+    def both(self, *args, **kwargs):
+        act(self)
+        return own(self, *args, **kwargs)
+
+    return _add(kind, check, name, base, **{method: both})
+
+
+def keeps(kind: str, check: str, name: str, changed: Any) -> None:
+    """Register a tracker that writes what `changed` makes of the values of a step."""
+
+    def log(self, values, step=None, **kwargs):
+        DiaryTracker.log(self, changed(values, step), step)
+
+    _add(kind, check, name, DiaryTracker, log=log)
+
+
+def starts(kind: str, check: str, name: str, line: str) -> None:
+    """Register a launcher that starts its ranks after a line of code that it should not run."""
+    main = "sys.exit(start.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4:]))"
+    code = f"import os, sys\nfrom accelerate_starter import start\n{line}\n{main}"
+    _add(kind, check, name, Other, code=code)
+
+
 def shrink(optimizer: Any, factor: float) -> None:
     with torch.no_grad():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.mul_(factor)
+
+
+# --- what any plugin may do wrong ---------------------------------------------------------------------
+
+OPENED: list[Any] = []
+
+
+def reseed(_: Any) -> None:
+    torch.manual_seed(0)
+
+
+def draw(_: Any) -> None:
+    torch.rand(1)
+
+
+def set_threads(_: Any) -> None:
+    torch.set_num_threads(3)
+
+
+def refuse(_: Any) -> None:
+    raise RuntimeError("not this one")
+
+
+def say(_: Any) -> None:
+    print("a step or a run")
+
+
+def leave_a_thread(_: Any) -> None:
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+
+
+def leave_a_process(plugin: Any) -> None:
+    plugin.child = subprocess.Popen(["sleep", "543"])
+
+
+def leave_a_file_open(_: Any) -> None:
+    OPENED.append(open(__file__, encoding="utf-8"))  # noqa: SIM115
+
+
+def leave_a_variable(_: Any) -> None:
+    os.environ["TALLY"] = "1"
+
+
+def leave_a_file(_: Any) -> None:
+    tempfile.mkstemp(prefix="left_by_a_mutant")
+
+
+def write_beside_the_run(_: Any) -> None:
+    Path("last_run.txt").write_text("suite")
+
+
+def write_into_the_home(_: Any) -> None:
+    (Path.home() / ".left_by_a_mutant").write_text("suite")
+
+
+def remove_what_was_written(tracker: Any) -> None:
+    (tracker.folder / "values.csv").unlink(missing_ok=True)
+
+
+also("precision", "randomness", "ReseedsAtTheStart", GridPrecision, "on_start", reseed)
+also("precision", "once_more", "LeavesAThread", GridPrecision, "on_start", leave_a_thread)
+also("precision", "once_more", "LeavesAThreadSetting", GridPrecision, "on_start", set_threads)
+also("extension", "randomness", "ReseedsAtEachStep", TallyExtension, "on_step_end", reseed)
+also("extension", "one_process", "DrawsAtEachStep", TallyExtension, "on_step_end", draw)
+also("extension", "errors", "RaisesAfterAnError", TallyExtension, "on_error", refuse)
+also("extension", "once_more", "RaisesWhereMemoryIsFreed", TallyExtension, "on_free", refuse)
+also("extension", "once_more", "PrintsEachStep", TallyExtension, "on_step_end", say)
+also("extension", "once_more", "LeavesAVariable", TallyExtension, "on_start", leave_a_variable)
+also("extension", "once_more", "LeavesAProcess", TallyExtension, "on_start", leave_a_process)
+also("extension", "once_more", "LeavesAFileOpen", TallyExtension, "on_start", leave_a_file_open)
+also("extension", "once_more", "LeavesOneMoreThread", TallyExtension, "on_start", leave_a_thread)
+also("extension", "once_more", "LeavesATemporaryFile", TallyExtension, "on_end", leave_a_file)
+also("tracker", "once_more", "LeavesAThreadPerRun", DiaryTracker, "start", leave_a_thread)
+also("tracker", "once_more", "LeavesAProcessPerRun", DiaryTracker, "start", leave_a_process)
+also("tracker", "once_more", "PrintsEachRun", DiaryTracker, "start", say)
+also("tracker", "once_more", "RemovesTheRunBefore", DiaryTracker, "start", remove_what_was_written)
+also("tracker", "once_more", "WritesBesideTheRun", DiaryTracker, "finish", write_beside_the_run)
+also("tracker", "once_more", "WritesIntoTheHome", DiaryTracker, "finish", write_into_the_home)
+also("checkpointer", "ending", "LeavesItsThread", DirectoryCheckpointer, "attach", leave_a_thread)
+also("checkpointer", "ending", "PrintsWhereItSaves", DirectoryCheckpointer, "save_state", say)
+also("loaders", "ending", "LeavesAWorker", RecordsLoaderFactory, "make_loader", leave_a_thread)
 
 
 # --- precisions --------------------------------------------------------------------------------------
@@ -106,12 +228,6 @@ class ReseedsAtEachModel(GridPrecision):
         return super().convert(model)
 
 
-@caught_by("precision", "randomness")
-class ReseedsAtTheStart(GridPrecision):
-    def on_start(self, accelerator):
-        torch.manual_seed(0)
-
-
 @caught_by("precision", "names_stay")
 class MakesFloat32OfModels(GridPrecision):
     def convert(self, model):
@@ -146,18 +262,6 @@ class SavesTheFirstModelOnly(GridPrecision):
 class RanksDriftApart(GridPrecision):
     def on_step_end(self, accelerator, optimizer):
         shrink(optimizer, 1.0 + 0.002 * accelerator.process_index)
-
-
-@caught_by("precision", "once_more")
-class LeavesAThread(GridPrecision):
-    def on_start(self, accelerator):
-        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
-
-
-@caught_by("precision", "once_more")
-class LeavesAThreadSetting(GridPrecision):
-    def on_start(self, accelerator):
-        torch.set_num_threads(3)
 
 
 @caught_by("precision", "one_process")
@@ -290,83 +394,11 @@ class HandsItsSettingsOn(TallyExtension):
         self.later = [lambda: settings.every]
 
 
-@caught_by("extension", "randomness")
-class ReseedsAtEachStep(TallyExtension):
-    @hookimpl
-    def on_step_end(self, accelerator):
-        torch.manual_seed(0)
-
-
-@caught_by("extension", "one_process")
-class DrawsAtEachStep(TallyExtension):
-    @hookimpl
-    def on_step_end(self, accelerator):
-        torch.rand(1)
-
-
-@caught_by("extension", "once_more")
-class RaisesWhereMemoryIsFreed(TallyExtension):
-    @hookimpl
-    def on_free(self, accelerator):
-        raise RuntimeError("not this one")
-
-
-@caught_by("extension", "errors")
-class RaisesAfterAnError(TallyExtension):
-    @hookimpl
-    def on_error(self, accelerator, error):
-        raise RuntimeError("not this one")
-
-
 @caught_by("extension", "two_processes")
 class SkewsOneRank(TallyExtension):
     @hookimpl
     def on_step_end(self, accelerator, optimizer):
         shrink(optimizer, 1.0 + 0.001 * accelerator.process_index)
-
-
-@caught_by("extension", "once_more")
-class PrintsEachStep(TallyExtension):
-    @hookimpl
-    def on_step_end(self, accelerator):
-        print("a step")
-
-
-@caught_by("extension", "once_more")
-class LeavesAVariable(TallyExtension):
-    @hookimpl
-    def on_start(self, accelerator):
-        os.environ["TALLY"] = "1"
-
-
-@caught_by("extension", "once_more")
-class LeavesAProcess(TallyExtension):
-    @hookimpl
-    def on_start(self, accelerator):
-        self.child = subprocess.Popen(["sleep", "543"])
-
-
-@caught_by("extension", "once_more")
-class LeavesAFileOpen(TallyExtension):
-    files: list[Any] = []
-
-    @hookimpl
-    def on_start(self, accelerator):
-        self.files.append(open(__file__, encoding="utf-8"))  # noqa: SIM115
-
-
-@caught_by("extension", "once_more")
-class LeavesOneMoreThread(TallyExtension):
-    @hookimpl
-    def on_start(self, accelerator):
-        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
-
-
-@caught_by("extension", "once_more")
-class LeavesATemporaryFile(TallyExtension):
-    @hookimpl
-    def on_end(self, accelerator):
-        tempfile.mkstemp(prefix="left_by_a_mutant")
 
 
 @passes("extension", "once_more", "two_processes")
@@ -404,49 +436,25 @@ class ServesClocks(TallyExtension):
 # --- trackers ----------------------------------------------------------------------------------------
 
 
-class SomeOfIt(DiaryTracker):
-    """Writes what `keeps` says."""
+def without(kind: type) -> Any:
+    return lambda values, step: {k: v for k, v in values.items() if not isinstance(v, kind)}
 
-    name = "some"
 
-    def log(self, values, step=None, **kwargs):
-        super().log({k: v for k, v in values.items() if self.keeps(v, step)}, step)
+def with_short_texts(values: dict[str, Any], step: int | None) -> dict[str, Any]:
+    return {k: v[:4] if isinstance(v, str) else v for k, v in values.items()}
+
+
+keeps("tracker", "kept", "LosesTexts", without(str))
+keeps("tracker", "kept", "LosesFlags", without(bool))
+keeps("tracker", "kept", "LosesWhatHasNoStep", lambda values, step: {} if step is None else values)
+keeps("tracker", "read_back", "EveryValueIsZero", lambda values, step: dict.fromkeys(values, 0.0))
+keeps("tracker", "read_back", "TextsAreCutOff", with_short_texts)
 
 
 @caught_by("tracker", "kept")
 class LosesTheConfig(DiaryTracker):
     def store_init_configuration(self, values):
         pass
-
-
-@caught_by("tracker", "kept")
-class LosesTexts(SomeOfIt):
-    def keeps(self, value, step):
-        return not isinstance(value, str)
-
-
-@caught_by("tracker", "kept")
-class LosesFlags(SomeOfIt):
-    def keeps(self, value, step):
-        return not isinstance(value, bool)
-
-
-@caught_by("tracker", "kept")
-class LosesWhatHasNoStep(SomeOfIt):
-    def keeps(self, value, step):
-        return step is not None
-
-
-@caught_by("tracker", "read_back")
-class EveryValueIsZero(DiaryTracker):
-    def log(self, values, step=None, **kwargs):
-        super().log(dict.fromkeys(values, 0.0), step)
-
-
-@caught_by("tracker", "read_back")
-class TextsAreCutOff(DiaryTracker):
-    def log(self, values, step=None, **kwargs):
-        super().log({k: v[:4] if isinstance(v, str) else v for k, v in values.items()}, step)
 
 
 @caught_by("tracker", "read_back")
@@ -537,52 +545,10 @@ class TellsNoRunToResume(Resumes):
     run_id = None
 
 
-@caught_by("tracker", "once_more")
-class LeavesAThreadPerRun(DiaryTracker):
-    def start(self):
-        super().start()
-        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
-
-
-@caught_by("tracker", "once_more")
-class LeavesAProcessPerRun(DiaryTracker):
-    def start(self):
-        super().start()
-        self.child = subprocess.Popen(["sleep", "543"])
-
-
-@caught_by("tracker", "once_more")
-class WritesBesideTheRun(DiaryTracker):
-    def finish(self):
-        super().finish()
-        Path("last_run.txt").write_text("suite")
-
-
-@caught_by("tracker", "once_more")
-class WritesIntoTheHome(DiaryTracker):
-    def finish(self):
-        super().finish()
-        (Path.home() / ".left_by_a_mutant").write_text("suite")
-
-
-@caught_by("tracker", "once_more")
-class PrintsEachRun(DiaryTracker):
-    def start(self):
-        super().start()
-        print("a run has begun")
-
-
 @caught_by("tracker", "flushed")
 class FlushesNothing(DiaryTracker):
     def flush(self):
         pass
-
-
-@caught_by("tracker", "once_more")
-class RemovesTheRunBefore(DiaryTracker):
-    def start(self):
-        (self.folder / "values.csv").unlink(missing_ok=True)
-        super().start()
 
 
 @caught_by("tracker", "two_processes")
@@ -624,59 +590,18 @@ class Other(StarterLauncher):
         return [sys.executable, "-c", self.code, *words, "--", *target_command(plan.target)]
 
 
-MAIN = "sys.exit(start.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4:]))"
-
-
-@caught_by("launcher", "terminated")
-class LeavesItsRanks(Other):
-    code = f"""
-import sys
-from accelerate_starter import start
-start.signal.signal = lambda *_: None
-{MAIN}
-"""
-
-
-@caught_by("launcher", "ranks")
-class TakesAnotherPort(Other):
-    code = f"""
-import sys
-from accelerate_starter import start
-sys.argv[2] = "0"
-{MAIN}
-"""
-
-
-@caught_by("launcher", "ranks")
-class StartsTwoAtMost(Other):
-    code = f"""
-import sys
-from accelerate_starter import start
-sys.argv[1] = str(min(int(sys.argv[1]), 2))
-{MAIN}
-"""
-
-
-@caught_by("launcher", "ranks")
-class DropsVariables(Other):
-    code = f"""
-import os, sys
-from accelerate_starter import start
+DROP_VARIABLES = """
 for name in list(os.environ):
     if not name.startswith(("ACCELERATE_", "PATH", "HOME", "PYTHON")):
         del os.environ[name]
-{MAIN}
 """
 
-
-@caught_by("launcher", "ranks")
-class WorksElsewhere(Other):
-    code = f"""
-import os, sys
-from accelerate_starter import start
-os.chdir("/")
-{MAIN}
-"""
+starts("launcher", "terminated", "LeavesItsRanks", "start.signal.signal = lambda *_: None")
+starts("launcher", "ranks", "TakesAnotherPort", "sys.argv[2] = '0'")
+starts("launcher", "ranks", "StartsTwoAtMost", "sys.argv[1] = str(min(int(sys.argv[1]), 2))")
+starts("launcher", "ranks", "DropsVariables", DROP_VARIABLES)
+starts("launcher", "ranks", "WorksElsewhere", "os.chdir('/')")
+starts("launcher", "one_process", "KeepsTheOutput", "os.dup2(os.open(os.devnull, os.O_WRONLY), 1)")
 
 
 @caught_by("launcher", "failure")
@@ -701,16 +626,6 @@ class KnowsScriptsOnly(Other):
     def launch_command(self, plan):
         words = super().launch_command(plan)
         return [*words[: words.index("--") + 1], sys.executable, plan.target.name]
-
-
-@caught_by("launcher", "one_process")
-class KeepsTheOutput(Other):
-    code = f"""
-import os, sys
-from accelerate_starter import start
-os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-{MAIN}
-"""
 
 
 @passes("launcher", "one_process")
@@ -793,20 +708,6 @@ class WritesWhatTrainingMadeOfIt(DirectoryCheckpointer):
     def attach(self, run):
         super().attach(run)
         self.background.staging.copy = lambda held: held
-
-
-@caught_by("checkpointer", "ending")
-class LeavesItsThread(DirectoryCheckpointer):
-    def attach(self, run):
-        super().attach(run)
-        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
-
-
-@caught_by("checkpointer", "ending")
-class PrintsWhereItSaves(DirectoryCheckpointer):
-    def save_state(self, target=None, **how):
-        print("saving", target)
-        return super().save_state(target, **how)
 
 
 # --- loader factories -------------------------------------------------------------------------------
@@ -937,7 +838,7 @@ class NeverSaysThatItEnds(Makes):
 class HandsItsBatchesOutAlone(Makes):
     class loader(RecordsLoader):
         def __iter__(self):
-            state, served = self._accelerator.gradient_state, Served()
+            state, served = self._accelerator.gradient_state, BatchInfo()
             state._open.append((weakref.ref(self), served))
             for batch in self._start(served):
                 state._touched = served
@@ -950,13 +851,6 @@ class LeavesBatchesWhereTheyAre(Makes):
     class loader(RecordsLoader):
         def _fed(self, batches):
             return batches
-
-
-@caught_by("loaders", "ending")
-class LeavesAWorker(Makes):
-    def make_loader(self, accelerator, loader):
-        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
-        return super().make_loader(accelerator, loader)
 
 
 @caught_by("loaders", "others")

@@ -21,9 +21,16 @@ from accelerate_testing.scaffold import write_repository
 
 SCRIPT = Path(__file__).with_name("other_mutants.py")
 RECORDS = Path(__file__).parents[2] / "examples" / "third_party" / "accelerate-records"
+SOURCE = SCRIPT.read_text()
 WRITTEN = re.findall(
-    r"^@(caught_by|passes|_register)\(\"(\w+)\", (.+)\)\nclass (\w+)", SCRIPT.read_text(), re.M
+    r"^@(caught_by|passes|_register)\(\"(\w+)\", (.+)\)\nclass (\w+)", SOURCE, re.M
 )
+WRITTEN += [
+    ("caught_by", kind, f'"{check}"', name)
+    for kind, check, name in re.findall(
+        r"^(?:also|keeps|starts)\(\"(\w+)\", \"(\w+)\", \"(\w+)\"", SOURCE, re.M
+    )
+]
 WANTED = {"caught_by": "failed", "passes": "passed", "_register": "skipped"}
 CASES = [
     (name, check, WANTED[how])

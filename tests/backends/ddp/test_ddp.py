@@ -40,7 +40,7 @@ def test_settings_from_outside_hold_in_a_run(source, config):
     env = {VARIABLE: "true", "EXPECTED_ORIGIN": VARIABLE}
     if source == "file":
         env = {"ACCELERATE_CONFIG_FILE": str(config), "EXPECTED_ORIGIN": f"{config} line 3"}
-    run = run_workers(WORKER, 2, ["from_outside"], timeout=100, env=env, launched=True)
+    run = run_workers(WORKER, 2, ["from_outside"], timeout=100, env=env)
     check_case(run, "from_outside")
 
 

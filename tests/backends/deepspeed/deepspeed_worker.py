@@ -136,23 +136,6 @@ def accumulates_over_uneven_last_batches_and_custom_boundaries() -> None:
 
 
 @case
-def no_sync_changes_nothing_and_does_not_fail() -> None:
-    x, y = data()
-    for stage in (0, 1, 2, 3):
-        accelerator, model, optimizer = trained(stage, torch.optim.SGD, lr=0.5)
-        plain = Tower()
-        sgd = torch.optim.SGD(plain.parameters(), 0.5)
-        with accelerator.no_sync(model):
-            accelerator.backward(mse_loss(model(mine(x)), mine(y)))
-        accelerator.backward(mse_loss(model(mine(x)), mine(y)))
-        optimizer.step()
-        for _ in range(2):
-            mse_loss(plain(x), y).backward()
-        sgd.step()
-        close(whole(accelerator, model), plain.state_dict())
-
-
-@case
 def a_step_without_a_backward_changes_nothing() -> None:
     accelerator, model, optimizer = trained(2)
     before = whole(accelerator, model)
@@ -336,26 +319,6 @@ def offload_keeps_torchs_optimizer_only_if_told_to() -> None:
     model = Tower()
     with pytest.raises(ConfigurationError, match=r"no RMSprop.*zero_force_ds_cpu_optimizer"):
         accelerator.prepare(model, torch.optim.RMSprop(model.parameters(), 1e-3))
-
-
-@case
-def groups_keep_their_hyperparameters() -> None:
-    def make(model):
-        return ADAM(
-            [
-                {"params": model.layers[0].parameters(), "lr": 1e-2, "weight_decay": 0.3},
-                {"params": model.layers[1:].parameters(), "betas": (0.5, 0.6)},
-            ],
-            lr=1e-3,
-        )
-
-    plain = Tower()
-    steps(plain, make(plain))
-    for stage in (1, 3):
-        accelerator, model = speed(zero_stage=stage), Tower()
-        model, optimizer = accelerator.prepare(model, make(model))
-        steps(model, optimizer, accelerator)
-        close(whole(accelerator, model), plain.state_dict())
 
 
 @case
@@ -760,26 +723,6 @@ def sequences_are_shared_by_ulysses() -> None:
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
-
-
-@case
-def resumes_bit_for_bit_in_the_same_process() -> None:
-    for stage in (0, 1, 2, 3):
-        accelerator, model, optimizer = trained(stage)
-        steps(model, optimizer, accelerator, 2)
-        target = scratch(f"resume{stage}") / "checkpoint"
-        accelerator.save_state(target)
-        kept = whole(accelerator, model)
-        steps(model, optimizer, accelerator, 2)
-        expected = whole(accelerator, model)
-        accelerator.load_state(target)
-        close(whole(accelerator, model), kept, 0)
-        steps(model, optimizer, accelerator, 2)
-        close(whole(accelerator, model), expected, 0)
-        again, other, optimizer = trained(stage, seed=1)
-        again.load_state(target)
-        steps(other, optimizer, again, 2)
-        close(whole(again, other), expected, 0)
 
 
 @case

@@ -27,5 +27,7 @@ def runs():
 def test_case(runs, worker, case):
     if worker not in runs:
         environment = {"OMP_NUM_THREADS": "1"}
-        runs[worker] = run_workers(HERE / worker, 2, timeout=300, env=environment)
+        runs[worker] = run_workers(
+            HERE / worker, 2, timeout=300, env=environment, more=("deepspeed",)
+        )
     check_case(runs[worker], case)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
-from support import run_workers
+import support
 
 HERE = Path(__file__).parent
 STAGES = ("1", "2", "3")
+run_workers = partial(support.run_workers, more=("deepspeed",))
 
 pytestmark = pytest.mark.dist
 

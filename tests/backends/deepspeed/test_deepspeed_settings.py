@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pool
 import pytest
 import torch
 from click.testing import CliRunner
 from support import clean_environment
+from warm_python import MORE, warm_python
 
 from accelerate_core import GradScalerKwargs
 from accelerate_core.config.files import read_config
@@ -402,15 +404,9 @@ def test_consolidates_where_deepspeed_is_not_installed(tmp_path):
         "from accelerate_deepspeed.cli import command\n"
         "command(['consolidate', 'state', 'out'])\n"
     )
-    for program in (script, reader):
-        done = subprocess.run(
-            [sys.executable, program],
-            cwd=tmp_path,
-            env=clean_environment(OMP_NUM_THREADS="1"),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+    for program, more in ((script, ["deepspeed"]), (reader, [])):
+        environment = clean_environment(OMP_NUM_THREADS="1")
+        done = pool.run([program], environment, 120, cwd=tmp_path, more=more)
         assert done.returncode == 0, done.stderr[-3000:]
     import torch
     from safetensors.torch import load_file
@@ -457,9 +453,11 @@ def launched(tmp_path: Path, hosts: str, port: int, **variables: str) -> list[st
     try:
         environment = launcher.launch_environment(plan)
         done = subprocess.run(
-            _without_ssh(launcher.launch_command(plan)),
+            [warm_python(), *_without_ssh(launcher.launch_command(plan))[1:]],
             cwd=tmp_path,
-            env=clean_environment(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", **environment),
+            env=clean_environment(
+                OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", **{MORE: "deepspeed"}, **environment
+            ),
             capture_output=True,
             text=True,
             timeout=150,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from itertools import chain
 from typing import Any
@@ -625,6 +626,6 @@ def a_planted_pickle_runs_nothing() -> None:
 
 
 if __name__ == "__main__":
-    run_cases()
+    run_cases(sys.argv[1:])
     dist.barrier()
     KEPT.end_training()

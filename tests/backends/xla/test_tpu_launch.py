@@ -206,7 +206,7 @@ def test_torch_xla_that_is_missing_or_does_not_fit_is_one_line(script: str, tmp_
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_xla\nVersion: 2.9.0\n")
     path = clean_environment()["PYTHONPATH"]
     there = {**environment, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), path])}
-    done = run_cli(*asked, env=there)
+    done = run_cli(*asked, env=there, forked=True)
     assert done.returncode == 1
     assert "undefined symbol" in done.stderr
     assert "pip install torch==2.9.0 torch_xla==2.9.0" in done.stderr
@@ -214,7 +214,7 @@ def test_torch_xla_that_is_missing_or_does_not_fit_is_one_line(script: str, tmp_
     (package / "__init__.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'torch_xla'\", name='torch_xla')"
     )
-    done = run_cli(*asked, env=there)
+    done = run_cli(*asked, env=there, forked=True)
     assert (done.returncode, "Traceback" in done.stderr) == (1, False)
     assert "torch_xla, which is not installed" in done.stderr
 
@@ -251,7 +251,7 @@ def test_a_pod_gets_the_launch_on_every_host(script: str, stand_ins: Any, tmp_pa
     )
     around = {**environment, "ACCELERATE_LOG_LEVEL": "info"}
     words = ("launch", "--config_file", file, "--env", "B=it's here", "--env", "C=")
-    done = run_cli(*words, script, "--text", "two words", env=around, cwd=tmp_path)
+    done = run_cli(*words, script, "--text", "two words", env=around, cwd=tmp_path, forked=True)
     assert done.returncode == 0, done.stderr
     ((*ssh, line, worker, every),) = calls()
     assert ssh == shlex.split("compute tpus tpu-vm ssh pod --zone us-central2-b --command")
@@ -297,7 +297,7 @@ def test_a_host_of_a_pod_has_the_config_file(
     words = ["--config_file", str(file)] if sent == "file" else []
     words += ["--tpu_cluster", "--tpu", "--vm", "a"] if sent == "none" else []
     around = {**environment, "ACCELERATE_CONFIG_HOME": str(home)}
-    done = run_cli("launch", *words, script, env=around, cwd=tmp_path)
+    done = run_cli("launch", *words, script, env=around, cwd=tmp_path, forked=True)
     assert done.returncode == 0, done.stderr
     line = calls()[0][-1]
     if sent == "none":
@@ -344,7 +344,7 @@ def test_what_a_pod_lacks_is_said(words: list[str], message: str, script: str) -
 def test_listed_hosts_are_reached_by_ssh(script: str, stand_ins: Any) -> None:
     environment, calls = stand_ins
     words = ("launch", "--tpu", "--tpu_cluster", "--num_processes", "4", "--vm", "a", "--vm", "b")
-    done = run_cli(*words, script, env=environment)
+    done = run_cli(*words, script, env=environment, forked=True)
     assert done.returncode == 0, done.stderr
     assert sorted(call[-2] for call in calls()) == ["a", "b"]
     for call in calls():
@@ -392,11 +392,11 @@ def test_tpu_config_sets_up_the_hosts(stand_ins: Any, tmp_path: Path) -> None:
         shown = shlex.split(result.output.removeprefix("Running "))
         assert shown[:7] == shlex.split("gcloud compute tpus tpu-vm ssh pod --zone")
         assert shown[7:] == ["zone", "--command", start + expected, "--worker", "all"]
-    done = run_cli(*command, "--use_alpha", "--tpu_name", "other", env=environment)
+    done = run_cli(*command, "--use_alpha", "--tpu_name", "other", env=environment, forked=True)
     assert (done.returncode, done.stdout) == (0, "The hosts of the pod are set up.\n"), done.stderr
     (call,) = calls()
     assert call[:6] == ["alpha", "compute", "tpus", "tpu-vm", "ssh", "other"]
-    done = run_cli(*command, "--tpu_name", "bad", env=environment)
+    done = run_cli(*command, "--tpu_name", "bad", env=environment, forked=True)
     assert done.returncode == 7
     assert "gcloud ended with exit status 7" in done.stderr
 

@@ -1,0 +1,116 @@
+"""A `python` and an `accelerate-core` that fork from the pool: for tests that type commands.
+
+What such a command starts by `sys.executable` is forked as well, the launcher's agent and the ranks:
+an interpreter that has imported torch is what a launch costs. They are processes of their own with
+their own environment, files and signals (see `pool`); what stands in the process table under the id
+that the starter sees is a small program that passes signals and the status on.
+
+For what a page or an example does. Tests of launching itself start real interpreters: a rank of
+the pool is no child of the agent, and so its failure is not reported as that of a real one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+
+import pool
+
+__all__ = ["MORE", "warm_python"]
+
+#: Variable with modules that are imported before the fork, besides those that the pool imports.
+MORE = "POOL_MORE"
+
+#: Runs in a few milliseconds: without `site`. Options other than -u are for a real interpreter.
+_PROGRAM = """#!{python} -ISE
+import json, os, signal, socket, sys
+words = sys.argv[1:]
+first = [one for one in words if one != "-u"][:1]
+if not first or first[0].startswith("-") and first[0] not in ("-c", "-m"):
+    os.execv({python!r}, [{python!r}, *words])
+pool = socket.socket(socket.AF_UNIX)
+pool.connect({address!r})
+task = {{"command": words, "environ": dict(os.environ), "cwd": os.getcwd()}}
+socket.send_fds(pool, [b"{{"], [0, 1, 2])
+pool.sendall(json.dumps(task).encode()[1:] + b"\\n")
+for one in {signals!r}:
+    signal.signal(one, lambda number, _: pool.sendall(b"%d\\n" % number))
+status = int(pool.makefile().readline())
+if status < 0:
+    if -status in {signals!r}:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+_SIGNALS = [
+    int(one)
+    for one in (
+        signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2,
+    )
+]  # fmt: skip
+
+
+@cache
+def warm_python() -> Path:
+    """Return the program to start in the place of `sys.executable`; `accelerate-core` is beside it."""
+    # The address of a socket has 107 bytes at most: it is not below pytest's own folders.
+    folder = Path(tempfile.mkdtemp(prefix="warm_python_", dir="/tmp"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    address = str(folder / "pool")
+    door = socket.socket(socket.AF_UNIX)
+    door.bind(address)
+    door.listen(64)
+    threading.Thread(target=_serve, args=(door, str(folder / "python")), daemon=True).start()
+    python = folder / "python"
+    python.write_text(
+        _PROGRAM.format(python=sys.executable, address=address, signals=_SIGNALS), encoding="utf-8"
+    )
+    command = folder / "accelerate-core"
+    command.write_text(f'#!/bin/sh\nexec {python} -m accelerate_core.cli "$@"\n', encoding="utf-8")
+    for one in (python, command):
+        one.chmod(0o755)
+    return python
+
+
+def _serve(door: socket.socket, python: str) -> None:
+    while True:
+        channel, _ = door.accept()
+        threading.Thread(target=_answer, args=(channel, python), daemon=True).start()
+
+
+def _answer(channel: socket.socket, python: str) -> None:
+    """Fork for one command; pass signals to it, and then its status back."""
+    begin, files, *_ = socket.recv_fds(channel, 1, 3)
+    reader = channel.makefile("rb")
+    task = json.loads(begin + reader.readline())
+    environ = {**task["environ"], pool.EXECUTABLE: python}
+    rank = int(environ.get("RANK", 0))
+    stdin, out, err = files
+    more = environ.get(MORE, "").split()
+    child = pool.start(
+        task["command"], environ, out, err, rank, cwd=task["cwd"], stdin=stdin, more=more
+    )
+    for file in files:
+        os.close(file)
+
+    def pass_signals_on() -> None:
+        for line in reader:
+            child.send(signal.Signals(int(line)))
+        child.send(signal.SIGKILL)  # its starter is gone, or has been told how it ended
+
+    threading.Thread(target=pass_signals_on, daemon=True).start()
+    status = child.wait()
+    try:
+        channel.sendall(b"%d\n" % (-signal.SIGKILL if status is None else status))
+    except OSError:  # nobody waits any more
+        pass
+    channel.close()
