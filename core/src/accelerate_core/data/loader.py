@@ -21,6 +21,7 @@ from accelerate_core.data.order import SeedableRandomSampler, draw_as_one, order
 from accelerate_core.data.position import OrderState, Position
 from accelerate_core.data.resumable import swapped
 from accelerate_core.data.rng import find_generator, synchronize_rng_states
+from accelerate_core.data.sources import IndexedSource, ReadSource
 from accelerate_core.data.steps import Item, check_rank
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError, warn
@@ -125,7 +126,7 @@ class CoreLoader(DataLoader[Any]):
     def __init__(
         self,
         base: Any,
-        source: Any,
+        source: IndexedSource | ReadSource,
         view: Any,
         users: Any,
         options: LoaderOptions,
@@ -225,8 +226,9 @@ class CoreLoader(DataLoader[Any]):
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        if hasattr(self._source.filler, "even_batches"):
-            self._source.filler.even_batches = value
+        filler = self._source.filler
+        if filler is not None and hasattr(filler, "even_batches"):
+            filler.even_batches = value
 
     # -- epochs and positions ----------------------------------------------------------------
 
@@ -362,7 +364,7 @@ class CoreLoader(DataLoader[Any]):
                 stack.enter_context(order.replayed(generator))
                 if generator is not None and order.generator is None:
                     draw_as_one(order_sampler(self), generator, drawn_before=not kept_workers)
-            return self._source.start(position.batches, draw, position.loader_state)  # type: ignore[no-any-return]
+            return self._source.start(position.batches, draw, position.loader_state)
 
     def _workers_live_on(self) -> bool:
         """Whether there are worker processes of an earlier epoch, so that none are begun."""

@@ -176,7 +176,8 @@ def _read_shards(loader: CoreLoader) -> None:
     Streams have them that have `n_shards` and `shard(num_shards=, index=)`, as Hugging Face's. Nothing
     is read twice or filled up, so ranks may have different numbers of batches.
     """
-    base = loader.base
+    base: Any = loader.base
+    source: Any = loader._source
     part = getattr(base, "dataset", None)
     if not isinstance(part, IterableDatasetShard) or part is loader._users.dataset:
         return
@@ -186,8 +187,9 @@ def _read_shards(loader: CoreLoader) -> None:
     if enough and callable(getattr(stream, "shard", None)):
         shard = stream.shard(num_shards=count, index=part.process_index)
         object.__setattr__(base, "dataset", shard)
-        loader._source = ReadSource(base, 1, loader._source.steps, 0)
-        loader._source.reader = _CountingReader(base)
+        reading = ReadSource(base, 1, source.steps, 0)
+        reading.reader = _CountingReader(base)
+        loader._source = reading
         loader.options = replace(loader.options, num_processes=1, process_index=0)
 
 
