@@ -372,8 +372,9 @@ class Accelerator(
                 accelerator.backward(loss_function(model(x), y))
             accelerator.print(profiler.key_averages().table(row_limit=5))
         """
+        profile = exported("profile")  # before the handler: the error names what was called
         handler = profile_handler or self.profile_handler
-        context: AbstractContextManager[Any] = exported("profile")(handler, self.process_index)
+        context: AbstractContextManager[Any] = profile(handler, self.process_index)
         return context
 
     # --- checkpoints --------------------------------------------------------------------------
