@@ -85,10 +85,8 @@ def split_between(inputs: Any, index: int, count: int, apply_padding: bool = Fal
 class ProcessVerbs:
     """What can be asked of and done among processes; shared by Accelerator and PartialState."""
 
-    @property
-    def _runtime(self) -> runtimes.Runtime:
-        """Ranks, device and group."""
-        raise NotImplementedError
+    #: Ranks, device and group.
+    _runtime: runtimes.Runtime
 
     @property
     def communicator(self) -> Communicator:
@@ -269,7 +267,7 @@ class PartialState(ProcessVerbs):
                 )
 
     @property
-    def _runtime(self) -> runtimes.Runtime:
+    def _runtime(self) -> runtimes.Runtime:  # type: ignore[override]
         found = runtimes.running()
         if found is None:
             raise RuntimeConflictError(

@@ -157,6 +157,8 @@ class Accelerator(
         failures.install()
         topology = runtimes.running() or runtimes.launched_topology()
         self._setup = resolve(arguments, plugin_arguments, topology)
+        #: The active precision; an attribute, because autocast reads it in every step.
+        self.precision: Precision = self._setup.precision
         self._options = dataclasses.replace(self._setup.options)  # a script may change them
         saving, loader_factory = check(self._setup)
         self._saving = saving
@@ -164,7 +166,7 @@ class Accelerator(
         handlers = self._setup.handlers
         self.init_handler: InitProcessGroupKwargs | None = handlers.get(InitProcessGroupKwargs)
         self.scaler_handler: GradScalerKwargs | None = handlers.get(GradScalerKwargs)
-        self._process = start_process(self, self._setup)
+        self._runtime = start_process(self, self._setup)
         try:
             self._build(loader_factory, log_with)
             self._shared_hooks.call_each("on_start")
@@ -175,7 +177,7 @@ class Accelerator(
     def _build(self, loader_factory: LoaderFactory | None, log_with: Any) -> None:
         """Build the parts, each from those before it."""
         setup = self._setup
-        process = self._process
+        process = self._runtime
         options = self._options
         self._warn_once = WarnOnce(main=process.process_index == 0)
         setup.precision.check(self)
@@ -230,11 +232,6 @@ class Accelerator(
     # --- the setup ----------------------------------------------------------------------------
 
     @property
-    def _runtime(self) -> runtimes.Runtime:
-        """Ranks, device and group."""
-        return self._process
-
-    @property
     def provenance(self) -> Mapping[str, SourcedValue]:
         """Settings and their sources."""
         return self._setup.provenance
@@ -243,11 +240,6 @@ class Accelerator(
     def backend(self) -> Backend:
         """The active backend."""
         return self._setup.backend
-
-    @property
-    def precision(self) -> Precision:
-        """The active precision."""
-        return self._setup.precision
 
     @property
     def mixed_precision(self) -> str:
@@ -279,12 +271,12 @@ class Accelerator(
     @property
     def local_process_count(self) -> int:
         """Processes on a machine."""
-        return self._process.local_num_processes
+        return self._runtime.local_num_processes
 
     @property
     def group_timeout(self) -> timedelta | None:
         """Of a collective, or None."""
-        return self._process.timeout
+        return self._runtime.timeout
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -461,7 +453,7 @@ class Accelerator(
         saving = self._saving
         return RunParts(
             accelerator=self,
-            process=self._process,
+            process=self._runtime,
             project=lambda: saving.project,
             registered=saving.registered,
             save_hooks=saving.save_hooks,
