@@ -28,6 +28,6 @@ def test_offloads_and_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.json")))
 def test_configs_are_accepted(name: str) -> None:
     from accelerate_deepspeed import DeepSpeedPlugin
-    from accelerate_deepspeed.automatic import settle_fields
+    from accelerate_deepspeed.automatic import resolve_fields
 
-    settle_fields(DeepSpeedPlugin(hf_ds_config=CONFIGS / name))
+    resolve_fields(DeepSpeedPlugin(hf_ds_config=CONFIGS / name))
