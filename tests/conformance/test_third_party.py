@@ -210,7 +210,7 @@ def test_the_choice_of_a_checkpointer_is_explained(site: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("source", ["environment", "config file"])
-def test_a_maker_of_loaders_is_chosen_by_configuration_and_blamed_by_name(
+def test_a_loader_factory_is_chosen_by_configuration_and_named_in_its_errors(
     site: Path, tmp_path: Path, source: str
 ) -> None:
     config = tmp_path / "config.yaml"
@@ -235,7 +235,7 @@ def test_a_maker_of_loaders_is_chosen_by_configuration_and_blamed_by_name(
         assert any(blamed in note for note in rank["notes"])
 
 
-def test_the_choice_of_a_maker_of_loaders_is_explained(site: Path) -> None:
+def test_the_choice_of_a_loader_factory_is_explained(site: Path) -> None:
     command = [sys.executable, "-m", "accelerate_core", "plugins", "why", "records"]
     told = []
     for environ in ({"ACCELERATE_LOADERS": "records"}, {}):

@@ -40,7 +40,7 @@ def main() -> None:
     write_result(
         {
             "imported": imported,
-            "kind": loader.__class__.__name__,
+            "kind": type(loader.base).__name__,
             "other": type(other).__name__,
             "whole": whole,
             "seen": seen,

@@ -87,6 +87,8 @@ class ProcessVerbs:
 
     #: Ranks, device and group.
     _runtime: runtimes.Runtime
+    #: Device of this process.
+    device: torch.device
 
     @property
     def communicator(self) -> Communicator:
@@ -107,11 +109,6 @@ class ProcessVerbs:
     def local_process_index(self) -> int:
         """Rank of this process on its machine."""
         return self._runtime.local_process_index
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this process."""
-        return self._runtime.device
 
     @property
     def use_distributed(self) -> bool:
@@ -274,6 +271,11 @@ class PartialState(ProcessVerbs):
                 "The processes were ended; make a new PartialState or Accelerator."
             )
         return found
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Device of this process."""
+        return self._runtime.device
 
     @property
     def communicator(self) -> Communicator:

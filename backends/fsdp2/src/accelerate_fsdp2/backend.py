@@ -487,7 +487,7 @@ class FSDP2Backend(Backend):
         models = self._models()
         if self._replicates and accelerator.gradient_state.sync_each_batch:
             # Shards are reduced at each batch, copies of them when the optimizer steps.
-            all_reduce = accelerator.sync_gradients
+            all_reduce = accelerator.gradient_state.sync_gradients
             for sharded in models:
                 for group in sharded.groups:
                     group.all_reduce_grads = all_reduce
@@ -523,7 +523,7 @@ class FSDP2Backend(Backend):
 
         Inside of a cycle of `accumulate` there is nothing to clip yet.
         """
-        if accelerator.sync_gradients:
+        if accelerator.gradient_state.sync_gradients:
             self._refuse_unreduced("Clipping", parameters)
         elif self._unreduced(parameters):
             return None if max_norm is None else torch.zeros((), device=accelerator.device)

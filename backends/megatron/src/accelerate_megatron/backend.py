@@ -307,7 +307,9 @@ class MegatronBackend(Backend):
         model = reference()
         cycle = accelerator.gradient_accumulation_steps
         training = model.training and torch.is_grad_enabled()
-        step = ScheduleStep(training, accelerator.sync_gradients, lambda loss: loss / cycle)
+        step = ScheduleStep(
+            training, accelerator.gradient_state.sync_gradients, lambda loss: loss / cycle
+        )
         result = self.run_schedule(accelerator, model, batch, step)
         return CausalLMOutput(result.loss, None, logits=result.outputs)
 
@@ -373,7 +375,7 @@ class MegatronBackend(Backend):
     ) -> Any:
         """Clip by the norm over all parts of the model."""
         engine = self._engine_of(parameters)
-        if not accelerator.sync_gradients:
+        if not accelerator.gradient_state.sync_gradients:
             return None if clip_value is not None else torch.zeros(())
         if clip_value is not None:
             return engine.clip_value(clip_value)

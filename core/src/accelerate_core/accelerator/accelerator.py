@@ -157,7 +157,7 @@ class Accelerator(
         failures.install()
         topology = runtimes.running() or runtimes.launched_topology()
         self._setup = resolve(arguments, plugin_arguments, topology)
-        #: The active precision; an attribute, because autocast reads it in every step.
+        #: The active precision; like the device an attribute, because autocast reads both in every step.
         self.precision: Precision = self._setup.precision
         self._options = dataclasses.replace(self._setup.options)  # a script may change them
         saving, loader_factory = check(self._setup)
@@ -167,6 +167,7 @@ class Accelerator(
         self.init_handler: InitProcessGroupKwargs | None = handlers.get(InitProcessGroupKwargs)
         self.scaler_handler: GradScalerKwargs | None = handlers.get(GradScalerKwargs)
         self._runtime = start_process(self, self._setup)
+        self.device = self._runtime.device
         try:
             self._build(loader_factory, log_with)
             self._shared_hooks.call_each("on_start")

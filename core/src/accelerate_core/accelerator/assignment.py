@@ -15,7 +15,7 @@ _ASSIGNABLE = {"dataloader_config", "device_placement", "project_configuration",
 _ASSIGNABLE |= {"autocast_handler", "step_scheduler_with_optimizer", "upcast_outputs"}
 #: What follows from construction, and is shared by parts that hold it.
 _FIXED = {"backend", "provenance", "gradient_state", "hooks", "init_handler", "precision", "scaler"}
-_FIXED |= {"dynamo_plugin", "scaler_handler", "scheduler_steps"}
+_FIXED |= {"device", "dynamo_plugin", "scaler_handler", "scheduler_steps"}
 
 
 class Assignable:
