@@ -181,7 +181,7 @@ class TrainedEngine:
             self.dirty = False
             if self.stage == 3:
                 self._zero_parts()
-            return bool(engine.was_step_applied())
+            return bool(engine._step_applied)
         if self._carried:
             self.finish()
         during: list[tuple[Any, str, Any]] = []
@@ -202,7 +202,7 @@ class TrainedEngine:
         with _set(*during):
             engine.step()
         self._cleared()
-        return bool(engine.was_step_applied())
+        return bool(engine._step_applied)
 
     def drop(self) -> None:
         """Forget all gradients since the last step."""
