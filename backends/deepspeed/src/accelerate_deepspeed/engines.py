@@ -181,7 +181,7 @@ class TrainedEngine:
             self.dirty = False
             if self.stage == 3:
                 self._zero_parts()
-            return bool(engine._step_applied)
+            return bool(engine._step_applied)  # as was_step_applied(), without its call
         if self._carried:
             self.finish()
         during: list[tuple[Any, str, Any]] = []
