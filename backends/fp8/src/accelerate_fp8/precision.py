@@ -90,7 +90,7 @@ class FP8(Precision):
         self._converted: list[tuple[str, list[Layer]]] = []
 
     def _refuse_options_of_others(self, given: Any, recipe: type[Any], sources: Sources) -> None:
-        """Refuse what is said to another engine, but what Accelerate's launcher writes for all."""
+        """Refuse options of another engine, except those that Accelerate's launcher sets for every engine."""
         for word in ("FPROP", "DGRAD", "WGRAD"):
             variable = f"ACCELERATE_FP8_OVERRIDE_{word}"
             if env_flag(sources.environ, variable):

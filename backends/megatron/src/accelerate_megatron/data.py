@@ -631,7 +631,7 @@ _OF_LOADERS: Mapping[str, Any] = {
     "full_validation": False,
 }
 _FILES = "files on a disk that all machines share"
-#: What Accelerate's options of data have that is said otherwise here.
+#: Data options of Accelerate that are not options here, and what to write instead.
 _ELSEWHERE: Mapping[str, str] = {
     "mock_data": "write documents with IndexedDatasetBuilder of megatron.core.datasets.indexed_dataset",
     "data_args_path": "data_path=Path(...).read_text().split()",

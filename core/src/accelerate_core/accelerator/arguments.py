@@ -184,7 +184,7 @@ def timeout(seconds: float | None, handler: InitProcessGroupKwargs | None) -> ti
 def check_owners(
     passed: Mapping[str, Any], selection: Selection, active: set[PluginRecord]
 ) -> None:
-    """Refuse constructor arguments whose plugins are installed and not active: nobody reads them.
+    """Refuse constructor arguments of plugins that are installed but not active: they would be ignored.
 
     Args:
         passed: those that were passed and are not the core's.

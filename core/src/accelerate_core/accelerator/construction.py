@@ -191,6 +191,7 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
     if given["backend"] is not None:
         wanted = SourcedValue(given["backend"], "constructor argument backend")
     selection = select("backend", request, wanted)
+    # Chosen for their mistakes here, and again below: the backend may have other defaults.
     named = {"precision": "mixed_precision", **{kind: kind for kind in PARTS}}
     chosen = [select(kind, request, values.get(name, NOTHING)) for kind, name in named.items()]
     for choice in (selection, *chosen):

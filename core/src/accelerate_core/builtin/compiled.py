@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -23,7 +23,7 @@ def is_compiled_module(module: object) -> bool:
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the module that `torch.compile(module)` wrapped, or `model` itself."""
     while is_wrapped(model):
-        model = model._orig_mod  # type: ignore[assignment]
+        model = cast(nn.Module, model._orig_mod)
     return model
 
 

@@ -195,7 +195,7 @@ RULES = {
 def select(
     kind: str, request: Request, wanted: SourcedValue = NOTHING, rule: Rule | None = None
 ) -> Selection:
-    """Choose among the plugins of one kind; what goes wrong is told by the answer's `error`.
+    """Choose among the plugins of one kind; if this fails, the result's `error` says why.
 
     The strongest request is met, or is an error. Of equal ones a name is stronger than a claim, and a
     claim than the usual one. Only plugins that may claim are imported; of the others that is left

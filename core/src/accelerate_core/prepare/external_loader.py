@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sized
+from typing import Any, cast
 
 from accelerate_core.contract.parts import PreparedLoader, check_members
 from accelerate_core.errors import PluginError
@@ -65,7 +65,7 @@ class ExternalLoader:
     @property
     def dataset(self) -> Any:
         """The dataset of the plugin's loader; `AttributeError` if it has none."""
-        return self.base.dataset  # type: ignore[attr-defined]
+        return cast(Any, self.base).dataset
 
     @property
     def dataset_size(self) -> int | None:
@@ -73,7 +73,7 @@ class ExternalLoader:
         return getattr(self.base, "dataset_size", None)
 
     def __len__(self) -> int:
-        return len(self.base)  # type: ignore[arg-type]
+        return len(cast(Sized, self.base))
 
     def __iter__(self) -> Iterator[Any]:
         try:

@@ -26,8 +26,8 @@ class Storage(Store):
         """Mark a save as under way for as long as the block runs and this process lives.
 
         The context manager returns False, and marks nothing, if another save has the mark and its
-        process may be alive. This is how leftovers of a killed process are told from a save that
-        another process is just writing.
+        process may be alive. That distinguishes the leftovers of a killed process from a save that
+        another process is still writing.
 
         The default keeps a small file among those of the save and renews it every minute. After
         the holder was killed it counts as released at once on the same machine, and elsewhere

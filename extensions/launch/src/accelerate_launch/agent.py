@@ -46,9 +46,9 @@ _AGAIN = 75
 def main(arguments: list[str]) -> int:
     """Run `torch.distributed.run`; return the status of the rank that failed first, which is shown.
 
-    Three options of our own come before torch's: with `--quiet` nothing is said of the other ranks,
-    `--address_source TEXT` says where the address of machine 0 came from, and `--claim TEXT` where
-    this machine was called machine 0 although its rendezvous numbers the machines itself.
+    Three options of ours precede torchrun's. `--quiet` prints nothing about the other ranks,
+    `--address_source TEXT` is the source of machine 0's address, and `--claim TEXT` is the source of
+    the claim that this is machine 0 under a rendezvous that numbers the machines itself.
     """
     at = arguments.index(_TARGET)
     ours, theirs = _own_options().parse_known_args(arguments[:at])

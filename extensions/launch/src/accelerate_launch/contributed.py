@@ -105,7 +105,9 @@ def said_to_plugins(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
 
 
 def refuse_unknown(name: str, known: Iterable[str]) -> None:
-    """Say why an option of Accelerate's launcher is not taken; return for a name nobody knows.
+    """Raise an error that says why an option of Accelerate's launcher is not accepted.
+
+    A name that is not one of its options raises nothing.
 
     Raises:
         MissingPluginError: its plugin is not installed; the text has the pip command.
