@@ -30,13 +30,13 @@ def run(report: Path, *arguments: str, **variables: str) -> subprocess.Completed
 def test_what_runs_on_a_cpu_is_rehearsed_by_paths_alone(tmp_path: Path) -> None:
     paths = os.pathsep.join(make_importable(tmp_path / "metadata"))
     report = tmp_path / "made" / "gpu.md"
-    chosen = "precision or feeding or groups or big or checkpoints or memory"
+    chosen = "precision or device_feed or groups or big or checkpoints or memory"
     done = run(report, "--rehearse", "-k", chosen, PYTHONPATH=paths)
     assert done.returncode == 0, done.stdout[-4000:]
     text = report.read_text()
     assert text in done.stdout
     assert "| precision: a run is that of torch[fp16-dtype0] | passed |" in text
-    assert "| feeding: copying and computing overlap | skipped |" in text
+    assert "| device feed: copying and computing overlap | skipped |" in text
     assert " 0 failed" in text
 
 
