@@ -28,7 +28,7 @@ help:
 	@echo "make fp8          fp8 by torchao, and by stand-ins of the other libraries"
 	@echo "make test-xla     XLA on the CPU, in an environment of its own with the torch it is built for"
 	@echo "make clients      Trainer and others on the drop-in, beside what they gave with the original"
-	@echo "make lint         ruff, mypy, import layers, generated docs and lists"
+	@echo "make lint         ruff, mypy, import layers, spelling, workflows, generated docs and lists"
 	@echo "make format       let ruff format the tree, and list new distributions in pyproject.toml"
 	@echo "make docs         regenerate the generated pages"
 	@echo "make site         the documentation as a site, into build/site; its names are all documented"
@@ -135,6 +135,8 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
+	$(BIN)/zizmor --offline --no-progress --quiet .github/
 	$(BIN)/python tools/workspace.py --check
 	$(BIN)/python docs/generate.py --check
 
