@@ -1,4 +1,4 @@
-"""Losses and rates of a run with a scheduler, by both rules, on the backend that is named."""
+"""Train with a scheduler on the given backend, and report losses and learning rates for each rule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def begin() -> tuple[Any, Any, Any, Any]:
 
 
 def plain(moves: int) -> dict[str, list[float]]:
-    """Train in this process alone; the scheduler moves so many steps per optimizer step."""
+    """Train on one process. The scheduler moves `moves` steps per optimizer step."""
     model, optimizer, scheduler, data = begin()
     losses, rates = [], []
     for x, y in DataLoader(data, BATCH):

@@ -1,4 +1,4 @@
-"""A scheduler moves by one rule on every backend, if the script asks for one."""
+"""`scheduler_steps` has the same effect on every backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from support import run_workers
 
 HERE = Path(__file__).parent
-#: What Hugging Face Accelerate does under each of them.
+#: What Hugging Face Accelerate does with each backend.
 DEFAULTS = {
     "ddp": "per_process",
     "fsdp2": "per_process",
@@ -26,7 +26,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("backend", DEFAULTS)
-def test_the_rule_that_was_asked_for_holds(backend: str) -> None:
+def test_scheduler_follows_the_requested_rule(backend: str) -> None:
     arguments = [backend, HERE / "megatron"]
     run = run_workers(HERE / "scheduler_worker.py", 2, arguments, timeout=150).checked()
     found = run.results[0]

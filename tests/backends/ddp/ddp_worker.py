@@ -1,4 +1,4 @@
-"""Two ranks: what DDP's own settings do. Arguments name the cases to run; none runs those marked."""
+"""Cases for the settings of DDP on two ranks. The arguments select cases; the default is all."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from worker import PG_TIMEOUT, RANK, case, flat, run_cases, same_on_ranks
 from accelerate_core import Accelerator
 from accelerate_core.errors import ConfigurationError
 from accelerate_ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
-from accelerate_ddp.hooks import let_go
+from accelerate_ddp.hooks import wait_for_pending_hooks
 
 STEPS, ACCUMULATION = 3, 2
 
 
 class Net(nn.Module):
-    """Has a branch that a forward may leave out, and a buffer that counts."""
+    """A model with a branch that a forward can skip, and a buffer that counts samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,11 @@ def data() -> list[torch.Tensor]:
 
 
 def by_library(spare: bool = True, **settings: Any) -> tuple[torch.Tensor, list[bool]]:
-    """Train; return the weights, and per micro-batch whether the ranks' gradients were equal."""
+    """Train with the library.
+
+    Returns:
+        The weights, and for each micro-batch whether all ranks had the same gradients.
+    """
     with Accelerator(
         cpu=True,
         gradient_accumulation_steps=ACCUMULATION,
@@ -71,10 +75,10 @@ def by_library(spare: bool = True, **settings: Any) -> tuple[torch.Tensor, list[
 def by_hand(
     register: Callable[[DistributedDataParallel], None] = lambda model: None, spare: bool = True
 ) -> torch.Tensor:
-    """Train with DDP in plain torch, each micro-batch of a cycle but the last in no_sync."""
-    with Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT):  # for the group alone
+    """Train with DDP in plain torch, with `no_sync` for all micro-batches but the last of a cycle."""
+    with Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT):  # only for its process group
         weights = _by_hand(register, spare)
-        let_go()  # else torch aborts now and then: see there
+        wait_for_pending_hooks()  # its docstring says why
         return weights
 
 
@@ -100,7 +104,7 @@ BOUNDARIES = [False, True] * STEPS
 
 
 @case
-def fp16_compression_equals_torchs_hook() -> None:
+def fp16_hook_matches_plain_torch() -> None:
     weights, synced = by_library(comm_hook="fp16")
     hook = default_hooks.fp16_compress_hook
     assert torch.equal(weights, by_hand(lambda model: model.register_comm_hook(None, hook)))
@@ -109,22 +113,22 @@ def fp16_compression_equals_torchs_hook() -> None:
 
 
 @case
-def a_model_with_a_hook_may_outlive_its_group() -> None:
-    """A race of milliseconds between the last backward and freeing the model."""
+def model_with_a_hook_can_outlive_its_group() -> None:
+    """The race is a few milliseconds long, from the last backward to freeing the model."""
     handlers = [DistributedDataParallelKwargs(comm_hook="fp16")]
     for _ in range(5):
         accelerator = Accelerator(
             cpu=True, kwargs_handlers=handlers, process_group_timeout=PG_TIMEOUT
         )
         model, x = accelerator.prepare(Net()), data()[0]
-        accelerator.free_memory()  # the only reference left is ours
+        accelerator.free_memory()  # `model` is now the only reference
         accelerator.backward(model(x).square().mean())
         accelerator.end_training()
         del model
 
 
 @case
-def bf16_compression_works_where_torchs_hook_refuses() -> None:
+def bf16_hook_works_on_gloo() -> None:
     weights, synced = by_library(comm_hook="bf16")
     exact = by_hand()
     assert synced == BOUNDARIES
@@ -133,7 +137,7 @@ def bf16_compression_works_where_torchs_hook_refuses() -> None:
 
 
 @case
-def wrappers_compress_what_a_hook_sends() -> None:
+def comm_wrapper_compresses_gradients() -> None:
     exact = by_hand()
     alone, _ = by_library(comm_hook="fp16")
     for wrapper in ("fp16", "bf16"):
@@ -145,7 +149,7 @@ def wrappers_compress_what_a_hook_sends() -> None:
 
 
 @case
-def power_sgd_equals_torchs_hook() -> None:
+def power_sgd_matches_plain_torch() -> None:
     option = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
     for wrapper in ("no", "bf16"):
         weights, synced = by_library(
@@ -164,29 +168,29 @@ def power_sgd_equals_torchs_hook() -> None:
 
 
 @case
-def a_static_graph_accumulates() -> None:
-    """torch aborts if the first backward is not reduced; the numbers have to be right all the same."""
+def static_graph_supports_accumulation() -> None:
+    """torch aborts unless the first backward is reduced. The weights must be correct anyway."""
     weights, synced = by_library(static_graph=True)
     assert synced[1:] == BOUNDARIES[1:]
     assert torch.allclose(weights, by_hand(), atol=1e-6)
 
 
 @case
-def gradients_may_live_in_the_buckets() -> None:
+def gradient_as_bucket_view_matches_plain_torch() -> None:
     weights, synced = by_library(gradient_as_bucket_view=True, bucket_cap_mb=1)
     assert synced == BOUNDARIES
     assert torch.equal(weights, by_hand())
 
 
 @case
-def unused_parameters_are_looked_for_if_asked() -> None:
+def find_unused_parameters_allows_a_skipped_branch() -> None:
     weights, synced = by_library(spare=False, find_unused_parameters=True)
     assert synced == BOUNDARIES
     assert torch.equal(weights, by_hand(spare=False))
 
 
 @case
-def buffers_follow_rank_0_unless_switched_off() -> None:
+def buffers_follow_rank_0_unless_broadcast_is_disabled() -> None:
     for broadcast in (True, False):
         handler = DistributedDataParallelKwargs(broadcast_buffers=broadcast)
         with Accelerator(
@@ -200,7 +204,7 @@ def buffers_follow_rank_0_unless_switched_off() -> None:
 
 
 @case
-def only_what_trains_is_wrapped() -> None:
+def models_without_training_are_not_wrapped() -> None:
     with Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT) as accelerator:
         frozen = accelerator.prepare(Net().requires_grad_(False))
         assert type(frozen) is Net
@@ -209,11 +213,11 @@ def only_what_trains_is_wrapped() -> None:
         torch.manual_seed(RANK)
         own = nn.Linear(4, 4)
         assert not same_on_ranks(flat(own))
-        assert same_on_ranks(flat(accelerator.prepare(own))), "rank 0's weights for all"
+        assert same_on_ranks(flat(accelerator.prepare(own))), "all ranks get rank 0's weights"
 
 
 @case
-def settings_are_seen_from_outside() -> None:
+def settings_are_visible_on_the_accelerator() -> None:
     handler = DistributedDataParallelKwargs(bucket_cap_mb=7)
     with Accelerator(
         cpu=True, kwargs_handlers=[handler], process_group_timeout=PG_TIMEOUT
@@ -225,15 +229,15 @@ def settings_are_seen_from_outside() -> None:
 
 
 @case
-def ranks_with_other_settings_are_refused_at_once() -> None:
+def settings_that_differ_between_ranks_are_rejected() -> None:
     handler = DistributedDataParallelKwargs(static_graph=RANK == 1)
-    said = "ddp.static_graph is False on rank 0, True on rank 1"
-    with pytest.raises(ConfigurationError, match=said):
+    message = "ddp.static_graph is False on rank 0, True on rank 1"
+    with pytest.raises(ConfigurationError, match=message):
         Accelerator(cpu=True, kwargs_handlers=[handler], process_group_timeout=PG_TIMEOUT)
 
 
-def from_outside() -> None:
-    """What environment and file say holds without a word in the script."""
+def settings_come_from_outside_the_script() -> None:
+    """The environment or the config file sets them."""
     with Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT) as accelerator:
         model = accelerator.prepare(Net())
         for x in data()[:3]:
@@ -246,5 +250,5 @@ def from_outside() -> None:
 
 if __name__ == "__main__":
     if "EXPECTED_ORIGIN" in os.environ:
-        case(from_outside)
+        case(settings_come_from_outside_the_script)
     run_cases(sys.argv[1:])

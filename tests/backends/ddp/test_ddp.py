@@ -1,4 +1,4 @@
-"""What DDP's settings do on two ranks, and where they may come from."""
+"""The settings of DDP: their effect on two ranks, and their sources."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ def config(tmp_path) -> Path:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("source", ["environment", "file"])
-def test_settings_from_outside_hold_in_a_run(source, config):
+def test_environment_and_config_file_configure_a_run(source, config):
     env = {VARIABLE: "true", "EXPECTED_ORIGIN": VARIABLE}
     if source == "file":
         env = {"ACCELERATE_CONFIG_FILE": str(config), "EXPECTED_ORIGIN": f"{config} line 3"}
-    run = run_workers(WORKER, 2, ["from_outside"], timeout=100, env=env)
-    check_case(run, "from_outside")
+    name = "settings_come_from_outside_the_script"
+    run = run_workers(WORKER, 2, [name], timeout=100, env=env)
+    check_case(run, name)
 
 
-# --- one process: which value wins, and what is said of a wrong one --------------------------------
+# --- one process: precedence and errors ------------------------------------------------------------
 
 
 def settings_of(**arguments) -> tuple[DistributedDataParallelKwargs, str]:
@@ -53,7 +54,7 @@ def settings_of(**arguments) -> tuple[DistributedDataParallelKwargs, str]:
         return accelerator.ddp_handler, line
 
 
-def test_the_constructor_wins_over_environment_over_file(monkeypatch, config):
+def test_constructor_wins_over_environment_and_environment_over_file(monkeypatch, config):
     assert settings_of()[0].find_unused_parameters is False
     monkeypatch.setenv("ACCELERATE_CONFIG_FILE", str(config))
     handler, line = settings_of()
@@ -69,7 +70,7 @@ def test_the_constructor_wins_over_environment_over_file(monkeypatch, config):
     assert "constructor" in line
 
 
-def test_what_a_handler_leaves_out_comes_from_elsewhere(monkeypatch):
+def test_fields_not_set_by_a_handler_come_from_the_environment(monkeypatch):
     monkeypatch.setenv(VARIABLE, "1")
     handler, _ = settings_of(kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=3)])
     assert (handler.bucket_cap_mb, handler.find_unused_parameters) == (3, True)
@@ -83,14 +84,14 @@ def test_what_a_handler_leaves_out_comes_from_elsewhere(monkeypatch):
         ("ACCELERATE_DDP_COMM_HOOK", "fp61", ["ACCELERATE_DDP_COMM_HOOK", "'fp61'", "'fp16'"]),
     ],
 )
-def test_a_wrong_variable_is_named(monkeypatch, variable, value, parts):
+def test_error_names_the_invalid_variable(monkeypatch, variable, value, parts):
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigurationError) as caught:
         settings_of()
     assert [part for part in parts if part not in str(caught.value)] == [], caught.value
 
 
-def test_a_wrong_value_in_a_file_is_named(monkeypatch, tmp_path):
+def test_error_names_the_line_of_an_invalid_value_in_a_file(monkeypatch, tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("ddp_config:\n  bucket_cap_mb: 25\n  comm_hook: fp61\n")
     monkeypatch.setenv("ACCELERATE_CONFIG_FILE", str(path))
@@ -100,16 +101,16 @@ def test_a_wrong_value_in_a_file_is_named(monkeypatch, tmp_path):
         assert part in str(caught.value)
 
 
-def test_a_wrong_field_of_the_handler_is_named():
+def test_error_names_the_invalid_field_of_a_handler():
     with pytest.raises(ConfigurationError, match=r"find_unused_parameter'.*Did you mean"):
         DistributedDataParallelKwargs(find_unused_parameter=True)
     with pytest.raises(ConfigurationError, match=r"comm_hook='fp61'.*'fp16'"):
         DistributedDataParallelKwargs(comm_hook="fp61")
-    with pytest.raises(ConfigurationError, match="comm_wrapper=power_sgd wraps nothing"):
+    with pytest.raises(ConfigurationError, match="comm_wrapper=power_sgd is not a compression"):
         DistributedDataParallelKwargs(comm_wrapper="power_sgd")
 
 
-def test_handlers_are_settings_as_elsewhere():
+def test_handler_converts_and_reports_its_values():
     handler = DistributedDataParallelKwargs(comm_hook="fp16", bucket_cap_mb=5)
     assert handler.comm_hook is DDPCommunicationHookType.FP16
     assert handler.to_kwargs() == {"comm_hook": DDPCommunicationHookType.FP16, "bucket_cap_mb": 5}
@@ -118,7 +119,7 @@ def test_handlers_are_settings_as_elsewhere():
     assert exported is DistributedDataParallelKwargs
 
 
-def test_one_process_wraps_nothing():
+def test_one_process_does_not_wrap_the_model():
     with Accelerator(cpu=True, backend="ddp") as accelerator:
         net = torch.nn.Linear(2, 2)
         assert accelerator.prepare(net) is net

@@ -1,4 +1,4 @@
-"""The backend: every rank holds the whole model, gradients are averaged in backward."""
+"""The ddp backend: every rank holds the whole model, and gradients are averaged during backward."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_core.plugin import NEEDS, AcceleratorView, Backend, Claim, Request
-from accelerate_ddp.hooks import let_go
+from accelerate_ddp.hooks import wait_for_pending_hooks
 from accelerate_ddp.settings import DistributedDataParallelKwargs
 
 
 class DDPBackend(Backend):
-    """Wraps models in `DistributedDataParallel`; claims every run of more than one process."""
+    """Wrap models in `DistributedDataParallel`. The default backend for more than one process."""
 
     name = "ddp"
     api_version = (1, 0)
@@ -42,33 +42,35 @@ class DDPBackend(Backend):
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
-        """Claim runs of several processes, weakly: whoever is asked for by name goes first."""
+        """Claim runs of several processes, with a low priority: a backend requested by name wins."""
         count = request.topology.num_processes
         return Claim(10, f"{count} processes") if count > 1 else None
 
     def distributed_type(self, accelerator: AcceleratorView) -> str:
-        """`MULTI_CPU`, `MULTI_GPU`, or the like for other devices."""
+        """Return `MULTI_CPU`, `MULTI_GPU`, or `MULTI_` and the type of another device."""
         if accelerator.num_processes == 1:
             return "NO"
         kind = accelerator.device.type
         return "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"
 
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
-        """Serve `accelerator.ddp_handler`."""
+        """Provide `accelerator.ddp_handler`."""
         return {"ddp_handler": self.settings}
 
     def on_end(self, accelerator: AcceleratorView) -> None:
-        """Leave the group without anything under way."""
+        """Wait until the group has no pending work."""
         if accelerator.num_processes > 1 and self.settings.has_comm_hook:
-            let_go()
+            wait_for_pending_hooks()
 
     def prepare_model(
         self, accelerator: AcceleratorView, model: torch.nn.Module, evaluation_mode: bool
     ) -> torch.nn.Module:
-        """Wrap a model that has something to train."""
+        """Wrap the model, unless nothing in it trains or there is only one process."""
         if evaluation_mode or accelerator.num_processes == 1:
             return model
-        if isinstance(model, DistributedDataParallel):  # the user's own, or another Accelerator's
+        if isinstance(
+            model, DistributedDataParallel
+        ):  # wrapped by the script or another Accelerator
             return model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
@@ -78,20 +80,20 @@ class DDPBackend(Backend):
             arguments["device_ids"] = [accelerator.device.index]
             arguments["output_device"] = accelerator.device.index
         with warnings.catch_warnings():
-            # torch's new name for it means something else, and says so itself.
+            # torch deprecates it for an option with another meaning.
             warnings.filterwarnings("ignore", ".*broadcast_buffers.* is deprecated", FutureWarning)
             wrapped = DistributedDataParallel(model, **arguments)
         self.settings.register_comm_hook(wrapped)
         return wrapped
 
     def unwrap_model(self, accelerator: AcceleratorView, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the module inside."""
+        """Return the wrapped module."""
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def no_sync(self, accelerator: AcceleratorView, model: Any) -> AbstractContextManager[Any]:
-        """Keep gradients on their ranks; the first step of a static graph is synchronised all the same.
+        """Keep gradients local, except in the first backward of a static graph.
 
-        torch aborts a static graph whose first backward is not reduced.
+        torch aborts if the first backward of a static graph is not reduced.
         """
         if not isinstance(model, DistributedDataParallel):
             return nullcontext()
@@ -104,13 +106,13 @@ class DDPBackend(Backend):
     def trigger_sync_in_backward(
         self, accelerator: AcceleratorView, model: Any
     ) -> AbstractContextManager[Any]:
-        """Make the next backward reduce, although its forward ran under `no_sync`."""
+        """Make the next backward reduce gradients, even if its forward ran under `no_sync`."""
         return _reduce_next(model) if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def join_uneven_inputs(
         self, accelerator: AcceleratorView, joinables: Sequence[Any]
     ) -> AbstractContextManager[Any]:
-        """Let ranks that have run out shadow the collectives of the others."""
+        """Let ranks that have no batches left join the collectives of the others."""
         able = [one for one in joinables if isinstance(one, Joinable)]
         return Join(able) if able else nullcontext()
 
@@ -119,7 +121,7 @@ class DDPBackend(Backend):
 def _reduce_next(model: DistributedDataParallel) -> Iterator[None]:
     before = model.require_backward_grad_sync
     model.require_backward_grad_sync = True
-    # What forward does when it will be reduced, and did not do under no_sync.
+    # The forward does this unless it runs under no_sync.
     model.require_forward_param_sync = True
     model.reducer.prepare_for_backward([])
     try:

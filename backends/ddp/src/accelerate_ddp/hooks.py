@@ -1,6 +1,6 @@
-"""Communication hooks: what gradients go through between ranks."""
+"""Communication hooks, which change how gradients are sent between ranks."""
 
-# No postponed annotations here: torch reads those of a hook and wants the class, not its name.
+# No `from __future__ import annotations`: torch checks a hook's annotations and expects classes.
 import atexit
 import enum
 import time
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class DDPCommunicationHookType(enum.StrEnum):
-    """A communication hook torch ships: what gradients go through on their way."""
+    """A communication hook of torch."""
 
     NO = "no"
     FP16 = "fp16"
@@ -26,13 +26,13 @@ class DDPCommunicationHookType(enum.StrEnum):
 Hook = DDPCommunicationHookType
 
 
-def let_go() -> None:
-    """Let the group's threads drop the last reduction before the group may be freed.
+def wait_for_pending_hooks() -> None:
+    """Give gloo's threads time to free the last reduction before the group is destroyed.
 
-    A thread of gloo frees what a hook in Python left behind some moments after the backward that
-    waited for it, and needs the interpreter's lock to do so. A group that ends within that time
-    is freed by its own thread, which aborts the process, or by a model that outlived it, which
-    waits for the thread while it holds the lock, for ever.
+    A moment after backward, a gloo thread frees the objects of a Python hook, which needs the
+    GIL. If the group is destroyed before that, one of two things can happen: the thread frees the
+    group itself, which aborts the process; or a model that is still alive frees the group while it
+    holds the GIL, and waits for the thread forever.
     """
     time.sleep(0.1)
 
@@ -40,7 +40,13 @@ def let_go() -> None:
 def register(
     model: DistributedDataParallel, comm_hook: Hook, wrapper: Hook, state_options: dict[str, Any]
 ) -> None:
-    """Register a hook, with a compression around it and the arguments of PowerSGD's state."""
+    """Register a hook with a model, optionally inside a wrapper that compresses gradients.
+
+    Args:
+        comm_hook: the hook.
+        wrapper: `Hook.FP16` or `Hook.BF16` to compress, `Hook.NO` for none.
+        state_options: arguments of `PowerSGDState`.
+    """
     state: Any = None
     if comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD):
         state = powerSGD_hook.PowerSGDState(None, **state_options)
@@ -56,26 +62,25 @@ def register(
     elif wrapper is Hook.BF16:
         hook = _bf16_wrapper(hook)
     model.register_comm_hook(state, hook)
-    # For scripts that do not end their training: run before the runtime ends the group.
-    atexit.unregister(let_go)
-    atexit.register(let_go)
+    # For scripts that never call `end_training`. This runs before the runtime destroys the group.
+    atexit.unregister(wait_for_pending_hooks)
+    atexit.register(wait_for_pending_hooks)
 
 
 def bf16_compress(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Reduce gradients in bfloat16 and average them.
+    """Average gradients in bfloat16.
 
-    torch's own hook is refused by name on groups without CUDA, although the
-    reduction itself works there.
+    torch refuses to register its own hook for a group without CUDA, although the reduction works.
     """
     buffer = bucket.buffer()
     half = buffer.to(torch.bfloat16).div_(dist.get_world_size())
     work = dist.all_reduce(half, async_op=True)
     future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
 
-    def back(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    def decompress(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         return torch.Tensor.copy_(buffer, done.value()[0])
 
-    return future.then(back)
+    return future.then(decompress)
 
 
 def _bf16_wrapper(hook: Any) -> Any:
@@ -84,11 +89,11 @@ def _bf16_wrapper(hook: Any) -> Any:
         bucket.set_buffer(whole.to(torch.bfloat16))
         future = hook(state, bucket)
 
-        def back(done: torch.futures.Future[Any]) -> torch.Tensor:
+        def decompress(done: torch.futures.Future[Any]) -> torch.Tensor:
             value = done.value()
             return torch.Tensor.copy_(whole, value[0] if isinstance(value, list) else value)
 
-        result: torch.futures.Future[torch.Tensor] = future.then(back)
+        result: torch.futures.Future[torch.Tensor] = future.then(decompress)
         return result
 
     return wrapped

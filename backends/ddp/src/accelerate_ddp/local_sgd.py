@@ -1,4 +1,4 @@
-"""Local SGD: ranks step on their own and average their parameters now and then."""
+"""Local SGD: ranks step independently and average their parameters every few steps."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """A context in which gradients stay on their rank and parameters are averaged instead.
+    """A context in which ranks train independently and average their parameters every few steps.
 
-    Inside, no gradient is synchronised; every `local_sgd_steps` calls of `step`, and
-    on leaving, each parameter becomes its mean over the ranks. With one process, or
-    `enabled=False`, it has no effect.
+    Inside the context, gradients are not synchronised. Every `local_sgd_steps` calls of `step`,
+    and on exit, each parameter is replaced by its mean over all ranks. The context has no effect
+    with one process or `enabled=False`.
 
     Args:
         accelerator: the Accelerator that prepared `model`.
-        model: a prepared model, whole on every rank.
-        local_sgd_steps: calls of `step` between two averages, at least 1.
+        model: a prepared model that is not sharded.
+        local_sgd_steps: number of calls of `step` between two averages, at least 1.
+        enabled: False turns the context off.
 
     Raises:
-        ConfigurationError: `local_sgd_steps` is less than 1, or the model's
-            parameters are sharded over ranks and so have no mean.
+        ConfigurationError: `local_sgd_steps` is less than 1, or the model's parameters are
+            sharded.
 
     Example:
         with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
@@ -75,11 +76,14 @@ class LocalSGD:
         no_sync = self._no_sync
         self._no_sync = None
         no_sync.__exit__(kind, error, trace)
-        if error is None:  # after an error the other ranks may never come to the average
+        if error is None:  # after an error, the other ranks may never reach the average
             self._average()
 
     def step(self) -> None:
-        """Count one call, in a cycle of accumulation, too; average when there were `local_sgd_steps`."""
+        """Count a step, and average parameters every `local_sgd_steps` calls.
+
+        Each call counts, including those inside an accumulation cycle.
+        """
         if not self.enabled:
             return
         self.num_steps += 1
@@ -87,7 +91,7 @@ class LocalSGD:
             self._average()
 
     def _average(self) -> None:
-        """Replace parameters by their mean over ranks, in one collective per dtype."""
+        """Replace the parameters by their mean over all ranks, with one collective per dtype."""
         import torch
 
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -109,5 +113,5 @@ def _refuse_sharded(model: torch.nn.Module) -> None:
         if isinstance(parameter, DTensor):
             raise ConfigurationError(
                 f"LocalSGD averages whole parameters, but {name!r} is sharded over ranks. Use a "
-                "backend that keeps the model whole on every rank, or LocalSGD(enabled=False)."
+                "backend that keeps the whole model on every rank, or LocalSGD(enabled=False)."
             )
