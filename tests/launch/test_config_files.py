@@ -266,7 +266,7 @@ def test_the_peers_keys_for_fp8_are_read(tmp_path: Path) -> None:
     file.write_text(FP8.replace("[false, false, false]", "[false, true, false]"))
     result = CliRunner().invoke(cli, ["config", "validate", str(file)])
     assert result.exit_code == 2
-    assert "Transformer Engine has none any more" in " ".join(result.output.split())
+    assert "Transformer Engine removed the option" in " ".join(result.output.split())
 
 
 # --- what is wrong --------------------------------------------------------------------------------

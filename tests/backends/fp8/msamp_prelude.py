@@ -1,4 +1,4 @@
-"""Lets every process of a suite train with MS-AMP's stand-in."""
+"""Makes every process of a suite train with the mock of MS-AMP."""
 
 import sys
 from pathlib import Path

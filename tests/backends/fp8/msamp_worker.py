@@ -1,4 +1,4 @@
-"""MS-AMP's stand-in on two ranks under DDP: gradients of its weights are reduced once a step."""
+"""The mock of MS-AMP on two ranks under DDP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEPT = Accelerator(cpu=True, backend="ddp", process_group_timeout=60)
 
 
 @case
-def reduced_once_a_step_and_before_clipping() -> None:
+def gradients_are_reduced_once_per_step_before_clipping() -> None:
     accelerator = Accelerator(
         cpu=True,
         backend="ddp",

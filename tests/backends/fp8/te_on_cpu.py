@@ -1,4 +1,4 @@
-"""Transformer Engine's stand-in, and what tests of one and of two ranks train with it."""
+"""The mock of Transformer Engine, and helpers to train with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STAND_IN = Path(__file__).with_name("stand_in")
 
 
 def use() -> Any:
-    """Let the stand-in be what is imported, and return it."""
+    """Make `import transformer_engine` import the mock, and return it."""
     sys.path.insert(0, str(STAND_IN))
     TransformerEngine.devices = ("cpu", "cuda")
     import transformer_engine.pytorch as te
@@ -26,7 +26,7 @@ def use() -> Any:
 
 
 class Net(nn.Module):
-    """Its first linear layer does not fit, and siblings after it do."""
+    """A model whose first linear layer cannot be converted, while others can."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, data: list[torch
 
 
 def scales(accelerator: Accelerator, model: Any) -> torch.Tensor:
-    """Return all scales and histories of forward in one vector."""
+    """Return all scales and histories of the forward in one vector."""
     found = [
         tensor.flatten()
         for module in accelerator.unwrap_model(model).modules()

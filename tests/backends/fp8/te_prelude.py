@@ -1,4 +1,4 @@
-"""Lets every process of a suite train with Transformer Engine's stand-in."""
+"""Makes every process of a suite train with the mock of Transformer Engine."""
 
 import te_on_cpu
 

@@ -1,4 +1,4 @@
-"""Two ranks: whose largest values are shared, and who may run a forward alone."""
+"""Two ranks: how maximum values are shared, and when a rank can run a forward alone."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from accelerate_fp8 import TERecipeKwargs
 te = cpu.use()
 quantization = sys.modules["transformer_engine.pytorch.quantization"]
 KEPT = {"process_group_timeout": PG_TIMEOUT}
-DATA = batches(6, RANK)  # largest values differ by a factor of two
+DATA = batches(6, RANK)  # maximum values differ by a factor of two
 
 
 @case
-def largest_values_are_shared_over_ranks_with_different_samples() -> None:
+def maximum_values_are_shared_between_data_ranks() -> None:
     for shared in (True, False):
         with accelerator(TERecipeKwargs(amax_history_len=4, reduce_amax=shared), **KEPT) as one:
             model, optimizer = prepared(one)
@@ -34,7 +34,7 @@ def largest_values_are_shared_over_ranks_with_different_samples() -> None:
 
 
 @case
-def the_group_is_that_of_the_ranks_over_which_the_loss_is_summed() -> None:
+def values_are_reduced_over_the_group_of_the_loss() -> None:
     with accelerator(**KEPT) as one:
         groups = [dist.new_group([rank]) for rank in range(2)]
         one.backend._scopes = {"loss": groups[RANK]}
@@ -45,7 +45,7 @@ def the_group_is_that_of_the_ranks_over_which_the_loss_is_summed() -> None:
 
 
 @case
-def a_rank_may_evaluate_alone() -> None:
+def rank_can_evaluate_alone() -> None:
     recipe = TERecipeKwargs(amax_history_len=4, use_autocast_during_eval=True)
     with accelerator(recipe, **KEPT) as one:
         model, optimizer = prepared(one)
@@ -61,17 +61,18 @@ def a_rank_may_evaluate_alone() -> None:
 
 
 @case
-def ranks_that_run_out_of_batches_are_refused_where_values_are_shared() -> None:
+def join_uneven_inputs_is_rejected_if_values_are_shared() -> None:
     for shared in (True, False):
         with accelerator(TERecipeKwargs(amax_history_len=4, reduce_amax=shared), **KEPT) as one:
             model, optimizer = prepared(one)
-            refused = pytest.raises(ConfigurationError, match="join_uneven_inputs: with delayed")
-            with refused if shared else nullcontext(), one.join_uneven_inputs([model]):
+            message = "join_uneven_inputs does not work with delayed scaling"
+            raises = pytest.raises(ConfigurationError, match=message)
+            with raises if shared else nullcontext(), one.join_uneven_inputs([model]):
                 train(one, model, optimizer, DATA[: 2 if shared else 2 + RANK])
 
 
 @case
-def micro_batches_share_them_too() -> None:
+def micro_batches_share_maximum_values_too() -> None:
     with accelerator(gradient_accumulation_steps=2, **KEPT) as one:
         model, optimizer = prepared(one)
         quantization.REDUCED.clear()
@@ -83,7 +84,7 @@ def micro_batches_share_them_too() -> None:
 
 
 @case
-def each_rank_keeps_its_own_scales_and_goes_on() -> None:
+def each_rank_resumes_with_its_own_scales() -> None:
     recipe = TERecipeKwargs(amax_history_len=4, reduce_amax=False)
     folder = scratch("own")
     with accelerator(recipe, **KEPT) as one:
@@ -102,7 +103,7 @@ def each_rank_keeps_its_own_scales_and_goes_on() -> None:
 
 
 @case
-def under_fsdp2_with_activations_computed_again() -> None:
+def trains_and_resumes_under_fsdp2_with_activation_checkpointing() -> None:
     from accelerate_core import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
@@ -130,9 +131,9 @@ def under_fsdp2_with_activations_computed_again() -> None:
 
 
 @case
-def weights_in_8_bits_are_not_sharded() -> None:
+def quantized_weights_are_rejected_by_fsdp2() -> None:
     recipe = TERecipeKwargs(recipe="current", quantized_weights=True)
-    with pytest.raises(ConfigurationError, match="fsdp2 shards weights"):
+    with pytest.raises(ConfigurationError, match="not supported by the backend fsdp2"):
         accelerator(recipe, backend="fsdp2", **KEPT)
 
 

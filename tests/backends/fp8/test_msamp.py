@@ -1,7 +1,7 @@
-"""fp8 by MS-AMP, by contract: against a stand-in of the library's public surface.
+"""fp8 with MS-AMP, against a mock of the library's public API.
 
-Nothing of this says that the library itself works: it is no longer maintained, needs CUDA and a torch
-of 2023, and cannot be installed here.
+These tests do not show that the library itself works. It is no longer maintained, needs CUDA and a
+torch from 2023, and cannot be installed here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORKER = Path(__file__).with_name("msamp_worker.py")
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Have the stand-in installed, and return what is called of it."""
+    """Make the mock importable, and return the list of its called functions."""
     monkeypatch.syspath_prepend(str(Path(__file__).with_name("stand_in")))
     monkeypatch.setattr(MSAMP, "devices", ("cpu",))
     import msamp
@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 class Net(nn.Module):
-    """Has a tied layer, one left out by the user, and layers to convert."""
+    """A model with a tied layer, one excluded by the user, and layers to convert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def step(accelerator: Accelerator, model: Any, optimizer: Any) -> float:
     return loss.item()
 
 
-def test_both_objects_of_the_library_are_used_and_what_is_kept_is_plain(
+def test_model_trains_with_the_librarys_objects_and_saves_plain_tensors(
     calls: list[str], tmp_path: Path
 ) -> None:
     accelerator = msamp_run()
@@ -110,22 +110,22 @@ def test_both_objects_of_the_library_are_used_and_what_is_kept_is_plain(
     assert all(not torch.equal(one, before[name]) for name, one in state.items())
     accelerator.save_state(tmp_path)
     after = [step(accelerator, model, optimizer) for _ in range(3)]
-    accelerator.load_state(tmp_path)  # plain tensors go into weights of the library's
+    accelerator.load_state(tmp_path)  # loads plain tensors into the library's weights
     assert [step(accelerator, model, optimizer) for _ in range(3)] == after
     part = {name: one for name, one in state.items() if name != "up.weight"}
     with pytest.raises(RuntimeError, match=r"Missing key.*up.weight"):
         accelerator.unwrap_model(model).load_state_dict(part)
 
-    told = accelerator.explain()
-    assert "fp8 by MS-AMP: kwargs_handlers has MSAMPRecipeKwargs; opt_level O2" in told
-    assert "Net: 2 of 4 linear layers compute in fp8" in told
-    assert "its weight is embed.weight, too" in told
-    assert "use_fp32_linear" in told
+    text = accelerator.explain()
+    assert "fp8 by MS-AMP: kwargs_handlers has MSAMPRecipeKwargs; opt_level O2" in text
+    assert "Net: 2 of 4 linear layers compute in fp8" in text
+    assert "shares its weight with embed.weight" in text
+    assert "use_fp32_linear" in text
     assert accelerator.state.fp8_backend == "MSAMP"
     accelerator.end_training()
 
 
-def test_clipping_is_the_librarys(calls: list[str]) -> None:
+def test_clipping_uses_the_librarys_function(calls: list[str]) -> None:
     with msamp_run() as accelerator:
         net = Net()
         model, _ = accelerator.prepare(net, torch.optim.Adam(net.parameters(), 1e-2))
@@ -133,28 +133,30 @@ def test_clipping_is_the_librarys(calls: list[str]) -> None:
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         assert calls[-1] == "clip_grad_norm_"
         assert norm > 1.0
-        with pytest.raises(AccelerateError, match="clip_grad_norm_ is"):
+        with pytest.raises(
+            AccelerateError, match=r"does not support clip_grad_value_\. Use clip_grad_norm_"
+        ):
             accelerator.clip_grad_value_(model.parameters(), 1.0)
         accelerator.free_memory()
-        other = Net()  # after what was there is let go
+        other = Net()  # possible again after `free_memory`
         accelerator.prepare(other, torch.optim.Adam(other.parameters()))
 
 
-def test_what_is_prepared_with_it_is_one_model_and_its_adam(calls: list[str]) -> None:
+def test_prepare_accepts_only_one_model_with_its_adam(calls: list[str]) -> None:
     net, stepped = Net(), Net()
     adam = torch.optim.Adam(net.parameters())
     began = torch.optim.Adam(stepped.parameters())
     stepped(TOKENS).sum().backward()
     began.step()
     wrong: list[tuple[tuple[Any, ...], str]] = [
-        ((net,), "one model and its optimizer, in one call .* 1 and 0"),
-        ((adam,), "0 and 1"),
-        ((net, Net(), adam), "2 and 1.*evaluation_mode=True"),
-        ((net, torch.optim.SGD(net.parameters(), 1.0)), "no SGD. torchao does the same"),
-        ((stepped, began), "The Adam has stepped"),
+        ((net,), "one model and one optimizer, .* 1 models and 0 optimizers"),
+        ((adam,), "0 models and 1 optimizers"),
+        ((net, Net(), adam), "2 models and 1 optimizers.*evaluation_mode=True"),
+        ((net, torch.optim.SGD(net.parameters(), 1.0)), "not SGD. Use torchao instead"),
+        ((stepped, began), "The Adam has already stepped"),
         ((Net(), adam), "holds parameters that are not in Net"),
-        # With this torch, where AdamW is a kind of Adam, the library takes one for the other.
-        ((net, torch.optim.AdamW(net.parameters())), "made a LBAdam of an AdamW.*Use Adam"),
+        # In this version of torch, AdamW is a subclass of Adam, which the library doesn't expect.
+        ((net, torch.optim.AdamW(net.parameters())), "replaced an AdamW by a LBAdam.*Adam"),
     ]
     for objects, message in wrong:
         with msamp_run() as accelerator, pytest.raises(AccelerateError, match=message):
@@ -165,7 +167,7 @@ def test_what_is_prepared_with_it_is_one_model_and_its_adam(calls: list[str]) ->
         net = Net()
         accelerator.prepare(net, torch.optim.Adam(net.parameters()))
         net = Net()
-        with pytest.raises(AccelerateError, match="after those of an earlier call"):
+        with pytest.raises(AccelerateError, match="an earlier call prepared a model"):
             accelerator.prepare(net, torch.optim.Adam(net.parameters()))
 
 
@@ -175,16 +177,20 @@ def test_what_is_prepared_with_it_is_one_model_and_its_adam(calls: list[str]) ->
         ({"backend": "fsdp2"}, "'fsdp2' cannot run .*needs 'optimizer'"),
         ({"backend": "deepspeed"}, "'deepspeed' cannot run .*needs .*'optimizer'"),
         ({"dynamo_backend": "eager"}, "does not support compiled models"),
-        ({"more": [GradScalerKwargs(enabled=False)]}, "trains with a scaler"),
+        ({"more": [GradScalerKwargs(enabled=False)]}, "needs a loss scaler"),
     ],
 )
-def test_what_it_does_not_go_with(calls: list[str], options: dict[str, Any], message: str) -> None:
+def test_unsupported_combinations_are_rejected(
+    calls: list[str], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(AccelerateError, match=message):
         msamp_run(**options)
     assert calls == []
 
 
-def test_levels_are_those_of_the_library(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opt_level_is_passed_on_and_checked(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ACCELERATE_FP8_OPT_LEVEL", "O1")
     with msamp_run() as accelerator:
         net = Net()
@@ -197,7 +203,7 @@ def test_levels_are_those_of_the_library(calls: list[str], monkeypatch: pytest.M
         msamp_run()
 
 
-def test_where_it_is_not_installed_one_line_says_what_to_do(
+def test_missing_library_gives_a_one_line_error_with_instructions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(AccelerateError, match=r"does not run on the device type 'cpu'.*torchao"):
@@ -205,17 +211,17 @@ def test_where_it_is_not_installed_one_line_says_what_to_do(
     monkeypatch.setattr(MSAMP, "devices", ("cpu",))
     with pytest.raises(MissingPluginError) as error:
         msamp_run()
-    said = str(error.value)
-    assert "\n" not in said
+    text = str(error.value)
+    assert "\n" not in text
     for word in ("github.com/Azure/MS-AMP", "no longer maintained", "torch 2.1", "torchao"):
-        assert word in said
+        assert word in text
 
 
-def test_the_older_recipe_chooses_the_engine_by_its_backend(
+def test_backend_of_the_deprecated_recipe_selects_the_engine(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def older(**fields: Any) -> FP8RecipeKwargs:
-        with pytest.warns(FutureWarning, match="FP8RecipeKwargs is older"):
+        with pytest.warns(FutureWarning, match="FP8RecipeKwargs is deprecated"):
             return FP8RecipeKwargs(**fields)
 
     said = {name: choose(None, [older(backend=name)]) for name in ("TE", "te", "MSAMP", "msamp")}

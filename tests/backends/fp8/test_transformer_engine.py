@@ -1,6 +1,6 @@
-"""Transformer Engine: its recipes from its own file; all else by contract with a stand-in.
+"""Transformer Engine: the library's own recipes, and a mock for everything else.
 
-Its arithmetic runs on no machine without CUDA, cuDNN and its library: none of it was run.
+Its arithmetic needs CUDA, cuDNN and its compiled library, so these tests do not run any of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REAL = Path(sys.prefix, "unpacked", "transformer_engine")
 WORKER = Path(__file__).with_name("te_worker.py")
 pytestmark = pytest.mark.skipif(
     not REAL.exists(),
-    reason="pip install --no-deps --target .venv/unpacked transformer-engine (make's doors do)",
+    reason="needs: pip install --no-deps --target .venv/unpacked transformer-engine (make does it)",
 )
 
 
@@ -70,7 +70,7 @@ def fields(recipe) -> dict:
     return {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
 
 
-# --- recipes, of the library's own file ---------------------------------------------------------------
+# --- recipes, from the library's own file -------------------------------------------------------------
 
 SAID = {
     "margin": 2, "fp8_format": "E4M3", "amax_history_len": 16, "amax_compute_algo": "most_recent",
@@ -79,7 +79,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("name", TE_RECIPES)
-def test_each_recipe_is_the_librarys_with_the_options_that_it_has(te, name):
+def test_recipe_name_creates_the_librarys_recipe_with_its_options(te, name):
     from transformer_engine.common import recipe as recipes
 
     cls, options = getattr(recipes, TE_RECIPES[name][0]), TE_RECIPES[name][1]
@@ -94,20 +94,22 @@ def test_each_recipe_is_the_librarys_with_the_options_that_it_has(te, name):
     for key, value in SAID.items():
         assert (key in options) == (key in fields(plain) and name != "nvfp4")
         if key not in options:
-            with pytest.raises(ConfigurationError, match=rf"recipe='{name}' .* has no {key}="):
+            with pytest.raises(
+                ConfigurationError, match=rf"^{key}=\S+ is not an option of .*recipe='{name}'"
+            ):
                 TERecipeKwargs(recipe=name, **{key: value})
 
 
-def test_every_recipe_of_the_library_has_a_name(te):
+def test_every_recipe_class_of_the_library_has_a_name(te):
     from transformer_engine.common import recipe as recipes
 
     theirs = {cls.__name__ for cls in recipes.Recipe.__subclasses__()} - {"CustomRecipe"}
     assert theirs == {cls for cls, _ in TE_RECIPES.values()}
-    # Why 'most_recent' has to be passed on and E5M2 is refused here: the library's own answers.
+    # The library's own behaviour explains why 'most_recent' is passed on and E5M2 is rejected.
     assert recipes.DelayedScaling().amax_compute_algo == "max"
     with pytest.raises(ValueError, match="Pure E5M2 training is not supported"):
         recipes.DelayedScaling(fp8_format=recipes.Format.E5M2)
-    # And why these two are refused: the library takes what it does not know, and forgets it.
+    # These two options are rejected because the library accepts unknown options and ignores them.
     dropped = recipes.DelayedScaling(interval=2, override_linear_precision=(True, True, True))
     assert "interval" not in fields(dropped)
 
@@ -115,31 +117,33 @@ def test_every_recipe_of_the_library_has_a_name(te):
 @pytest.mark.parametrize(
     ("said", "text"),
     [
-        ({"interval": 2}, "interval=2: Transformer Engine has none any more"),
-        ({"override_linear_precision": (False, True, False)}, "override_linear_precision=.* none any"),
-        ({"fp8_format": "e5m2"}, "pure E5M2 training is not supported .* HYBRID"),
+        ({"interval": 2}, "interval=2 is not supported: Transformer Engine removed"),
+        ({"override_linear_precision": (False, True, False)}, "override_linear_precision=.* removed"),
+        ({"fp8_format": "e5m2"}, "does not support training in E5M2 alone.* HYBRID"),
         ({"fp8_format": "E4M"}, "is not one of .*Did you mean 'E4M3'"),
         ({"amax_compute_algo": "least"}, "is not one of"),
         ({"recipe": "delay"}, "Did you mean 'delayed'"),
-        ({"recipe": "block", "use_mxfp8_block_scaling": True}, "leave one of them out"),
-        ({"use_mxfp8_block_scaling": True, "amax_history_len": 4}, "'mxfp8' .* has no amax_history_len=4"),
+        ({"recipe": "block", "use_mxfp8_block_scaling": True}, "Leave one of them out"),
+        ({"use_mxfp8_block_scaling": True, "amax_history_len": 4}, "amax_history_len=4 is not .*'mxfp8'"),
     ],
 )  # fmt: skip
-def test_an_option_that_nobody_has_is_refused_by_name(said, text):
+def test_invalid_option_is_rejected_by_name(said, text):
     with pytest.raises(ConfigurationError, match=text):
         TERecipeKwargs(**said)
 
 
-def test_a_recipe_of_the_librarys_is_taken_as_it_is(te):
+def test_recipe_object_of_the_library_is_used_unchanged(te):
     from transformer_engine.common import recipe as recipes
 
     mine = recipes.DelayedScaling(amax_history_len=3, reduce_amax=False)
     assert engine.make_recipe(resolved(TERecipeKwargs(recipe=mine))) is mine
     with pytest.raises(
-        ConfigurationError, match="a DelayedScaling, which is taken as it is: say margin=1"
+        ConfigurationError, match=r"a DelayedScaling object, .* unchanged\. Set margin=1"
     ):
         TERecipeKwargs(recipe=mine, margin=1)
-    with pytest.raises(ConfigurationError, match="a dict, no recipe of Transformer Engine"):
+    with pytest.raises(
+        ConfigurationError, match="a dict, not a recipe object of Transformer Engine"
+    ):
         engine.make_recipe(resolved(TERecipeKwargs(recipe={})))
     needs = [
         engine.TransformerEngine(None, [TERecipeKwargs(recipe=one)]).needs
@@ -148,7 +152,7 @@ def test_a_recipe_of_the_librarys_is_taken_as_it_is(te):
     assert ["forward_collectives" in one for one in needs] == [False, True, True, False]
 
 
-def test_the_peers_variables_and_words_are_read(te, monkeypatch):
+def test_variables_of_accelerate_are_read(te, monkeypatch):
     environ = {
         "ACCELERATE_FP8_MARGIN": "1",
         "ACCELERATE_FP8_FORMAT": "e4m3",
@@ -165,7 +169,7 @@ def test_the_peers_variables_and_words_are_read(te, monkeypatch):
     assert resolved(None, {"ACCELERATE_FP8_TE_RECIPE": "Block"}).recipe_name == "block"
     with pytest.raises(ConfigurationError, match=r"interval=2.*ACCELERATE_FP8_INTERVAL"):
         resolved(None, {"ACCELERATE_FP8_INTERVAL": "2"})
-    with pytest.warns(FutureWarning, match="older"):
+    with pytest.warns(FutureWarning, match="deprecated"):
         older = FP8RecipeKwargs(backend="te", margin=3)
     with pytest.warns(FutureWarning):
         assert type(accelerate_fp8.FP8(None, [older])) is engine.TransformerEngine
@@ -174,9 +178,9 @@ def test_the_peers_variables_and_words_are_read(te, monkeypatch):
         accelerator()
 
 
-# --- the stand-in is the library's surface --------------------------------------------------------------
+# --- the mock has the library's API ---------------------------------------------------------------------
 
-#: What of the library is used -> the file that defines it.
+#: Name that we use -> file of the library that defines it.
 SOURCES = {
     "autocast": "quantization", "quantized_model_init": "quantization",
     "is_fp8_available": "quantization", "is_mxfp8_available": "quantization",
@@ -185,7 +189,7 @@ SOURCES = {
     "checkpoint": "distributed", "Linear": "module/linear", "LayerNorm": "module/layernorm",
     "TransformerEngineBaseModule": "module/base", "QuantizedTensor": "quantized_tensor",
 }  # fmt: skip
-#: Attributes that are read or written, and the classes whose code sets them.
+#: File of the library -> attributes of its classes that we read or write.
 ATTRIBUTES = {
     "module/linear": ["weight_names", "return_bias", "use_bias", "tp_size", "bias"],
     "module/base": ["fp8_meta", "tp_size"],
@@ -205,7 +209,7 @@ def methods(node: ast.AST) -> dict[str, ast.FunctionDef]:
 
 
 def parameters(node: ast.FunctionDef) -> dict[str, str]:
-    """Return names and defaults, in order."""
+    """Return the names and defaults of a function's parameters, in order."""
     args = node.args
     names = [one.arg for one in args.posonlyargs + args.args]
     defaults = [None] * (len(names) - len(args.defaults)) + [ast.unparse(d) for d in args.defaults]
@@ -217,7 +221,7 @@ def parameters(node: ast.FunctionDef) -> dict[str, str]:
     }
 
 
-def test_the_stand_in_has_the_signatures_of_the_library():
+def test_mock_has_the_signatures_of_the_library():
     ours = {}
     for file in (cpu.STAND_IN / "transformer_engine" / "pytorch").glob("*.py"):
         ours |= tree(file)
@@ -233,9 +237,8 @@ def test_the_stand_in_has_the_signatures_of_the_library():
             if method == "forward" or (want is None and method.startswith("_")):
                 continue
             assert want is not None, f"{name}.{method} is not the library's"
-            if (
-                name == "DelayedScalingRecipeState"
-            ):  # where its tensors lie, and roles, are no matter here
+            # We don't use its arguments for the device and the roles of tensors.
+            if name == "DelayedScalingRecipeState":
                 want = {key: want[key] for key in have}
             assert have == want, f"{name}.{method}"
             compared += 1
@@ -248,7 +251,7 @@ def test_the_stand_in_has_the_signatures_of_the_library():
         assert not lost, f"{file}: {lost}"
 
 
-def test_the_engine_uses_what_the_library_exports():
+def test_engine_only_uses_names_that_the_library_exports():
     folder = Path(engine.__file__).parent
     source = "".join(
         (folder / name).read_text() for name in ("transformer_engine.py", "accelerate_names.py")
@@ -268,11 +271,11 @@ def test_the_engine_uses_what_the_library_exports():
         assert words in base
 
 
-# --- what is installed --------------------------------------------------------------------------------
+# --- installation and device ----------------------------------------------------------------------------
 
 
-def told(monkeypatch, path: Path | None = None) -> str:
-    """Return what an Accelerator says where this is what is installed."""
+def error_when_installed(monkeypatch, path: Path | None = None) -> str:
+    """Return the error of an Accelerator if `transformer_engine` is imported from `path`."""
     with monkeypatch.context() as patch:
         for name in [one for one in sys.modules if one.partition(".")[0] == "transformer_engine"]:
             patch.delitem(sys.modules, name)
@@ -293,7 +296,7 @@ def told(monkeypatch, path: Path | None = None) -> str:
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        ("RuntimeError('cudnn shared object not found.')", "cuDNN it needs .*nvidia-cudnn"),
+        ("RuntimeError('cudnn shared object not found.')", "suitable cuDNN .*nvidia-cudnn"),
         (
             "RuntimeError('Transformer Engine requires cuDNN 9.12.0 or later, but ...')",
             r"requires cuDNN 9\.12\.0.*nvidia-cudnn",
@@ -306,31 +309,30 @@ def told(monkeypatch, path: Path | None = None) -> str:
         ("ModuleNotFoundError('No module named x', name='x')", "No module named x"),
     ],
 )
-def test_a_library_that_does_not_work_is_told_in_a_line(monkeypatch, tmp_path, error, text):
+def test_broken_library_gives_a_one_line_error(monkeypatch, tmp_path, error, text):
     package = tmp_path / "transformer_engine"
     package.mkdir()
     (package / "__init__.py").write_text(f"raise {error}")
-    assert re.search(text, told(monkeypatch, tmp_path))
+    assert re.search(text, error_when_installed(monkeypatch, tmp_path))
 
 
-def test_none_an_old_one_and_the_empty_package_are_told_in_a_line(monkeypatch, tmp_path):
-    assert "is not installed. Install it with: pip install --no-build-isolation" in told(
-        monkeypatch
-    )
-    # The real one: its wheel alone is the empty package.
-    said = told(monkeypatch, REAL.parent)
-    assert "without its extension for PyTorch. Install it with: pip install" in said
+def test_missing_old_or_incomplete_library_gives_a_one_line_error(monkeypatch, tmp_path):
+    text = error_when_installed(monkeypatch)
+    assert "is not installed. Install it with: pip install --no-build-isolation" in text
+    # The library's own wheel is incomplete without the extension.
+    text = error_when_installed(monkeypatch, REAL.parent)
+    assert "without its extension for PyTorch. Install it with: pip install" in text
     package = tmp_path / "transformer_engine" / "pytorch"
     package.mkdir(parents=True)
     for folder in (package.parent, package):
         (folder / "__init__.py").touch()
-    assert "too old" in told(monkeypatch, tmp_path)
+    assert "too old" in error_when_installed(monkeypatch, tmp_path)
 
 
-def test_a_device_without_it_is_refused(te, monkeypatch):
+def test_device_without_cuda_is_rejected(te, monkeypatch):
     monkeypatch.setattr(engine.TransformerEngine, "devices", ("cuda",))
     with pytest.raises(
-        ConfigurationError, match=r"computes on CUDA devices, and this is a cpu.*torchao"
+        ConfigurationError, match=r"needs a CUDA device, but this run uses 'cpu'.*torchao"
     ):
         accelerator()
 
@@ -344,7 +346,7 @@ def test_a_device_without_it_is_refused(te, monkeypatch):
         ("nvfp4", (9, 0), "10.0 or higher required for NVFP4"),
     ],
 )
-def test_a_format_that_the_device_has_not_is_refused_with_what_it_needs(
+def test_unsupported_format_is_rejected_with_the_required_capability(
     te, monkeypatch, name, capability, reason
 ):
     quantization = sys.modules["transformer_engine.pytorch.quantization"]
@@ -356,7 +358,7 @@ def test_a_format_that_the_device_has_not_is_refused_with_what_it_needs(
         assert f"recipe {name}" in one.explain()
 
 
-def test_what_it_does_not_run_with_is_declared(te):
+def test_engine_declares_its_needs_and_limits(te):
     with pytest.raises(ConfigurationError, match="does not support compiled models"):
         accelerator(dynamo_backend="eager")
     needs = [
@@ -375,7 +377,7 @@ class Odd(nn.LayerNorm):
     pass
 
 
-def test_every_layer_is_considered_and_keeps_what_it_was(te):
+def test_converted_layers_keep_parameters_modes_and_options(te):
     net = Net().to(torch.float64).eval()
     net.body.train()
     net.tied = nn.Linear(32, 32, bias=False)
@@ -407,9 +409,9 @@ def test_every_layer_is_considered_and_keeps_what_it_was(te):
     assert not model.body[0].use_bias
     shown = {line.split()[0]: line for line in lines if line.startswith("  ")}
     for name, reason in {
-        "first": "no multiples of 16", "head": "its weight is tied.weight, too", "hooked": "has hooks",
-        "norm": "te.LayerNorm", "odd": "a Odd", "frozen": "fp8",
-        "masked": "it has 'mask', which", "noted": "it has 'note', which",
+        "first": "not multiples of 16", "head": "shares its weight with tied.weight",
+        "hooked": "has hooks", "norm": "te.LayerNorm", "odd": "a Odd", "frozen": "fp8",
+        "masked": "has the attribute 'mask', which", "noted": "has the attribute 'note', which",
     }.items():  # fmt: skip
         assert reason in shown[name], shown
     assert "  unfit.*" in "\n".join(lines)
@@ -422,7 +424,7 @@ def test_every_layer_is_considered_and_keeps_what_it_was(te):
         assert text in "\n".join(lines)
 
 
-def test_a_model_that_is_a_layer_is_replaced(te):
+def test_model_that_is_a_single_layer_is_replaced_and_trains(te):
     with accelerator() as one:
         for layer, kind in ((nn.Linear(16, 16), te.Linear), (nn.LayerNorm(16), te.LayerNorm)):
             optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -435,7 +437,7 @@ def test_a_model_that_is_a_layer_is_replaced(te):
 
 
 @pytest.mark.parametrize("name", TE_RECIPES)
-def test_it_trains(te, monkeypatch, name):
+def test_model_trains_with_each_recipe(te, monkeypatch, name):
     quantization = sys.modules["transformer_engine.pytorch.quantization"]
     monkeypatch.setattr(quantization, "CAPABILITY", (10, 0))
     with accelerator(TERecipeKwargs(recipe=name)) as one:
@@ -446,16 +448,16 @@ def test_it_trains(te, monkeypatch, name):
         for (key, was), now in zip(plain.named_parameters(), model.parameters(), strict=True):
             assert not torch.equal(was, now), key
         assert "3 of 4 linear layers compute in fp8" in one.explain()
-        assert f"multiples of {32 if name == 'mxfp8' else 16}" in one.explain()
+        assert f"not multiples of {32 if name == 'mxfp8' else 16}" in one.explain()
         enabled, recipe, group = quantization.ENTERED[0]
         assert (enabled, type(recipe).__name__, group) == (True, TE_RECIPES[name][0], None)
         assert one.state.fp8_backend == "TE"
         assert one.state.te_recipe_handler.recipe_name == name
-        # As the original has it, whose comparison with the engine's name never holds.
+        # As in Accelerate, where this is always False because it compares with another name.
         assert not one.delayed_fp8_autocast
 
 
-def test_evaluation_is_in_16_bits_unless_asked_for_and_moves_no_scale(te):
+def test_evaluation_runs_in_bf16_by_default_and_changes_no_scale(te):
     quantization = sys.modules["transformer_engine.pytorch.quantization"]
     for during in (False, True):
         with accelerator(
@@ -466,7 +468,7 @@ def test_evaluation_is_in_16_bits_unless_asked_for_and_moves_no_scale(te):
             before = one.unwrap_model(model).head.fp8_meta["scaling_fwd"].scale.clone()
             quantization.ENTERED.clear()
             model.eval()
-            model(batches(1)[0] * 100)  # with gradients, under which the library would move them
+            model(batches(1)[0] * 100)  # with gradients on, the library alone would update scales
             assert [entered[0] for entered in quantization.ENTERED] == [during]
             assert torch.equal(one.unwrap_model(model).head.fp8_meta["scaling_fwd"].scale, before)
             quantization.ENTERED.clear()
@@ -475,7 +477,7 @@ def test_evaluation_is_in_16_bits_unless_asked_for_and_moves_no_scale(te):
             assert not quantization.ENTERED
 
 
-def test_an_error_in_forward_leaves_both_contexts_and_moves_no_scale(te):
+def test_error_in_forward_exits_both_contexts_and_changes_no_scale(te):
     with accelerator() as one:
         model, optimizer = prepared(one)
         train(one, model, optimizer, batches(2))
@@ -488,14 +490,14 @@ def test_an_error_in_forward_leaves_both_contexts_and_moves_no_scale(te):
         assert torch.equal(one.unwrap_model(model).body[0].fp8_meta["scaling_fwd"].scale, before)
 
 
-def test_what_the_library_knows_of_models_is_forgotten_in_the_end(te):
+def test_end_of_training_resets_the_librarys_global_state(te):
     with accelerator() as one:
         train(one, *prepared(one), batches(1))
         assert len(te.FP8GlobalStateManager.quantization_state.states) == 3
     assert not te.FP8GlobalStateManager.quantization_state.states
 
 
-def test_activations_are_computed_again_with_the_scales_of_forward(te):
+def test_recomputation_uses_the_scales_of_the_forward(te):
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -529,7 +531,7 @@ def test_activations_are_computed_again_with_the_scales_of_forward(te):
 # --- states -----------------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_as_if_it_had_never_stopped(te, tmp_path):
+def test_resumed_run_continues_bit_for_bit(te, tmp_path):
     data = batches(8)
     with accelerator() as one:
         model, optimizer = prepared(one)
@@ -546,7 +548,7 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(te, tmp_path):
     (kept,) = (tmp_path / "state").rglob("scales_0.safetensors")
     found = load_file(kept)
     assert sorted(found)[:2] == ["0.body.0.scaling_bwd.amax_history", "0.body.0.scaling_bwd.scale"]
-    for seen in (0, 2):  # into a model that has run no forward, and into one that has
+    for seen in (0, 2):  # load into a new model, and into one that has run a forward
         with accelerator() as one:
             model, optimizer = prepared(one, Net(seed=1))
             train(one, model, optimizer, data[:seen])
@@ -555,7 +557,7 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(te, tmp_path):
             assert torch.equal(scales(one, model), expected[1])
 
 
-def test_other_precisions_and_lengths_of_history_go_on_and_back(te, tmp_path):
+def test_checkpoints_load_across_precisions_and_history_lengths(te, tmp_path):
     data = batches(6)
     for name in ("bf16", "fp8"):
         one = accelerator() if name == "fp8" else Accelerator(cpu=True, mixed_precision=name)
@@ -592,14 +594,14 @@ def test_other_precisions_and_lengths_of_history_go_on_and_back(te, tmp_path):
         train(one, model, optimizer, data[:1])
 
 
-def test_the_librarys_pickle_is_neither_written_nor_read(te):
+def test_pickle_of_the_library_is_neither_written_nor_read(te):
     with accelerator() as one:
         model, optimizer = prepared(one)
         train(one, model, optimizer, batches(1))
         head = one.unwrap_model(model).head
         theirs = {**model.state_dict(), "head._extra_state": head.get_extra_state()}
         assert theirs["head._extra_state"].numel()
-        with pytest.warns(UserWarning, match="a pickle, which is not read"):
+        with pytest.warns(UserWarning, match="a pickle, which is ignored"):
             model.load_state_dict(theirs)
         assert one.get_state_dict(model).keys() == Net().state_dict().keys()
         missing = {
@@ -607,7 +609,7 @@ def test_the_librarys_pickle_is_neither_written_nor_read(te):
         }
         with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "norm.weight"'):
             model.load_state_dict(missing)
-    with accelerator() as one:  # of layers that the script made, too
+    with accelerator() as one:  # also for layers that the script created
         model, optimizer = prepared(one, nn.Sequential(te.Linear(16, 16, device="cpu")))
         assert "1 of 1 linear layers compute in fp8" in one.explain()
         assert "in fp8 already" in one.explain()
@@ -615,7 +617,7 @@ def test_the_librarys_pickle_is_neither_written_nor_read(te):
         model.load_state_dict(model.state_dict())
 
 
-def test_any_number_of_rows_is_filled_to_what_the_library_takes(te):
+def test_inputs_are_padded_to_a_number_of_rows_that_the_library_accepts(te):
     source = torch.randn(3, 16)
     with accelerator(TERecipeKwargs(recipe="current")) as one:
         model, _ = prepared(one, nn.Sequential(nn.Linear(16, 32)))
@@ -636,7 +638,7 @@ def test_any_number_of_rows_is_filled_to_what_the_library_takes(te):
         assert has_transformer_engine_layers(model)
 
 
-def test_frozen_weights_alone_are_kept_in_8_bits(te, tmp_path):
+def test_quantized_weights_keep_only_frozen_weights_in_8_bits(te, tmp_path):
     net = Net()
     net.body[0].requires_grad_(False)
     net.body[2].weight.requires_grad_(False)
@@ -647,7 +649,7 @@ def test_frozen_weights_alone_are_kept_in_8_bits(te, tmp_path):
         model, optimizer = prepared(one, net)
         held = {name for name, p in model.named_parameters() if isinstance(p, te.QuantizedTensor)}
         assert held == {"body.0.weight", "body.2.weight"}
-        assert "fp8, its weight too" in one.explain()
+        assert "fp8, weight in 8 bits" in one.explain()
         train(one, model, optimizer, batches(2))
         assert not any(p.requires_grad for n, p in model.named_parameters() if n in held)
         one.save_state(tmp_path / "state")
@@ -657,19 +659,19 @@ def test_frozen_weights_alone_are_kept_in_8_bits(te, tmp_path):
             assert torch.allclose(state[name], whole[name], rtol=0.07, atol=1e-4)
         one.load_state(tmp_path / "state")
         with pytest.raises(
-            PrepareError, match=r"all linear weights of Net train, .*\(requires_grad_"
+            PrepareError, match=r"all linear weights of Net are trained.*requires_grad_\("
         ):
             one.prepare_model(Net())
     with pytest.raises(
-        ConfigurationError, match=r"delayed scaling would quantize .* scale 1.*'current'"
+        ConfigurationError, match=r"delayed scaling, which would quantize .* scale of 1.*'current'"
     ):
         accelerator(TERecipeKwargs(quantized_weights=True))
 
 
-# --- functions of Accelerate's ------------------------------------------------------------------------------
+# --- Accelerate's functions -------------------------------------------------------------------------------
 
 
-def test_the_peers_functions(te):
+def test_functions_of_accelerate_convert_models_in_both_directions(te):
     from accelerate_core import apply_fp8_autowrap, contextual_fp8_autocast, convert_model
 
     net = Net()

@@ -1,4 +1,4 @@
-"""torchao on three ranks, over which no layer's rows divide."""
+"""torchao on three ranks, where no layer has a divisible number of rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ torch.set_num_threads(1)
 
 
 @case
-def layers_whose_rows_do_not_divide_are_gathered_whole() -> None:
+def layers_with_indivisible_rows_are_gathered_in_bf16() -> None:
     run = Run(backend="fsdp2", **fp8())
     losses = run.train(0, 6)
     assert losses[-1] < losses[0]
-    told = run.accelerator.explain()
-    assert "7 of 9 linear layers compute in fp8" in told
-    assert "64 x 64  fp8, gathered in bf16: its rows do not divide over 3 ranks" in told
-    assert "192 x 64  fp8\n" in told
+    text = run.accelerator.explain()
+    assert "7 of 9 linear layers compute in fp8" in text
+    assert "64 x 64  fp8, gathered in bf16 (its rows are not divisible by 3 ranks)" in text
+    assert "192 x 64  fp8\n" in text
     run.end()
 
 

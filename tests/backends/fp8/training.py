@@ -1,4 +1,4 @@
-"""The char GPT of the examples, trained by one Accelerator or another on the same batches."""
+"""Trains the character GPT of the examples with different Accelerators on the same batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model_of(seed: int = 0) -> GPT:
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of a step's batch."""
+    """Return this rank's slice of the batch of a step."""
     if not _TEXT:
         _TEXT.append(standard_library(0.2))
     windows = Windows(_TEXT[0], LENGTH)
@@ -36,12 +36,12 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fp8(**recipe: Any) -> dict[str, Any]:
-    """Arguments of an Accelerator."""
+    """Return arguments of an Accelerator."""
     return {"mixed_precision": "fp8", "kwargs_handlers": [AORecipeKwargs(emulate=True, **recipe)]}
 
 
 class Run:
-    """A model and an optimizer, prepared."""
+    """An Accelerator with a prepared model and optimizer."""
 
     def __init__(self, model: Any = None, **options: Any) -> None:
         self.accelerator = Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT, **options)
@@ -50,7 +50,7 @@ class Run:
         self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
 
     def train(self, first: int, last: int) -> list[float]:
-        """Return the loss of each step, over all ranks."""
+        """Return the loss of each step, averaged over all ranks."""
         losses = []
         for step in range(first, last):
             inputs, targets = batch(step)
@@ -63,7 +63,7 @@ class Run:
         return losses
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the whole state, on every rank."""
+        """Return a copy of the whole state dict, on every rank."""
         state = self.accelerator.get_state_dict(self.model)
         sent = self.accelerator.communicator.broadcast_object(state)
         return {name: value.clone() for name, value in sent.items()}

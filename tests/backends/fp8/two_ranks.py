@@ -1,4 +1,4 @@
-"""torchao on two ranks: DDP, FSDP2 with and without weights gathered in fp8, and what is saved."""
+"""torchao on two ranks: DDP, FSDP2 with and without weights gathered in fp8, and checkpoints."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from accelerate_core.utils import (
 from accelerate_fsdp2 import FullyShardedDataParallelPlugin
 
 torch.set_num_threads(1)
-# The group outlives the Accelerators of the cases.
+# This Accelerator keeps the process group alive for all cases.
 KEPT = Accelerator(cpu=True, backend="fsdp2", process_group_timeout=60)
-#: The 200 of `benchmarks/fp8.py` come within 2 %; so few are on a steep slope.
+#: `benchmarks/fp8.py` reaches 2 % in 200 steps. After so few steps, the loss still falls fast.
 STEPS, TOLERANCE = 24, 0.04
 
 
@@ -55,7 +55,7 @@ def in_bf16() -> float:
 
 
 def trains(**options: Any) -> Run:
-    """Train, and compare with bf16; every weight has changed on every rank alike."""
+    """Train, compare the loss with bf16, and check that every weight has changed."""
     run = Run(**options)
     before = model_of().state_dict()
     losses = run.train(0, STEPS)
@@ -71,7 +71,7 @@ def trains(**options: Any) -> Run:
 
 
 class AllGathers(TorchDispatchMode):
-    """Bytes and dtypes of what is gathered."""
+    """Records the dtype and size in bytes of each all-gather."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,14 +92,14 @@ def gathered(run: Run) -> list[tuple[torch.dtype, int]]:
 
 
 @case
-def ddp_trains_as_bf16() -> None:
+def ddp_trains_like_bf16() -> None:
     run = trains(**ddp(**fp8()))
     assert "GPT: 7 of 9 linear layers compute in fp8" in run.accelerator.explain()
     run.end()
 
 
 @case
-def fsdp2_trains_as_bf16() -> None:
+def fsdp2_trains_like_bf16() -> None:
     run = trains(**fsdp(**fp8(enable_fsdp_float8_all_gather=False)))
     sent = gathered(run)
     assert {dtype for dtype, _ in sent} <= {torch.bfloat16, torch.float32}, sent
@@ -107,7 +107,7 @@ def fsdp2_trains_as_bf16() -> None:
 
 
 @case
-def fsdp2_gathers_in_fp8() -> None:
+def fsdp2_gathers_weights_in_fp8() -> None:
     run = trains(**fsdp(**fp8()))
     assert "weights gathered in fp8" in run.accelerator.explain()
     block = run.model.blocks[1]
@@ -116,7 +116,7 @@ def fsdp2_gathers_in_fp8() -> None:
     elements = sum(weight.numel() for weight in weights)
     others = sum(p.numel() for p in block.parameters()) - elements
     sent = [size for _, size in gathered(run)]
-    # One byte for each element of a weight in fp8, and two for what stays in bf16.
+    # One byte per element in fp8, and two per element in bf16.
     assert (elements + 2 * others) // 2 in sent, (elements, others, gathered(run))
     run.end()
 
@@ -131,7 +131,7 @@ def _scales(model: nn.Module) -> list[torch.Tensor]:
 
 
 def resumes(make: Any, folder: Any) -> None:
-    """Save after three steps, go on for three, and do it again from what was saved."""
+    """Save after three steps, train three more, and repeat those from the checkpoint."""
     run = Run(**make())
     run.train(0, 3)
     run.accelerator.save_state(str(folder / "state"))
@@ -155,7 +155,7 @@ def ddp_resumes_bit_for_bit() -> None:
 
 
 @case
-def fsdp2_resumes_bit_for_bit_in_shards() -> None:
+def fsdp2_resumes_bit_for_bit_from_shards() -> None:
     resumes(lambda: fsdp(**fp8()), scratch("shards"))
 
 
@@ -170,7 +170,7 @@ def fsdp2_resumes_bit_for_bit_from_whole_weights() -> None:
 
 
 @case
-def a_missing_weight_is_none_of_another_layer() -> None:
+def missing_weight_is_not_taken_from_another_layer() -> None:
     folder = scratch("missing")
     run = Run(**fsdp(sharded=False, **fp8()))
     run.accelerator.save_model(run.model, str(folder / "model"))
@@ -187,7 +187,7 @@ def a_missing_weight_is_none_of_another_layer() -> None:
     with pytest.raises(CheckpointError, match=r"missing 'blocks\.1\.mix\.weight'"):
         run.accelerator.hooks.load_model_state(run.model, state, True)
     run.end()
-    # Distributed weights have no address by which two of them could be told to be one.
+    # DTensors have no data pointer that would show which weights are tied.
     for layers in (4, 6):
         plugin = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
         accelerator = Accelerator(cpu=True, backend="fsdp2", fsdp_plugin=plugin, **fp8())
@@ -201,7 +201,7 @@ def a_missing_weight_is_none_of_another_layer() -> None:
 
 
 def outputs_follow(change: Any, **options: Any) -> None:
-    """A change of weights counts in the next forward as it does after a step that changes nothing."""
+    """Check that changed weights are used in the next forward, with scales computed from them."""
     run = Run(**fsdp(**options, **fp8()))
     run.train(0, 2)
     inputs, _ = batch(0)
@@ -224,7 +224,7 @@ def _large(run: Run) -> dict[str, torch.Tensor]:
 
 
 @case
-def scales_are_those_of_the_weights_as_they_are() -> None:
+def scales_follow_changes_of_the_weights() -> None:
     from accelerate_core.utils import load_fsdp_model, save_fsdp_model
 
     folder, name = scratch("scales"), "blocks.1.mix.weight"
@@ -233,21 +233,22 @@ def scales_are_those_of_the_weights_as_they_are() -> None:
         with torch.no_grad():
             run.model.get_parameter(name).mul_(8)
 
-    def of_the_shard(run: Run) -> None:
+    def in_the_local_shard(run: Run) -> None:
         run.model.get_parameter(name).to_local().detach().mul_(8)
 
-    def whole(run: Run) -> None:
+    def with_a_full_state_dict(run: Run) -> None:
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(run.model, _large(run), options=options)
 
-    def as_the_peer(run: Run) -> None:
+    def with_functions_of_accelerate(run: Run) -> None:
         plugin = run.accelerator.state.fsdp_plugin
         large = Run(**fsdp(**fp8()))
-        whole(large)
+        with_a_full_state_dict(large)
         save_fsdp_model(plugin, run.accelerator, large.model, str(folder))
         load_fsdp_model(plugin, run.accelerator, run.model, str(folder))
 
-    for change in (in_place, of_the_shard, whole, as_the_peer):
+    changes = in_place, in_the_local_shard, with_a_full_state_dict, with_functions_of_accelerate
+    for change in changes:
         outputs_follow(change)
 
 
@@ -259,7 +260,7 @@ def averaged_weights_are_evaluated_with_their_own_scales() -> None:
     weight = run.model.get_parameter("blocks.1.mix.weight")
     scales = []
     for times, mode in ((1, True), (8, False), (1 / 8, True)):
-        weight.data.mul_(times)  # which moves no version
+        weight.data.mul_(times)  # doesn't change the version
         run.model.train(mode)
         with torch.no_grad():
             run.model(inputs)
@@ -269,7 +270,7 @@ def averaged_weights_are_evaluated_with_their_own_scales() -> None:
 
 
 @case
-def layers_that_stay_whole_or_are_units_are_found_in_their_place() -> None:
+def converted_layers_can_be_ignored_or_wrapped_as_units() -> None:
     model = model_of()
     plugin = FullyShardedDataParallelPlugin(
         transformer_cls_names_to_wrap=["Linear"],
@@ -284,8 +285,8 @@ def layers_that_stay_whole_or_are_units_are_found_in_their_place() -> None:
     run.end()
 
 
-def bf16_goes_on_in_fp8(make: Any, folder: Any) -> None:
-    """bf16 → fp8 → bf16, through checkpoints; weights are what was saved at each change."""
+def switches_between_bf16_and_fp8(make: Any, folder: Any) -> None:
+    """Train bf16 → fp8 → bf16 with checkpoints, and check that each run starts with saved weights."""
     weights: dict[str, torch.Tensor] = {}
     losses: list[float] = []
     for turn, options in enumerate(
@@ -303,17 +304,17 @@ def bf16_goes_on_in_fp8(make: Any, folder: Any) -> None:
 
 
 @case
-def bf16_goes_on_in_fp8_with_ddp() -> None:
-    bf16_goes_on_in_fp8(ddp, scratch("turns_ddp"))
+def checkpoints_load_in_bf16_and_fp8_with_ddp() -> None:
+    switches_between_bf16_and_fp8(ddp, scratch("turns_ddp"))
 
 
 @case
-def bf16_goes_on_in_fp8_with_fsdp2() -> None:
-    bf16_goes_on_in_fp8(fsdp, scratch("turns_fsdp"))
+def checkpoints_load_in_bf16_and_fp8_with_fsdp2() -> None:
+    switches_between_bf16_and_fp8(fsdp, scratch("turns_fsdp"))
 
 
 @case
-def rank_0_alone_makes_the_weights() -> None:
+def only_rank_0_creates_the_weights() -> None:
     make = fsdp(**fp8())
     make["fsdp_plugin"].cpu_ram_efficient_loading = True
     accelerator = Accelerator(cpu=True, **make)
@@ -330,7 +331,7 @@ def rank_0_alone_makes_the_weights() -> None:
 
 
 @case
-def tensor_parallel_computes_in_fp8() -> None:
+def tensor_parallel_trains_in_fp8() -> None:
     plan = {"blocks.*.think.0": "colwise", "blocks.*.think.2": "rowwise"}
     sizes = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan=plan))
     letters = torch.arange(4 * LENGTH).view(4, LENGTH) % 96  # the same on both ranks
@@ -353,7 +354,7 @@ def tensor_parallel_computes_in_fp8() -> None:
 
 
 @case
-def recomputed_activations_change_nothing() -> None:
+def activation_checkpointing_does_not_change_losses() -> None:
     losses = []
     for recomputed in (False, True):
         options = fsdp(**fp8())
@@ -376,13 +377,13 @@ def deepspeed_trains_in_fp8() -> None:
 
 
 @case
-def weights_that_nobody_shards_are_not_gathered() -> None:
-    with pytest.raises(ConfigurationError, match="the backend ddp shards no weights"):
+def gathering_is_rejected_by_a_backend_that_does_not_shard() -> None:
+    with pytest.raises(ConfigurationError, match="the backend ddp does not shard weights"):
         Accelerator(cpu=True, **ddp(**fp8(enable_fsdp_float8_all_gather=True)))
 
 
 @case
-def ranks_have_the_same_weights() -> None:
+def all_ranks_have_the_same_weights() -> None:
     run = Run(**fsdp(**fp8(recipe="rowwise")))
     run.train(0, 2)
     same_on_ranks(torch.cat([value.flatten() for value in run.weights().values()]))

@@ -1,4 +1,4 @@
-"""Functions that Accelerate's scripts import."""
+"""Functions that scripts for Hugging Face Accelerate import."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def convert_model(
     _convert_linear: bool = True,
     _convert_ln: bool = True,
 ) -> nn.Module:
-    """Put Transformer Engine's linear layers and LayerNorms in the place of torch's, or back.
+    """Replace torch's linear layers and LayerNorms by Transformer Engine's, or the other way round.
 
-    Every layer is considered, and parameters stay the same objects.
+    The parameters stay the same objects.
 
     Returns:
-        The model, which is changed in place; another where it is such a layer itself.
+        The model, changed in place, or the new layer if the model itself is one of these layers.
     """
     te = engine.library()
     kinds = tuple(
@@ -52,14 +52,14 @@ def convert_model(
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
 ) -> Callable[..., Any]:
-    """Return a forward, to be bound to a module, under Transformer Engine's autocast.
+    """Return a forward function that runs `model_forward` in Transformer Engine's autocast.
 
-    It computes in fp8 where the module trains, and in evaluation mode if asked for.
+    Bind the result to a module. It computes in fp8 if the module is in training mode.
 
     Args:
         model_forward: the forward of a module.
         fp8_recipe: a recipe of Transformer Engine.
-        use_during_eval: compute in fp8 in evaluation, too.
+        use_during_eval: compute in fp8 in evaluation mode too.
     """
     te = engine.library()
 
@@ -72,19 +72,19 @@ def contextual_fp8_autocast(
 
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
-    """Put a model's forward under Transformer Engine's autocast with the recipe of a handler.
+    """Make a model's forward run in Transformer Engine's autocast.
 
     Args:
         fp8_recipe_handler: a `TERecipeKwargs`, or None for its defaults.
 
     Raises:
-        ConfigurationError: the device lacks what the recipe needs.
+        ConfigurationError: the device does not support the recipe.
     """
     given = TERecipeKwargs() if fp8_recipe_handler is None else fp8_recipe_handler
     te = engine.library()
     recipe = engine.make_recipe(given)
     if reason := engine.lacking(te, recipe):
-        raise ConfigurationError(f"{type(recipe).__name__} does not run on this device: {reason}")
+        raise ConfigurationError(f"{type(recipe).__name__} does not run on this device. {reason}")
     forward = contextual_fp8_autocast(model.forward, recipe, given.use_autocast_during_eval)
     model.forward = MethodType(forward, model)
     return model

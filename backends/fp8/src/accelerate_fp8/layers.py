@@ -14,25 +14,25 @@ from accelerate_core.plugin import PrepareError
 
 #: `(module, name) -> bool`: whether a layer is converted.
 Filter = Callable[[nn.Module, str], bool]
-#: Matrix products in fp8 take sizes that are multiples of it.
+#: fp8 matrix products need sizes that are multiples of this.
 MULTIPLE = 16
-#: Reason of a layer that computes in fp8 and was not converted here.
+#: Reason for a layer that already computed in fp8 before it was prepared.
 ALREADY = "in fp8 already"
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a model, and why it is not converted: "" if it is."""
+    """A layer of a model, and the reason why it is not converted ("" if it is)."""
 
     name: str
     sizes: str
     reason: str
-    #: What it is once converted; of linear layers it begins with "fp8".
+    #: What it is converted to. For linear layers, this starts with "fp8".
     becomes: str = "fp8"
 
     @property
     def rows(self) -> int:
-        """Rows of its weight."""
+        """Number of rows of its weight."""
         return int(self.sizes.partition(" ")[0])
 
     @property
@@ -42,9 +42,9 @@ class Layer:
 
 
 def linear_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers that are linear, or called so by a library, in the model's order.
+    """Return all linear layers in the model's order.
 
-    Transformers' `Conv1D` of GPT-2 is one whose weight is transposed.
+    This includes the `Conv1D` of Transformers' GPT-2, a linear layer with a transposed weight.
     """
     return {
         name: module
@@ -59,8 +59,9 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def usual_filter(model: nn.Module) -> Filter:
-    """Return the filter for a model that takes all linear layers but the first and the last,
-    whose sizes are multiples of 16.
+    """Return the default filter for a model.
+
+    It accepts all linear layers whose sizes are multiples of 16, except the first and the last.
     """
     names = [name for name, layer in linear_layers(model).items() if isinstance(layer, nn.Linear)]
 
@@ -71,15 +72,17 @@ def usual_filter(model: nn.Module) -> Filter:
 
 
 def survey(
-    model: nn.Module, chosen: Filter | None, refusal: str = "module_filter_func says no"
+    model: nn.Module, chosen: Filter | None, refusal: str = "module_filter_func returned False"
 ) -> list[Layer]:
-    """Say of each linear layer whether it can be converted; `chosen` is the user's filter.
+    """Determine which linear layers can be converted, and why the others cannot.
 
-    `refusal` is the reason of those that it does not take.
+    A layer is not converted if a replacement might behave differently: if it has its own class,
+    hooks, a replaced `forward`, attributes that are not plain data, or a weight that it shares
+    with another module.
 
-    Left alone is what another layer would not behave like: one of a class of its own, with hooks,
-    attributes that are no plain data or a forward put in its place, or with a weight that another
-    module has too.
+    Args:
+        chosen: the user's filter, or None for `usual_filter`.
+        refusal: the reason to report for layers that the filter rejects.
     """
     takes = usual_filter(model) if chosen is None else chosen
     holders = names_of(model)
@@ -95,7 +98,7 @@ def survey(
         elif type(layer) is not nn.Linear:
             reason = f"a {type(layer).__name__}, not torch's Linear"
         elif others:
-            reason = f"its weight is {others[0]}, too"
+            reason = f"shares its weight with {others[0]}"
         elif own := own_behaviour(layer):
             reason = own
         elif not takes(layer, name):
@@ -105,20 +108,20 @@ def survey(
 
 
 def own_behaviour(layer: nn.Module) -> str:
-    """Return what a layer has that one in its place would not, "" if nothing.
+    """Return what a replacement of this layer would lack, or an empty string.
 
-    Private attributes are not looked at: libraries leave marks on every layer.
+    Private attributes are ignored, because libraries set them on every layer.
     """
     has = vars(layer)
     if "forward" in has or any(has[name] for name in has if name.endswith("_hooks")):
-        return "it has hooks, or another forward"
+        return "it has hooks or a replaced forward"
     names = [*layer._parameters, *layer._buffers, *layer._modules]
     more = [name for name in names if name not in _usual(isinstance(layer, nn.Linear))]
     more += [name for name, value in _own(layer).items() if not isinstance(value, _PLAIN)]
-    return f"it has {more[0]!r}, which torch's has not" if more else ""
+    return f"it has the attribute {more[0]!r}, which torch's layer doesn't have" if more else ""
 
 
-#: What another layer can have as well: it changes nothing by itself.
+#: Types of attributes that can be copied to a replacement, because they change nothing themselves.
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -129,16 +132,16 @@ def _own(layer: nn.Module) -> dict[str, Any]:
 
 
 def carry_attributes(made: nn.Module, layer: nn.Module) -> None:
-    """Give the layer in another's place the numbers and texts that were set on that one.
+    """Copy the plain attributes of `layer` to its replacement `made`.
 
     Raises:
-        PrepareError: it has something of that name itself.
+        PrepareError: the replacement already has an attribute with that name.
     """
     for name, value in _own(layer).items():
         if hasattr(made, name):
             raise PrepareError(
-                f"A layer that is to compute in fp8 has the attribute {name}={value!r}, and so has the "
-                f"{type(made).__name__} in its place. Rename it."
+                f"A layer to convert to fp8 has the attribute {name}={value!r}, but its replacement "
+                f"{type(made).__name__} already has an attribute with that name. Rename yours."
             )
         setattr(made, name, value)
 
@@ -150,18 +153,18 @@ def _usual(linear: bool) -> frozenset[str]:
 
 
 def note_replaced(made: nn.Module, layer: nn.Module) -> nn.Module:
-    """Let backends that are told of layers, or of their classes, find what is in their place.
+    """Record that `made` replaces `layer`, and copy the attributes set by the script.
 
-    What a script has set on a layer goes along.
+    Backends use the record to find a replacement for a layer or class that the user named.
     """
     carry_attributes(made, layer)
     made._replaced_class = type(layer).__name__  # type: ignore[assignment]
-    vars(layer)["_replaced_by"] = made  # a module's own way would make it a part of the layer
+    vars(layer)["_replaced_by"] = made  # a plain assignment would register it as a submodule
     return made
 
 
 def names_of(model: nn.Module) -> dict[int, list[str]]:
-    """Return the names of each parameter, by its id: several where it is tied."""
+    """Return the names of each parameter, by its id. A tied parameter has several."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
@@ -169,7 +172,7 @@ def names_of(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _sizes(layer: Any) -> tuple[int, ...]:
-    # Not of a linear layer's weight, which ZeRO-3 has empty.
+    # Not from the weight of a linear layer, which is empty with ZeRO-3.
     if isinstance(layer, nn.Linear):
         return layer.out_features, layer.in_features
     return tuple(layer.weight.shape)
@@ -181,12 +184,15 @@ def _odd_sizes(module: Any) -> bool:
 
 def _why(layer: nn.Module, name: str, ends: list[str]) -> str:
     if _odd_sizes(layer):
-        return f"sizes are no multiples of {MULTIPLE}"
+        return f"sizes are not multiples of {MULTIPLE}"
     return "the first linear layer" if name == ends[0] else "the last linear layer"
 
 
 def table(layers: list[Layer]) -> list[str]:
-    """Return a line for all layers alike: names that differ in numbers alone are one."""
+    """Return the lines of the table of layers.
+
+    Layers that are alike share one line if their names only differ in numbers.
+    """
     rows: dict[tuple[str, str, str], int] = {}
     for one in layers:
         pattern = re.sub(r"\b\d+\b", "*", one.name) or "(the model itself)"
@@ -194,13 +200,13 @@ def table(layers: list[Layer]) -> list[str]:
         rows[key] = rows.get(key, 0) + 1
     width = max((len(name) for name, _, _ in rows), default=0)
     return [
-        f"  {name:<{width}}  {count:>4}  {sizes:>13}  {told}"
-        for (name, sizes, told), count in rows.items()
+        f"  {name:<{width}}  {count:>4}  {sizes:>13}  {status}"
+        for (name, sizes, status), count in rows.items()
     ]
 
 
 def linear(layers: list[Layer]) -> list[Layer]:
-    """Return those that are linear, of all a library converts."""
+    """Return only the linear layers. Some libraries convert other layers too."""
     return [one for one in layers if one.becomes.startswith("fp8")]
 
 

@@ -1,7 +1,7 @@
-"""fp8 by MS-AMP, whose layers, optimizer, clipping and reduction of gradients are its own.
+"""fp8 with MS-AMP, which replaces layers, optimizer, gradient clipping and gradient reduction.
 
-The library is no longer maintained. Nothing here was run with it: tests have a stand-in of its public
-surface.
+The library is no longer maintained. This module was never run with the real library, only with a
+mock of its public API.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from accelerate_fp8.precision import FP8
 class MSAMP(FP8):
     """Weights, gradients and optimizer states in 8 and 16 bits, under bf16 autocast.
 
-    One model with one Adam or AdamW, whole on each rank. Gradients of its weights are no plain tensors:
-    torch's DDP leaves them out, so they are reduced when they are unscaled, once a step.
+    Supports one model with one Adam or AdamW, which every rank holds entirely. DDP ignores the
+    converted weights, because they are not plain tensors. Their gradients are reduced once per
+    step, when they are unscaled.
     """
 
     engine = "MSAMP"
@@ -36,7 +37,7 @@ class MSAMP(FP8):
         {"autocast", "loss_scaling", "modules", "optimizer", "parameters", "subclasses"}
     )
     supports: Mapping[str, Any] = {"compile": False, "mesh": ()}
-    #: Types of devices that it runs on.
+    #: Types of devices that the library runs on.
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
 
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
@@ -48,8 +49,8 @@ class MSAMP(FP8):
         """Import the library.
 
         Raises:
-            ConfigurationError: a device that it does not run on.
-            MissingPluginError: it is not installed.
+            ConfigurationError: the library does not run on the device.
+            MissingPluginError: the library is not installed.
         """
         if accelerator.device.type not in self.devices:
             raise ConfigurationError(
@@ -60,30 +61,30 @@ class MSAMP(FP8):
             import msamp
         except ImportError as error:
             raise MissingPluginError(
-                f"MS-AMP cannot be imported ({error}). It is on no package index, only on "
-                "https://github.com/Azure/MS-AMP, is no longer maintained, and was made for torch 2.1. "
-                f"{_INSTEAD}"
+                f"MS-AMP cannot be imported ({error}). It is only available from "
+                "https://github.com/Azure/MS-AMP, is no longer maintained, and was written for torch "
+                f"2.1. {_INSTEAD}"
             ) from error
         self._msamp = msamp
 
     def prepare(self, accelerator: AcceleratorView, plan: Any) -> None:
-        """Put the library's model and optimizer in the place of those that are prepared.
+        """Replace the model and the optimizer by the library's.
 
         Raises:
-            PrepareError: not one model and one optimizer, together and once; an optimizer that has
-                stepped.
-            ConfigurationError: an optimizer that the library has no form of.
+            PrepareError: there is not exactly one model and one optimizer, they were prepared
+                before, or the optimizer has already stepped.
+            ConfigurationError: the library does not support the optimizer.
         """
         models = [entry for entry in plan.of_kind("model") if not entry.evaluation_mode]
         optimizers = list(plan.of_kind("optimizer"))
         if not models and not optimizers:
             return
         if len(models) != 1 or len(optimizers) != 1 or self._trained is not None:
-            before = ", after those of an earlier call" if self._trained is not None else ""
+            before = ", and an earlier call prepared a model" if self._trained is not None else ""
             raise PrepareError(
-                "MS-AMP takes one model and its optimizer, in one call of prepare: this one has "
-                f"{len(models)} and {len(optimizers)}{before}. Prepare models that are not trained "
-                "with prepare_model(model, evaluation_mode=True)."
+                "MS-AMP supports one model and one optimizer, prepared in the same call of prepare. "
+                f"This call has {len(models)} models and {len(optimizers)} optimizers{before}. "
+                "For a model that you don't train, call prepare_model(model, evaluation_mode=True)."
             )
         model, optimizer = models[0], optimizers[0]
         _check_optimizer(optimizer.value, model.value)
@@ -93,7 +94,7 @@ class MSAMP(FP8):
                 own = one.reason.startswith("module_filter_func")
                 layers[index] = dataclasses.replace(one, reason="use_fp32_linear") if own else one
                 layer: Any = model.value.get_submodule(one.name)
-                layer.use_fp32_linear = True  # or the library converts it all the same
+                layer.use_fp32_linear = True  # otherwise the library converts it
         replaced = {name: (one, one.training) for name, one in model.value.named_modules()}
         _share_weights(accelerator, model.value, converted(layers))
         decoupled = isinstance(optimizer.value, torch.optim.AdamW)
@@ -102,10 +103,11 @@ class MSAMP(FP8):
         optimizer.value = made[1]
         if decoupled and not type(optimizer.value).__name__.endswith("W"):
             raise ConfigurationError(
-                f"MS-AMP made a {type(optimizer.value).__name__} of an AdamW, which this torch "
-                f"({torch.__version__}) calls a kind of Adam: weights would decay otherwise. Use Adam."
+                f"MS-AMP replaced an AdamW by a {type(optimizer.value).__name__}, because AdamW is a "
+                f"subclass of Adam in this version of torch ({torch.__version__}). That would change "
+                "the weight decay. Use torch.optim.Adam."
             )
-        for name in converted(layers):  # layers of the library's begin in training
+        for name in converted(layers):  # the library's layers start in training mode
             made = model.value.get_submodule(name)
             (was, mode) = replaced[name]
             made.training = mode
@@ -118,19 +120,19 @@ class MSAMP(FP8):
         self._trained = model.value
 
     def on_free(self, accelerator: AcceleratorView) -> None:
-        """Let go of the model."""
+        """Drop the reference to the model."""
         super().on_free(accelerator)
         self._trained = None
 
     def scaler(self, accelerator: AcceleratorView, options: dict[str, Any]) -> Any:
-        """Return the scaler without which the library's gradients underflow.
+        """Return the loss scaler. Without one, the library's gradients would underflow.
 
         Raises:
-            ConfigurationError: it is switched off.
+            ConfigurationError: the scaler is disabled.
         """
         if not options.get("enabled", True):
             raise ConfigurationError(
-                "GradScalerKwargs(enabled=False): MS-AMP trains with a scaler."
+                "MS-AMP needs a loss scaler. Remove GradScalerKwargs(enabled=False)."
             )
         several = accelerator.num_processes > 1
         return _Scaler(self._reduce if several else None, accelerator.device.type, **options)
@@ -141,14 +143,14 @@ class MSAMP(FP8):
     def clip_grad(
         self, parameters: Any, max_norm: Any, norm_type: float, clip_value: Any
     ) -> torch.Tensor:
-        """Clip by the norm, with the library.
+        """Clip gradients by norm, with the library's function.
 
         Raises:
-            ConfigurationError: element by element, which it cannot.
+            ConfigurationError: clipping by value, which the library does not support.
         """
         if clip_value is not None:
             raise ConfigurationError(
-                "clip_grad_value_ is not possible with MS-AMP; clip_grad_norm_ is."
+                "MS-AMP does not support clip_grad_value_. Use clip_grad_norm_."
             )
         clipped: torch.Tensor = self._msamp.clip_grad_norm_(
             parameters, max_norm, norm_type=norm_type
@@ -156,15 +158,18 @@ class MSAMP(FP8):
         return clipped
 
     def details(self) -> str:
-        """Return the level."""
+        """Return the optimization level."""
         return f"; opt_level {self.recipe.opt_level}"
 
 
-_INSTEAD = "torchao does the same, maintained: ACCELERATE_FP8_BACKEND=AO, or AORecipeKwargs()."
+_INSTEAD = (
+    "Use torchao instead, which is maintained: set ACCELERATE_FP8_BACKEND=AO, or pass "
+    "AORecipeKwargs()."
+)
 
 
 class _Scaler(torch.amp.GradScaler):
-    """Has gradients reduced over ranks before it looks for infinite ones: the last moment for both."""
+    """A loss scaler that reduces gradients over ranks before it checks them for infinities."""
 
     def __init__(self, reduce: Callable[[Any], None] | None, device: str, **options: Any) -> None:
         super().__init__(device, **options)
@@ -178,8 +183,8 @@ class _Scaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        # torch's asks for parameters that are tensors; the library's are none, and it has put a function
-        # that takes their gradients, too, in the place of this one of torch's.
+        # torch's version needs parameters that are tensors, which the library's are not. The library
+        # replaced the torch function below by one that accepts their gradients.
         held = [one for group in optimizer.param_groups for one in group["params"]]
         grads = [one.grad for one in held if one.grad is not None]
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
@@ -187,7 +192,7 @@ class _Scaler(torch.amp.GradScaler):
 
 
 def _share_weights(accelerator: AcceleratorView, model: nn.Module, names: Iterable[str]) -> None:
-    """Give every rank the first one's weights of these layers: later DDP leaves them out."""
+    """Send rank 0's weights of these layers to all ranks, because DDP will ignore them."""
     if accelerator.num_processes == 1:
         return
     for name in names:
@@ -199,26 +204,31 @@ def _share_weights(accelerator: AcceleratorView, model: nn.Module, names: Iterab
 def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
     kind = type(optimizer).__name__
     if not (isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or kind == "FusedAdam"):
-        raise ConfigurationError(f"MS-AMP has Adam, AdamW and FusedAdam, and no {kind}. {_INSTEAD}")
+        raise ConfigurationError(
+            f"MS-AMP supports Adam, AdamW and FusedAdam, not {kind}. {_INSTEAD}"
+        )
     if optimizer.state:
-        raise PrepareError(f"The {kind} has stepped, and MS-AMP begins its state anew.")
+        raise PrepareError(
+            f"The {kind} has already stepped, and MS-AMP would discard its state. Prepare it "
+            "before its first step."
+        )
     own = {id(parameter) for parameter in model.parameters()}
     if any(id(one) not in own for group in optimizer.param_groups for one in group["params"]):
         raise PrepareError(f"The {kind} holds parameters that are not in {type(model).__name__}.")
 
 
 def _is_scaled(value: Any) -> bool:
-    # Its classes say at times that they are torch.Tensor.
+    # isinstance does not work, because the library's classes can claim to be torch.Tensor.
     return hasattr(value, "qtype")
 
 
 def _make_plain(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Have a state with fp32 tensors, which can be read without the library."""
+    """Convert a state dict to fp32 tensors, which can be read without the library."""
     state.update({name: one.float() for name, one in state.items() if _is_scaled(one)})
 
 
 class _Loading:
-    """Fills the library's weights from plain tensors, which torch would not copy into them."""
+    """Loads plain tensors into the library's weights, which torch's `load_state_dict` cannot do."""
 
     def __init__(self) -> None:
         self._filled: set[str] = set()

@@ -1,4 +1,4 @@
-"""The precision `fp8`, whose engine is chosen when it is made."""
+"""The precision `fp8`, and the choice of its engine."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from accelerate_fp8.settings import (
     TERecipeKwargs,
 )
 
-#: Engine -> module, class, and the recipe it takes.
+#: Engine -> module, class, and class of its recipe.
 _ENGINES: dict[str, tuple[str, str, type[Any]]] = {
     "AO": ("accelerate_fp8.torchao", "TorchAO", AORecipeKwargs),
     "TE": ("accelerate_fp8.transformer_engine", "TransformerEngine", TERecipeKwargs),
     "MSAMP": ("accelerate_fp8.msamp", "MSAMP", MSAMPRecipeKwargs),
 }
 
-#: What Accelerate's launcher writes for every engine, where that is no default here.
-_PEERS_DEFAULTS = {"amax_compute_algo": "most_recent", "enable_fsdp_float8_all_gather": True}
+#: Values that Accelerate's launcher sets for every engine, where they differ from our defaults.
+_ACCELERATE_DEFAULTS = {"amax_compute_algo": "most_recent", "enable_fsdp_float8_all_gather": True}
 
 
 class FP8(Precision):
-    """Matrix products of linear layers in 8 bits, by torchao, Transformer Engine or MS-AMP.
+    """Linear layers multiply matrices in 8 bits, with torchao, Transformer Engine or MS-AMP.
 
-    Making one gives an object of the engine's class: the recipe in `kwargs_handlers` says which, or
-    the setting `backend`; torchao is the default.
+    `FP8(...)` returns an instance of the engine's class. The recipe in `kwargs_handlers` selects
+    the engine, or else the setting `backend`. The default is torchao.
     """
 
     name = "fp8"
@@ -58,17 +58,17 @@ class FP8(Precision):
         MSAMPRecipeKwargs,
     )
     handlers = (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs)
-    #: Name of the engine, and its library's.
+    #: Name of the engine, and of its library.
     engine: ClassVar[str]
     library: ClassVar[str]
-    #: Why it is this one.
+    #: Why this engine was chosen.
     engine_reason: str
 
     def __new__(cls, settings: Any = None, handlers: Sequence[Any] = ()) -> FP8:
-        """Choose the engine.
+        """Choose the engine, and create an instance of its class.
 
         Raises:
-            ConfigurationError: recipes of several engines.
+            ConfigurationError: `handlers` has recipes of several engines.
         """
         engine, reason = choose(settings, handlers)
         if cls is FP8:
@@ -86,7 +86,7 @@ class FP8(Precision):
         sources = Sources.of(os.environ)
         self.recipe: Any = resolve_settings(cls, given, sources, owner="fp8")[0]
         self._refuse_options_of_others(given, recipe, sources)
-        #: Class of the model and its linear layers, of each model that was converted.
+        #: For each converted model: the name of its class, and its layers.
         self._converted: list[tuple[str, list[Layer]]] = []
 
     def _refuse_options_of_others(self, given: Any, recipe: type[Any], sources: Sources) -> None:
@@ -95,41 +95,43 @@ class FP8(Precision):
             variable = f"ACCELERATE_FP8_OVERRIDE_{word}"
             if env_flag(sources.environ, variable):
                 raise ConfigurationError(
-                    f"{variable} is set, and Transformer Engine has no override_linear_precision any "
-                    "more. Leave it out; a recipe of the library's has backward_override."
+                    f"{variable} is set, but Transformer Engine removed override_linear_precision. "
+                    "Unset the variable. The library's own recipe objects have backward_override "
+                    "instead."
                 )
         for name, (module, cls_name, other) in _ENGINES.items():
             if other is recipe:
                 continue
-            said = given if isinstance(given, other) else None
-            made, provenance = resolve_settings(other, said, sources, owner="fp8")
+            handler = given if isinstance(given, other) else None
+            values, provenance = resolve_settings(other, handler, sources, owner="fp8")
             for field in dataclasses.fields(other):
-                value = getattr(made, field.name)
-                if value in (field.default, _PEERS_DEFAULTS.get(field.name, field.default)):
+                value = getattr(values, field.name)
+                if value in (field.default, _ACCELERATE_DEFAULTS.get(field.name, field.default)):
                     continue
                 library = getattr(import_module(module), cls_name).library
                 raise ConfigurationError(
                     f"{field.name}={value!r} (from {provenance[field.name].origin}) is an option of "
-                    f"{library}, and fp8 is computed by {self.library}: {self.engine_reason}. Leave "
-                    f"it out, or choose {library}: ACCELERATE_FP8_BACKEND={name}, --fp8_backend "
-                    f"{name.lower()}, or {other.__name__} in kwargs_handlers."
+                    f"{library}, but this run computes fp8 with {self.library} "
+                    f"({self.engine_reason}). Remove the option, or select {library} with "
+                    f"ACCELERATE_FP8_BACKEND={name}, --fp8_backend {name.lower()}, or "
+                    f"{other.__name__} in kwargs_handlers."
                 )
 
     @classmethod
     def explain_choice(cls, sources: Sources) -> str:
-        """Tell which engine a run would have, and why.
+        """Return which engine a run would use, and why.
 
         Args:
-            sources: environment, config file and what stands for the command line.
+            sources: the environment, the config file and the command line.
         """
         settings, _ = resolve_settings(FP8Settings, None, sources, owner="fp8")
         engine, reason = choose(settings, ())
         return f"engine {engine}: {reason}"
 
-    # --- what it tells --------------------------------------------------------------------------
+    # --- reports --------------------------------------------------------------------------------
 
     def note_layers(self, accelerator: AcceleratorView, model: Any, layers: list[Layer]) -> None:
-        """Keep what became of a model's layers, for `explain`; say so where nothing was converted."""
+        """Record a model's layers for `explain`, and warn if none was converted."""
         kind = type(model).__name__
         self._converted.append((kind, layers))
         if not any(one.in_fp8 for one in linear(layers)):
@@ -138,21 +140,21 @@ class FP8(Precision):
             if first is not None:
                 reason = f"{first.name or 'the model itself'}: {first.reason}"
             accelerator.warn_once(
-                f"mixed_precision='fp8': no layer of {kind} computes in fp8 ({reason}; all of them: "
-                "print(accelerator.explain()))."
+                f"mixed_precision='fp8': no layer of {kind} computes in fp8 ({reason}). To see the "
+                "reason for every layer, print accelerator.explain()."
             )
 
     def details(self) -> str:
-        """Say in a few words how the engine computes."""
+        """Return a few words about the engine's options, or an empty string."""
         return ""
 
     def explain(self, accelerator: AcceleratorView) -> str:
-        """Tell the engine, why it is this one, and what was converted and what not."""
+        """Return the engine, why it was chosen, and which layers were converted."""
         lines = [f"fp8 by {self.library}: {self.engine_reason}{self.details()}"]
         for kind, layers in self._converted:
             ours = linear(layers)
-            told = f"{sum(one.in_fp8 for one in ours)} of {len(ours)} linear layers"
-            lines += [f"{kind}: {told} compute in fp8", *table(layers)]
+            count = f"{sum(one.in_fp8 for one in ours)} of {len(ours)} linear layers"
+            lines += [f"{kind}: {count} compute in fp8", *table(layers)]
         return "\n".join([*lines, *_untrained(accelerator)])
 
     def on_free(self, accelerator: AcceleratorView) -> None:
@@ -160,7 +162,7 @@ class FP8(Precision):
         self._converted.clear()
 
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
-        """Serve what Accelerate's scripts ask: the engine and the recipe."""
+        """Provide the engine and the recipe under Accelerate's names."""
         names = {
             "AO": "ao_recipe_handler",
             "TE": "te_recipe_handler",
@@ -177,44 +179,45 @@ class FP8(Precision):
 
 
 def _untrained(accelerator: AcceleratorView) -> list[str]:
-    """Tell which weights got no gradient, as of layers that never ran.
+    """Return a line for each model with weights that never got a gradient.
 
-    Only of models some of whose weights have a state in an optimizer: others may have none at all.
+    A weight is reported if it has no optimizer state but another weight of the model has. Without
+    any state, the optimizer may be one that keeps none.
     """
     groups = [group for one in accelerator.optimizers for group in one.param_groups]
     held = {id(parameter) for group in groups for parameter in group["params"]}
     stepped = {id(parameter) for one in accelerator.optimizers for parameter in one.state}
     lines = []
     for model in map(accelerator.unwrap_model, accelerator.models):
-        its = {name: id(p) for name, p in model.named_parameters() if p.requires_grad}
-        names = [name for name, one in its.items() if one in held and one not in stepped]
-        if names and not stepped.isdisjoint(its.values()):
+        trained = {name: id(p) for name, p in model.named_parameters() if p.requires_grad}
+        names = [name for name, one in trained.items() if one in held and one not in stepped]
+        if names and not stepped.isdisjoint(trained.values()):
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            lines.append(f"{type(model).__name__}: no step had a gradient of {shown}")
+            lines.append(f"{type(model).__name__}: no gradient in any step for {shown}")
     return lines
 
 
 def choose(settings: Any, handlers: Sequence[Any]) -> tuple[str, str]:
-    """Return the engine and why it is this one.
+    """Return the engine, and why it was chosen.
 
     Raises:
-        ConfigurationError: recipes of several engines.
+        ConfigurationError: `handlers` has recipes of several engines.
     """
     if len(handlers) > 1:
         raise ConfigurationError(
-            f"kwargs_handlers has {listing(type(one).__name__ for one in handlers)}, recipes of "
-            "several fp8 libraries; pass one."
+            f"kwargs_handlers has {listing(type(one).__name__ for one in handlers)}, which are "
+            "recipes of several fp8 libraries. Pass only one."
         )
     if handlers:
         given = handlers[0]
-        said = f"kwargs_handlers has {type(given).__name__}"
+        reason = f"kwargs_handlers has {type(given).__name__}"
         if isinstance(given, FP8RecipeKwargs):
             older, _ = resolve_settings(FP8RecipeKwargs, given, Sources.of(os.environ))
-            return cast("str", older.backend or "TE"), said
-        return next(name for name, (*_, cls) in _ENGINES.items() if isinstance(given, cls)), said
+            return cast("str", older.backend or "TE"), reason
+        return next(name for name, (*_, cls) in _ENGINES.items() if isinstance(given, cls)), reason
     if settings is not None and settings.backend is not None:
         return settings.backend, origin_of(settings, "backend")
     return (
         "AO",
-        "the default (ACCELERATE_FP8_BACKEND, or a recipe in kwargs_handlers, says another)",
+        "the default (ACCELERATE_FP8_BACKEND or a recipe in kwargs_handlers selects another)",
     )

@@ -1,4 +1,4 @@
-"""What users may say about fp8: which library does it, and one recipe for each of them."""
+"""Settings of fp8: the choice of a library, and one recipe class per library."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _NAMES: dict[str, Any] = {
 
 @settings(**_NAMES)
 class FP8Settings:
-    """Which library computes in 8 bits. A recipe in `kwargs_handlers` also selects it."""
+    """The library that computes in 8 bits. A recipe in `kwargs_handlers` also selects it."""
 
     backend: Literal["AO", "TE", "MSAMP"] | None = option(
         default=None,
         help="library: AO (torchao, the default), TE (Transformer Engine) or MSAMP",
-        ask="Which library shall compute in fp8?",
+        ask="Which fp8 library do you want to use?",
     )
 
 
@@ -39,23 +39,23 @@ AO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 @settings(**_NAMES)
 class AORecipeKwargs(KwargsHandler):
-    """torchao: linear layers multiply in fp8, scaled anew in each step.
+    """Options for torchao. Its linear layers multiply in fp8, with new scales in each step.
 
     Args:
-        config: a `torchao.float8.Float8LinearConfig`, in the place of the options below but
+        config: a `torchao.float8.Float8LinearConfig`, instead of all options below except
             `module_filter_func`.
-        module_filter_func: `(module, name) -> bool`, which layers are converted; the default is
-            `accelerate_fp8.layers.usual_filter` of the model.
-        pad_inner_dim: pad matrices whose inner dimension (a batch's tokens, in backward) is no
-            multiple of 16.
-        enable_fsdp_float8_all_gather: gather weights in fp8 where a backend shards them. The
-            default is where that is possible: FSDP2 and `recipe="tensorwise"`.
-        recipe: `tensorwise`, `rowwise`, or `rowwise_with_gw_hp` (gradients of weights are computed
-            in high precision).
-        emulate: compute in fp32 what fp8 would give. The default is where the device has no fp8
-            matrix product.
-        precompute_scales: with the gather in fp8, compute the scales of all weights after each
-            optimizer step by one collective.
+        module_filter_func: `(module, name) -> bool`, whether to convert a layer. The default is
+            `accelerate_fp8.layers.usual_filter(model)`.
+        pad_inner_dim: pad matrices whose inner dimension is not a multiple of 16. In backward,
+            that dimension is the number of tokens in the batch.
+        enable_fsdp_float8_all_gather: gather sharded weights in fp8. By default, this is on with
+            FSDP2 and `recipe="tensorwise"`.
+        recipe: `tensorwise`, `rowwise`, or `rowwise_with_gw_hp`, which computes the gradients of
+            weights in high precision.
+        emulate: emulate fp8 in fp32. By default, this is on if the device has no fp8 matrix
+            product.
+        precompute_scales: if weights are gathered in fp8, compute the scales of all weights in one
+            collective after each optimizer step.
     """
 
     config: Any = option(
@@ -67,7 +67,7 @@ class AORecipeKwargs(KwargsHandler):
     pad_inner_dim: bool = option(
         default=True,
         help="pad matrices whose inner dimension is not a multiple of 16",
-        ask="Pad matrices whose inner dimension is no multiple of 16?",
+        ask="Pad matrices whose inner dimension is not a multiple of 16?",
         ask_if="backend=AO",
     )
     enable_fsdp_float8_all_gather: bool | None = option(
@@ -77,7 +77,7 @@ class AORecipeKwargs(KwargsHandler):
         default="tensorwise",
         choices=AO_RECIPES,
         help="how tensors are scaled",
-        ask="How are tensors scaled?",
+        ask="How should tensors be scaled?",
         ask_if="backend=AO",
     )
     emulate: bool | None = option(
@@ -90,31 +90,32 @@ class AORecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         if self.recipe.lower() in ("mxfp8", "nvfp4"):
             raise ConfigurationError(
-                f"recipe={self.recipe!r} needs Transformer Engine and a GPU of compute capability "
-                "10.0: TERecipeKwargs(recipe=...), or ACCELERATE_FP8_BACKEND=TE and "
-                f"ACCELERATE_FP8_TE_RECIPE. With torchao it is one of {listing(AO_RECIPES)}."
+                f"recipe={self.recipe!r} needs Transformer Engine and a GPU with compute capability "
+                f"10.0. Use TERecipeKwargs(recipe={self.recipe!r}), or set "
+                "ACCELERATE_FP8_BACKEND=TE and ACCELERATE_FP8_TE_RECIPE. The recipes of torchao are "
+                f"{listing(AO_RECIPES)}."
             )
         self.recipe = _one_of("recipe", self.recipe, AO_RECIPES)
         if not (self.config is None or hasattr(self.config, "enable_fsdp_float8_all_gather")):
             raise ConfigurationError(
-                f"config={self.config!r} is no torchao.float8.Float8LinearConfig, which a script makes "
-                f"and passes. Recipes by name are {listing(AO_RECIPES)}: recipe=..."
+                f"config={self.config!r} is not a torchao.float8.Float8LinearConfig. To select a "
+                f"recipe by name, pass recipe= with one of {listing(AO_RECIPES)} instead."
             )
-        said = sorted(
+        given = sorted(
             self.to_kwargs().keys() - {"config", "module_filter_func", "precompute_scales"}
         )
-        if self.config is not None and said:
+        if self.config is not None and given:
             raise ConfigurationError(
-                f"config= holds {listing(said)} already; say it there, or leave config out."
+                f"config= already contains {listing(given)}. Set it there, or remove config."
             )
         if self.recipe != "tensorwise" and self.enable_fsdp_float8_all_gather:
             raise ConfigurationError(
-                f"enable_fsdp_float8_all_gather gathers one scale per weight, and "
-                f"recipe={self.recipe!r} has one per row; use recipe='tensorwise'."
+                f"enable_fsdp_float8_all_gather needs one scale per weight, but "
+                f"recipe={self.recipe!r} has one per row. Use recipe='tensorwise'."
             )
 
 
-#: Recipe of Transformer Engine -> name of its class there, and the options that it has.
+#: Recipe of Transformer Engine -> name of the library's class, and its options.
 TE_RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "delayed": (
         "DelayedScaling",
@@ -126,13 +127,13 @@ TE_RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "nvfp4": ("NVFP4BlockScaling", ()),
 }
 _TE_OPTIONS = TE_RECIPES["delayed"][1]
-#: Accelerate's variables have one of these each.
+#: Suffixes of Accelerate's variables ACCELERATE_FP8_OVERRIDE_....
 _PASSES = ("FPROP", "DGRAD", "WGRAD")
 _FORMATS, _ALGORITHMS = ("HYBRID", "E4M3", "E5M2"), ("max", "most_recent")
 
 
 def _one_of(name: str, value: str, allowed: Collection[str]) -> str:
-    """Return the allowed word that `value` is in any case."""
+    """Return the allowed word that equals `value`, ignoring case."""
     for word in allowed:
         if word.lower() == value.lower():
             return word
@@ -143,34 +144,33 @@ def _one_of(name: str, value: str, allowed: Collection[str]) -> str:
 
 @settings(**_NAMES)
 class TERecipeKwargs(KwargsHandler):
-    """Transformer Engine: its layers compute in fp8 inside its autocast.
+    """Options for Transformer Engine. Its layers compute in fp8 inside its autocast.
 
     Args:
         use_autocast_during_eval: compute in fp8 in evaluation mode too.
-        margin: bits by which scales are kept below the largest value (`delayed`, `mxfp8`).
-        interval: gone from the library; 1 is the only value.
-        fp8_format: `HYBRID` (E4M3 forward, E5M2 backward) or `E4M3`; the library trains in no
-            pure `E5M2`. Where it is not said, the recipe's own: `HYBRID` of `delayed` and
-            `current`, `E4M3` of `block` and `mxfp8`.
-        amax_history_len: steps whose largest values are kept (`delayed`).
+        margin: margin of the scales in bits (`delayed`, `mxfp8`).
+        interval: removed from the library; the only valid value is 1.
+        fp8_format: `HYBRID` (E4M3 in forward, E5M2 in backward) or `E4M3`. The library cannot
+            train in `E5M2` alone. The default depends on the recipe: `HYBRID` for `delayed` and
+            `current`, `E4M3` for `block` and `mxfp8`.
+        amax_history_len: number of steps of which the maximum values are kept (`delayed`).
         amax_compute_algo: `max` of the history, or `most_recent` (`delayed`).
-        override_linear_precision: gone from the library; all False is the only value.
+        override_linear_precision: removed from the library; all values must be False.
         use_mxfp8_block_scaling: Accelerate's name for `recipe="mxfp8"`.
-        recipe: `delayed`, `current`, `block`, `mxfp8` or `nvfp4`, or a recipe of the library's,
-            which is taken as it is; None: `mxfp8` where it was asked for by its other name, or else
-            `delayed`.
-        quantized_weights: keep frozen weights in 8 bits alone (`quantized_model_init`).
-        reduce_amax: share the largest values over the ranks that get different samples
-            (`delayed`), which is a collective in every forward that trains.
+        recipe: `delayed` (the default), `current`, `block`, `mxfp8` or `nvfp4`, or a recipe object
+            of the library.
+        quantized_weights: keep frozen weights only in 8 bits (`quantized_model_init`).
+        reduce_amax: share the maximum values between data ranks (`delayed`). This needs a
+            collective in every training forward.
     """
 
     use_autocast_during_eval: bool = option(
         default=False,
         help="compute in fp8 in evaluation mode too",
-        ask="Compute in fp8 in evaluation mode, too?",
+        ask="Compute in fp8 in evaluation mode too?",
         ask_if="backend=TE",
     )
-    margin: int = option(default=0, help="bits of margin of the scales (delayed, mxfp8)")
+    margin: int = option(default=0, help="margin of the scales in bits (delayed, mxfp8)")
     interval: int = option(default=1, help="removed from Transformer Engine; only 1 is accepted")
     fp8_format: str = option(
         default="HYBRID",
@@ -181,7 +181,7 @@ class TERecipeKwargs(KwargsHandler):
     )
     amax_history_len: int = option(
         default=1024,
-        help="steps of history (delayed)",
+        help="number of steps in the history (delayed)",
         yaml="amax_history_length",
         cli="fp8_amax_history_len",
         ge=1,
@@ -206,7 +206,7 @@ class TERecipeKwargs(KwargsHandler):
         cli="fp8_te_recipe",
         choices=TE_RECIPES,
         help="scaling recipe of Transformer Engine",
-        ask="Which recipe of Transformer Engine?",
+        ask="Which recipe of Transformer Engine do you want to use?",
         ask_if="backend=TE",
     )
     quantized_weights: bool = option(default=False, help="keep frozen weights only in 8 bits")
@@ -219,27 +219,28 @@ class TERecipeKwargs(KwargsHandler):
             self.recipe = _one_of("recipe", self.recipe, TE_RECIPES)
         if self.interval != 1:
             raise ConfigurationError(
-                f"interval={self.interval}: Transformer Engine has none any more, its scales move in "
-                "every step. Leave it out."
+                f"interval={self.interval} is not supported: Transformer Engine removed the option "
+                "and updates its scales in every step. Leave it out."
             )
         given: Any = self.override_linear_precision
         each = given.split(",") if isinstance(given, str) else given
         each = each if isinstance(each, list | tuple) else [each]
         if any(parse_bool(one) is not False for one in each):
             raise ConfigurationError(
-                f"override_linear_precision={given!r}: Transformer Engine has none any more. Leave it "
-                "out; a recipe of the library's has backward_override."
+                f"override_linear_precision={given!r} is not supported: Transformer Engine removed "
+                "the option. Leave it out. The library's own recipe objects have backward_override "
+                "instead."
             )
         self.override_linear_precision = (False, False, False)
         if self.fp8_format == "E5M2":
             raise ConfigurationError(
-                "fp8_format='E5M2': pure E5M2 training is not supported by Transformer Engine. Use "
-                "HYBRID (E4M3 forward, E5M2 backward) or E4M3."
+                "fp8_format='E5M2': Transformer Engine does not support training in E5M2 alone. Use "
+                "HYBRID (E4M3 in forward, E5M2 in backward) or E4M3."
             )
         if self.use_mxfp8_block_scaling and self.recipe not in (None, "mxfp8"):
             raise ConfigurationError(
-                f"use_mxfp8_block_scaling is recipe='mxfp8', and recipe={self.recipe!r} is said too; "
-                "leave one of them out."
+                f"use_mxfp8_block_scaling means recipe='mxfp8', but recipe={self.recipe!r} is also "
+                "set. Leave one of them out."
             )
         self._check_options()
 
@@ -248,22 +249,23 @@ class TERecipeKwargs(KwargsHandler):
         changed = self.to_kwargs()
         has = TE_RECIPES[name][1] if name else ()
         others = [key for key in _TE_OPTIONS if key in changed and key not in has]
-        said = ", ".join(f"{key}={changed[key]!r}" for key in others)
+        given = ", ".join(f"{key}={changed[key]!r}" for key in others)
         if others and not name:
             kind = type(self.recipe).__name__
             raise ConfigurationError(
-                f"recipe= is a {kind}, which is taken as it is: say {said} there."
+                f"recipe= is a {kind} object, which is used unchanged. Set {given} on it instead."
             )
         if others:
             have = [one for one, (_, options) in TE_RECIPES.items() if others[0] in options]
             raise ConfigurationError(
-                f"recipe={name!r} of Transformer Engine has no {said}; it has "
-                f"{listing(has) if has else 'no options'}. Leave it out, or use recipe {listing(have)}."
+                f"{given} is not an option of Transformer Engine's recipe={name!r}, which has "
+                f"{listing(has) if has else 'none'}. Leave it out, or use recipe "
+                f"{listing(have)}."
             )
 
     @property
     def recipe_name(self) -> str:
-        """Name of the recipe, "" for one of the library's own."""
+        """Name of the recipe, or an empty string for a recipe object of the library."""
         if self.recipe is not None:
             return self.recipe if isinstance(self.recipe, str) else ""
         return "mxfp8" if self.use_mxfp8_block_scaling else "delayed"
@@ -271,7 +273,7 @@ class TERecipeKwargs(KwargsHandler):
 
 @settings(**_NAMES)
 class MSAMPRecipeKwargs(KwargsHandler):
-    """MS-AMP, which is no longer maintained. This was never run with the library.
+    """Options for MS-AMP, which is no longer maintained. Never tested with the real library.
 
     Args:
         opt_level: `O1` (weights and gradients in 8 bits) or `O2` (optimizer states too).
@@ -282,7 +284,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
         help="optimization level of MS-AMP",
         yaml="optimization_level",
         cli="fp8_opt_level",
-        ask="Which optimization level?",
+        ask="Which optimization level do you want to use?",
         ask_if="backend=MSAMP",
     )
 
@@ -296,7 +298,9 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     )
 
     def __post_init__(self) -> None:
-        warn("FP8RecipeKwargs is older; use TERecipeKwargs or MSAMPRecipeKwargs.", FutureWarning)
+        warn(
+            "FP8RecipeKwargs is deprecated. Use TERecipeKwargs or MSAMPRecipeKwargs.", FutureWarning
+        )
         if self.backend is not None:
             self.backend = _one_of("backend", self.backend, ("TE", "MSAMP"))
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""fp8 by torchao: linear layers become its `Float8Linear`, scaled anew in each step."""
+"""fp8 with torchao, which replaces linear layers by `Float8Linear`, with new scales in each step."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from accelerate_fp8.precision import FP8
 class TorchAO(FP8):
     """Linear layers in fp8 under bf16 autocast.
 
-    With `rowwise_with_gw_hp` there is no autocast: the gradients of weights are products of
-    activations as they are, whose dtype has to be that of the weights.
+    `rowwise_with_gw_hp` runs without autocast. It computes weight gradients from unconverted
+    activations, which must have the dtype of the weights.
     """
 
     engine = "AO"
@@ -50,15 +50,15 @@ class TorchAO(FP8):
             | ({"subclasses"} if self._gathers else set())
         )
         self._config: Any = None
-        #: Sharded layers of each mesh, whose scales are computed together.
+        #: For each mesh, the sharded layers. Their scales are computed together.
         self._scaled: list[nn.ModuleList] | None = None
 
     def check(self, accelerator: AcceleratorView) -> None:
-        """Make the library's configuration for this device.
+        """Create the library's configuration for this device.
 
         Raises:
-            ConfigurationError: autocast is asked for where it cannot be, or fp8 weights where no
-                backend gathers any.
+            ConfigurationError: autocast was requested with a recipe that runs without it, or
+                weights should be gathered in fp8 by a backend that does not shard them.
             MissingPluginError: the library is not installed.
         """
         with _quiet():
@@ -71,14 +71,15 @@ class TorchAO(FP8):
         handler = accelerator.autocast_handler
         if self.dtype is None and handler is not None and handler.enabled:
             raise ConfigurationError(
-                "recipe='rowwise_with_gw_hp' runs without autocast, and AutocastKwargs asks for it: "
-                "leave that out, or use recipe='rowwise'. A model in bf16 trains in bf16 with it."
+                "recipe='rowwise_with_gw_hp' runs without autocast, but AutocastKwargs enables it. "
+                "Remove AutocastKwargs and convert the model to bf16, or use recipe='rowwise'."
             )
         shards = any("weights" in parts for parts in accelerator.backend.shards.values())
         if self._gathers and not shards:
             raise ConfigurationError(
-                f"enable_fsdp_float8_all_gather: the backend {accelerator.backend.name} shards no "
-                "weights, so none are gathered. Leave it out, or use the backend fsdp2."
+                "enable_fsdp_float8_all_gather has no effect, because the backend "
+                f"{accelerator.backend.name} does not shard weights. Leave it out, or use the "
+                "backend fsdp2."
             )
         recipe = self.recipe
         if recipe.config is None:
@@ -98,17 +99,21 @@ class TorchAO(FP8):
             self._config = recipe.config
         if self._config.emulate and recipe.emulate is None and recipe.config is None:
             accelerator.warn_once(
-                f"fp8 is emulated: {_device_name(accelerator.device)} has no fp8 matrix product. Losses "
-                "are those of fp8; it is slower than bf16 (emulate=True says that it is meant)."
+                f"fp8 is emulated, because {_device_name(accelerator.device)} has no fp8 matrix "
+                "product. Losses are the same as with fp8, but training is slower than in bf16. To "
+                "hide this warning, pass emulate=True."
             )
 
     def convert(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
-        """Replace linear layers by torchao's; parameters stay, but for what is gathered in fp8."""
+        """Replace linear layers by torchao's.
+
+        Parameters stay the same objects, except weights that are gathered in fp8.
+        """
         layers = survey(model, self.recipe.module_filter_func)
-        if self._gathers:  # torchao gathers its rows as they are, and torch pads those it knows
+        if self._gathers:  # torch pads rows before a gather, but torchao doesn't
             sizes = accelerator.parallelism_config
             ranks = accelerator.num_processes // (sizes.size("dp_replicate") if sizes else 1)
-            whole = f"fp8, gathered in bf16: its rows do not divide over {ranks} ranks"
+            whole = f"fp8, gathered in bf16 (its rows are not divisible by {ranks} ranks)"
             layers = [
                 one if one.rows % ranks == 0 else dataclasses.replace(one, becomes=whole)
                 for one in layers
@@ -131,17 +136,17 @@ class TorchAO(FP8):
         self._scaled = None
 
     def on_step_end(self, accelerator: AcceleratorView, optimizer: Any) -> None:
-        """Compute the scales of all weights that are gathered in fp8, by one collective."""
+        """Compute the scales of all weights that are gathered in fp8, in one collective per mesh."""
         self._precompute(accelerator)
 
     def on_load(self, accelerator: AcceleratorView) -> None:
-        """Scales of the weights before are none of those that were read."""
+        """Compute the scales of the loaded weights."""
         self._precompute(accelerator)
 
     def _precompute(self, accelerator: AcceleratorView) -> None:
         if not (self._gathers and self.recipe.precompute_scales):
             return
-        if self._scaled is None:  # since a model was converted
+        if self._scaled is None:  # first use after a model was converted
             by_mesh: dict[Any, list[nn.Module]] = {}
             for model in accelerator.models:
                 for module in model.modules():
@@ -155,12 +160,12 @@ class TorchAO(FP8):
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         for modules in self._scaled or ():
-            # Tensors made in inference mode could not be used in training.
+            # Tensors created in inference mode could not be used in training.
             with torch.inference_mode(False):
                 precompute_float8_dynamic_scale_for_fsdp(modules)
             for module in modules:
                 weight: Any = module.weight
-                # One that is gathered just now is no DTensor, and keeps what it has.
+                # A weight that is gathered at this moment is not a DTensor. It keeps its scale.
                 local: Any = getattr(weight, "_local_tensor", None)
                 if getattr(local, "_precomputed_scale", None) is not None:
                     weak = weakref.ref(module), weakref.ref(weight)
@@ -170,33 +175,33 @@ class TorchAO(FP8):
                     )
 
     def plain_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state without torchao's tensor subclass; memory is shared with what was given."""
+        """Return the state without torchao's tensor subclass. The tensors share memory with `state`."""
         return {name: _plain(value) for name, value in state.items()}
 
     def details(self) -> str:
-        """Return recipe, emulation and gathering."""
+        """Return the recipe, and whether fp8 is emulated and weights are gathered in fp8."""
         config, name = self._config, self.recipe.recipe
-        told = [f"recipe {name}" if self.recipe.config is None else "a config of the script's"]
+        words = [f"recipe {name}" if self.recipe.config is None else "config from the script"]
         if config is not None:
-            told += [word for word in ("emulate", "pad_inner_dim") if getattr(config, word)]
-            told += ["weights gathered in fp8"] if config.enable_fsdp_float8_all_gather else []
-        return f"; {', '.join(told)}"
+            words += [word for word in ("emulate", "pad_inner_dim") if getattr(config, word)]
+            words += ["weights gathered in fp8"] if config.enable_fsdp_float8_all_gather else []
+        return f"; {', '.join(words)}"
 
 
 def _state(module: nn.Module, weight: Any) -> tuple[int, int, bool]:
-    """Return what moves when a weight is written to.
+    """Return values that change when a weight is written to.
 
-    Writes through `.data` move no version: those around an evaluation, as of averaged weights, are
-    told by the mode.
+    A write through `.data` does not change the version. The training mode is included because
+    averaged weights are usually swapped in this way around an evaluation.
     """
     return weight._version, weight._local_tensor._version, module.training
 
 
 def _gather(module: Any, weight: Any, noted: tuple[int, int, bool], again: Any, mesh: Any) -> Any:
-    """Prepare a weight for its gather; scales that were computed before it changed are made anew."""
+    """Prepare a weight for its gather. Scales are computed again if the weight has changed."""
     local = weight()._local_tensor
     if _state(module(), weight()) != noted:
-        local._precomputed_scale = None  # torchao computes its own where the next line does not
+        local._precomputed_scale = None  # torchao then computes a scale if the next lines do not
         compute = again()
         if compute is not None:
             compute()
@@ -222,8 +227,8 @@ def _no_autocast(
 ) -> AbstractContextManager[Any]:
     if options.get("enabled"):
         raise ConfigurationError(
-            "recipe='rowwise_with_gw_hp' runs without autocast, and accelerator.autocast is given an "
-            "AutocastKwargs that asks for it: leave that out, or use recipe='rowwise'."
+            "recipe='rowwise_with_gw_hp' runs without autocast, but the AutocastKwargs passed to "
+            "accelerator.autocast enable it. Remove them, or use recipe='rowwise'."
         )
     return nullcontext()
 
@@ -232,13 +237,13 @@ def _refuse_autocast(module: nn.Module, _: Any) -> None:
     device = next(module.parameters()).device.type
     if torch.is_autocast_enabled(device):
         raise ConfigurationError(
-            "recipe='rowwise_with_gw_hp' runs without autocast, and the script has entered "
-            f"torch.autocast({device!r}). Take it out, or use recipe='rowwise'."
+            "recipe='rowwise_with_gw_hp' runs without autocast, but the script called the model "
+            f"inside torch.autocast({device!r}). Remove the context, or use recipe='rowwise'."
         )
 
 
 def _multiplies(device: torch.device) -> bool:
-    """Tell whether a device has fp8 matrix products."""
+    """Return whether the device has fp8 matrix products."""
     if device.type != "cuda":
         return False
     if torch.version.hip:
@@ -255,10 +260,10 @@ def _device_name(device: torch.device) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what importing torchao says on every machine to itself.
+    """Hide log messages that importing torchao causes on every machine.
 
-    It tries libraries of kernels for formats that are not used here, and registers an enumeration
-    in a way that torch deprecates.
+    torchao tries to load kernels for formats that are not used here, and registers an enum in a way
+    that torch deprecated.
     """
     variable = "TORCHAO_FORCE_SKIP_LOADING_SO_FILES"
     was = os.environ.get(variable)
@@ -281,14 +286,15 @@ def _quiet() -> Iterator[None]:
 def convert_model_to_fp8_ao(
     model: nn.Module, config: Any = None, module_filter_func: Filter | None = None
 ) -> nn.Module:
-    """Put torchao's linear layers in the place of a model's, which is changed.
+    """Replace a model's linear layers by torchao's.
 
     Args:
         config: a `torchao.float8.Float8LinearConfig`.
-        module_filter_func: which layers; the default leaves out what `layers.survey` does.
+        module_filter_func: `(module, name) -> bool`, whether to convert a layer. The default is
+            `accelerate_fp8.layers.usual_filter(model)`.
 
     Returns:
-        The model; another where it is a linear layer itself.
+        The model, changed in place, or the new layer if the model itself is a linear layer.
     """
     return _replaced(model, survey(model, module_filter_func), config)
 

@@ -1,4 +1,4 @@
-"""fp8 by Transformer Engine: its layers in the place of torch's, under its autocast."""
+"""fp8 with Transformer Engine, which replaces torch's layers and runs them in its own autocast."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from accelerate_core.plugin import (
     ConfigurationError,
     MissingPluginError,
     PrepareError,
+    listing,
     origin_of,
     process_global,
     warn,
@@ -36,21 +37,21 @@ from accelerate_fp8.settings import TE_RECIPES
 
 _INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 _NORM = "te.LayerNorm"
-#: Where layers keep the scales of delayed scaling, and what of them.
+#: Where layers keep the state of delayed scaling, and which of its tensors are saved.
 _SIDES, _KEPT = ("scaling_fwd", "scaling_bwd"), ("scale", "amax_history")
 
 
 class TransformerEngine(FP8):
-    """Linear layers and LayerNorms of Transformer Engine under bf16 autocast and its own.
+    """Transformer Engine's linear layers and LayerNorms, in torch's bf16 autocast and its own.
 
-    Delayed scaling reduces largest values where its autocast is left: every rank takes part in
-    every forward that trains. In evaluation mode nothing is reduced and no scale moves, so that a
-    rank may evaluate alone.
+    Delayed scaling reduces maximum values over ranks when a forward leaves the library's autocast.
+    Every rank must therefore run every training forward. In evaluation mode nothing is reduced and
+    no scale changes, so a rank can evaluate alone.
     """
 
     engine = "TE"
     library = "Transformer Engine"
-    #: Types of devices the library runs on.
+    #: Types of devices that the library runs on.
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
 
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
@@ -59,14 +60,15 @@ class TransformerEngine(FP8):
         own = recipe.recipe
         delayed = name == "delayed" or hasattr(own, "amax_history_len")
         needs = {"autocast", "modules"}
-        # A custom recipe's factory may ask for delayed scaling.
+        # The factory of a custom recipe may use delayed scaling.
         shares = getattr(own, "reduce_amax", hasattr(own, "qfactory"))
         if shares or (name == "delayed" and recipe.reduce_amax):
             needs.add("forward_collectives")
         if recipe.quantized_weights:
             needs |= {"parameters", "subclasses"}
         self.needs = frozenset(needs)
-        # Neither does tensor parallelism split its layers, nor is delayed scaling traced.
+        # Tensor parallelism cannot split the library's layers; torch.compile cannot trace delayed
+        # scaling.
         self.supports = {"compile": not delayed, "mesh": ("dp_replicate", "dp_shard", "cp", "sp")}
         self._te: Any = None
         self._recipe: Any = None
@@ -74,26 +76,27 @@ class TransformerEngine(FP8):
     # --- the library ----------------------------------------------------------------------------
 
     def check(self, accelerator: AcceleratorView) -> None:
-        """Import the library, make the recipe and ask the library whether the device has it.
+        """Import the library, create the recipe, and check that the device supports it.
 
         Raises:
-            ConfigurationError: no such device, or it lacks the format; or weights in 8 bits alone
-                would be sharded.
-            MissingPluginError: the library cannot be imported, with what to install.
+            ConfigurationError: the library does not run on this type of device, the device does
+                not support the recipe, or `quantized_weights` is not supported here.
+            MissingPluginError: the library cannot be imported. The message says what to install.
         """
         kind = accelerator.device.type
         if kind not in self.devices:
             raise ConfigurationError(
-                f"Transformer Engine computes on CUDA devices, and this is a {kind}. fp8 by torchao "
-                "runs here: leave TERecipeKwargs and ACCELERATE_FP8_BACKEND out, or say AO."
+                f"Transformer Engine needs a CUDA device, but this run uses {kind!r}. torchao runs "
+                "here: remove TERecipeKwargs and set ACCELERATE_FP8_BACKEND=AO."
             )
         self._te = library()
         self._recipe = make_recipe(self.recipe)
         if reason := lacking(self._te, self._recipe):
             name = torch.cuda.get_device_name(accelerator.device) if kind == "cuda" else kind
             raise ConfigurationError(
-                f"Transformer Engine: {type(self._recipe).__name__} does not run on this device "
-                f"({name}). {reason} recipe='delayed' and 'current' run from compute capability 8.9 on."
+                f"Transformer Engine's {type(self._recipe).__name__} does not run on this device "
+                f"({name}). {reason} recipe='delayed' and 'current' need compute capability 8.9 or "
+                "higher."
             )
         if self.recipe.quantized_weights:
             self._check_quantized(accelerator.backend)
@@ -101,29 +104,30 @@ class TransformerEngine(FP8):
     def _check_quantized(self, backend: Any) -> None:
         if self._recipe.delayed():
             raise ConfigurationError(
-                "quantized_weights: delayed scaling would quantize weights before it has seen any, with "
-                "the scale 1, under which small ones are lost. Use another recipe, such as 'current'."
+                "quantized_weights does not work with delayed scaling, which would quantize the "
+                "weights with a scale of 1 and round small ones to 0. Use another recipe, such as "
+                "'current'."
             )
         if any("weights" in parts for parts in backend.shards.values()):
             raise ConfigurationError(
-                f"quantized_weights: the backend {backend.name} shards weights, and cannot shard those "
-                "in 8 bits. Leave it out, or use the backend ddp."
+                f"quantized_weights is not supported by the backend {backend.name}, which cannot "
+                "shard weights in 8 bits. Leave it out, or use the backend ddp."
             )
 
     def on_start(self, accelerator: AcceleratorView) -> None:
-        """Have what the library knows of all models of the process forgotten in the end.
+        """Reset the library's global state when training ends.
 
-        It would go on reducing theirs, over groups that are no more.
+        Otherwise it would keep reducing the values of old models, over groups that no longer exist.
         """
         process_global("transformer_engine.quantization", "", lambda: None, _forget)
 
     # --- models ---------------------------------------------------------------------------------
 
     def convert(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
-        """Put the library's layers in the place of torch's; they have the same parameters.
+        """Replace torch's layers by the library's, which use the same parameters.
 
         Raises:
-            PrepareError: weights are to be kept in 8 bits alone, and all of them train.
+            PrepareError: `quantized_weights` is set, but no linear weight is frozen.
         """
         layers = survey_all(model, 32 if self._recipe.mxfp8() else 16)
         frozen: set[str] = set()
@@ -132,13 +136,14 @@ class TransformerEngine(FP8):
             frozen = {n for n in names if not model.get_submodule(n).weight.requires_grad}
             if names and not frozen:
                 raise PrepareError(
-                    f"quantized_weights: all linear weights of {type(model).__name__} train, and in 8 "
-                    "bits the small steps of an optimizer are lost. Freeze those that shall be kept so "
-                    "(requires_grad_(False), as LoRA does), or leave it out."
+                    "quantized_weights only applies to frozen weights, because 8 bits cannot hold "
+                    f"the small updates of an optimizer, but all linear weights of "
+                    f"{type(model).__name__} are trained. Freeze some with requires_grad_(False), as "
+                    "LoRA does, or leave quantized_weights out."
                 )
         for index, one in enumerate(layers):
             if one.name in frozen and not one.reason:
-                layers[index] = Layer(one.name, one.sizes, "", "fp8, its weight too")
+                layers[index] = Layer(one.name, one.sizes, "", "fp8, weight in 8 bits")
         self.note_layers(accelerator, model, layers)
         for name in converted(layers):
             layer = model.get_submodule(name)
@@ -169,7 +174,7 @@ class TransformerEngine(FP8):
     def autocast(
         self, accelerator: AcceleratorView, model: nn.Module | None, options: dict[str, Any]
     ) -> AbstractContextManager[Any]:
-        """Enter torch's autocast and in it the library's, for a forward of `model`."""
+        """Return torch's autocast and, inside it, the library's, for a forward of `model`."""
         mixed = super().autocast(accelerator, model, options)
         if model is None:
             return mixed
@@ -183,24 +188,24 @@ class TransformerEngine(FP8):
         return _both(mixed, inner, model.training)
 
     def recompute(self, accelerator: AcceleratorView) -> Callable[..., Any]:
-        """Return the library's own checkpoint, which computes again with the scales of forward."""
+        """Return the library's checkpoint function, which recomputes with the scales of forward."""
         checkpoint = self._te.checkpoint
 
         def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            # By name it has options of its own, which must not be the function's.
+            # The library has keyword options itself, so the function's are bound here.
             called = partial(function, **kwargs) if kwargs else function
             return checkpoint(called, *args, use_reentrant=False)
 
         return run
 
-    # --- what is kept ---------------------------------------------------------------------------
+    # --- checkpoints ----------------------------------------------------------------------------
 
     def plain_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state with weights of 8 bits as they are read: in their nominal dtype."""
+        """Return the state with 8-bit weights converted to their nominal dtype."""
         return {name: _plain(self._te, value) for name, value in state.items()}
 
     def on_save(self, accelerator: AcceleratorView, directory: Path) -> None:
-        """Write this rank's scales and their history, as tensors."""
+        """Write this rank's scales and their history as tensors."""
         from safetensors.torch import save_file
 
         found = {
@@ -212,7 +217,10 @@ class TransformerEngine(FP8):
             save_file(found, directory / _file(accelerator.process_index))
 
     def on_load(self, accelerator: AcceleratorView, directory: Path) -> None:
-        """Read this rank's scales; those of rank 0 where fewer saved, new ones where none did."""
+        """Read this rank's scales.
+
+        If this rank has no file, it uses rank 0's. If there are no files, scales start anew.
+        """
         from safetensors.torch import load_file
 
         files = [directory / _file(rank) for rank in (accelerator.process_index, 0)]
@@ -226,7 +234,7 @@ class TransformerEngine(FP8):
                 _fill(tensor, saved.get((side, what)), 1.0 if what == "scale" else 0.0)
 
     def _start_scales(self, module: nn.Module, gemms: int) -> None:
-        """Let a layer have its scales before its first forward."""
+        """Create a layer's scales before its first forward."""
         meta: Any = module.fp8_meta
         if not self._recipe.delayed():
             return
@@ -235,15 +243,13 @@ class TransformerEngine(FP8):
             module.init_fp8_meta_tensors(self._recipe)  # type: ignore[operator]
 
     def details(self) -> str:
-        """Return recipe, and where and how it is not the usual one."""
+        """Return the recipe and its notable options."""
         recipe = self.recipe
-        told = [
-            f"recipe {recipe.recipe_name}" if recipe.recipe_name else "a recipe of the script's"
-        ]
+        words = [f"recipe {recipe.recipe_name}" if recipe.recipe_name else "recipe from the script"]
         if "forward_collectives" in self.needs:
-            told += ["largest values shared in forward"]
-        told += ["in evaluation too"] if recipe.use_autocast_during_eval else []
-        return f"; {', '.join(told)}"
+            words += ["maximum values shared in forward"]
+        words += ["in evaluation too"] if recipe.use_autocast_during_eval else []
+        return f"; {', '.join(words)}"
 
 
 # --- the library ------------------------------------------------------------------------------------
@@ -253,7 +259,7 @@ def library() -> Any:
     """Import `transformer_engine.pytorch`.
 
     Raises:
-        MissingPluginError: it is not there, or without what it needs; with what to install.
+        MissingPluginError: it cannot be imported. The message says what to install.
     """
     try:
         import transformer_engine.pytorch as te
@@ -263,53 +269,60 @@ def library() -> Any:
                 f"Transformer Engine is not installed. Install it with: {_INSTALL}"
             ) from None
         raise _unusable(error) from None
-    except Exception as error:  # it raises whatever a missing piece of it leads to
+    except Exception as error:  # depending on what is missing, it raises all kinds of errors
         raise _unusable(error) from None
     if not hasattr(te, "autocast"):
         raise MissingPluginError(
-            f"Transformer Engine is too old: it has no autocast. Install 2.20 or newer: {_INSTALL}"
+            "This version of Transformer Engine is too old: it has no autocast. Install 2.20 or "
+            f"newer: {_INSTALL}"
         )
     return te
 
 
 def _unusable(error: Exception) -> MissingPluginError:
-    said = (str(error).splitlines() or [type(error).__name__])[0]
-    if "meta package" in said:
-        why = "is installed without its extension for PyTorch"
-        way = _INSTALL
-    elif "cudnn" in said.lower():
-        why = f"does not find the cuDNN it needs ({said})"
-        way = "pip install -U nvidia-cudnn-cu13 (or -cu12, as your CUDA is), or set CUDNN_HOME"
+    message = (str(error).splitlines() or [type(error).__name__])[0]
+    if "meta package" in message:
+        problem = "is installed without its extension for PyTorch"
+        fix = f"Install it with: {_INSTALL}"
+    elif "cudnn" in message.lower():
+        problem = f"does not find a suitable cuDNN ({message})"
+        fix = (
+            "Run: pip install -U nvidia-cudnn-cu13 (or -cu12, depending on your CUDA version). Or "
+            "set CUDNN_HOME."
+        )
     else:
-        why = f"cannot be imported ({type(error).__name__}: {said})"
-        way = _INSTALL
-    return MissingPluginError(f"Transformer Engine {why}. Install it with: {way}")
+        problem = f"cannot be imported ({type(error).__name__}: {message})"
+        fix = f"Install it with: {_INSTALL}"
+    return MissingPluginError(f"Transformer Engine {problem}. {fix}")
 
 
 def make_recipe(given: Any) -> Any:
-    """Make the library's recipe of a `TERecipeKwargs`; one of its own is taken as it is.
+    """Create the library's recipe from a `TERecipeKwargs`, or return the recipe object in it.
 
     Raises:
-        ConfigurationError: it is none of the library's.
+        ConfigurationError: `recipe` is neither a name nor a recipe object of the library.
     """
     from transformer_engine.common import recipe as recipes
 
     if not given.recipe_name:
         if not isinstance(given.recipe, recipes.Recipe):
             kind = type(given.recipe).__name__
-            raise ConfigurationError(f"recipe= is a {kind}, no recipe of Transformer Engine.")
+            raise ConfigurationError(
+                f"recipe= is a {kind}, not a recipe object of Transformer Engine. Pass one of those, "
+                f"or one of the names {listing(TE_RECIPES)}."
+            )
         return given.recipe
     name, options = TE_RECIPES[given.recipe_name]
-    said = {key: getattr(given, key) for key in options if origin_of(given, key) != "default"}
-    if "fp8_format" in said:
-        said["fp8_format"] = getattr(recipes.Format, said["fp8_format"])
-    return getattr(recipes, name)(**said)
+    arguments = {key: getattr(given, key) for key in options if origin_of(given, key) != "default"}
+    if "fp8_format" in arguments:
+        arguments["fp8_format"] = getattr(recipes.Format, arguments["fp8_format"])
+    return getattr(recipes, name)(**arguments)
 
 
 def lacking(te: Any, recipe: Any) -> str:
-    """Return what the device lacks for a recipe in the library's words, "" if nothing.
+    """Return the library's reason why the device cannot run a recipe, or an empty string.
 
-    Its own check when autocast is entered leaves out NVFP4.
+    The library's autocast does this check too, but not for NVFP4.
     """
     asked = [te.is_fp8_available]
     asked += [te.is_mxfp8_available] if recipe.mxfp8() else []
@@ -320,13 +333,14 @@ def lacking(te: Any, recipe: Any) -> str:
 
 
 def _refuse_join(accelerator: AcceleratorView) -> None:
-    """Refuse a forward under `join_uneven_inputs`: a rank without a batch would not share values."""
+    """Reject a forward under `join_uneven_inputs`. A rank without a batch would not join it."""
     joins = (getattr(one, "_join_config", None) for one in accelerator.models)
     if any(one is not None and one.enable for one in joins):
         raise ConfigurationError(
-            "join_uneven_inputs: with delayed scaling ranks share their largest values in every "
-            "forward that trains, and a rank that has run out of batches runs none. Use "
-            "TERecipeKwargs(reduce_amax=False) or another recipe, or give every rank as many batches."
+            "join_uneven_inputs does not work with delayed scaling: ranks share maximum values in "
+            "every training forward, but a rank without batches runs no forward. Pass "
+            "TERecipeKwargs(reduce_amax=False), use another recipe, or give all ranks the same "
+            "number of batches."
         )
 
 
@@ -338,21 +352,22 @@ def _forget(_: Any) -> None:
 
 @contextmanager
 def _both(
-    outer: AbstractContextManager[Any], inner: AbstractContextManager[Any], moves: bool
+    outer: AbstractContextManager[Any], inner: AbstractContextManager[Any], update_scales: bool
 ) -> Iterator[None]:
-    """Enter both; scales move, and ranks reduce, where the inner one is left, if `moves`.
+    """Enter both contexts. On exit, the library updates scales only if `update_scales`.
 
-    The library does so wherever gradients are on. Not after an error: other ranks need not have it.
+    The library updates scales, with a collective, if gradients are enabled when its context exits.
+    After an error scales are not updated, because other ranks may not have the error.
     """
     with outer:
         inner.__enter__()
         try:
             yield
         except BaseException:
-            moves = False
+            update_scales = False
             raise
         finally:
-            with nullcontext() if moves else torch.no_grad():
+            with nullcontext() if update_scales else torch.no_grad():
                 inner.__exit__(None, None, None)
 
 
@@ -360,20 +375,20 @@ def _both(
 
 
 def survey_all(model: nn.Module, multiple: int = 16) -> list[Layer]:
-    """Say of each linear layer and each LayerNorm whether the library's can stand in its place.
+    """Determine which linear layers and LayerNorms can be replaced by the library's.
 
     Args:
-        multiple: what sizes of linear layers have to be multiples of.
+        multiple: the sizes of linear layers must be multiples of this.
     """
 
     def fits(layer: Any, _: str) -> bool:
-        # Not of the weight, which ZeRO-3 has empty.
+        # Not from the weight, which is empty with ZeRO-3.
         return not (layer.in_features % multiple or layer.out_features % multiple)
 
-    found = survey(model, fits, f"sizes are no multiples of {multiple}")
+    found = survey(model, fits, f"sizes are not multiples of {multiple}")
     holders = names_of(model)
     for name, layer in model.named_modules():
-        if hasattr(layer, "fp8_meta") and _is_theirs(layer):
+        if hasattr(layer, "fp8_meta") and _is_library_layer(layer):
             sizes = getattr(getattr(layer, "weight", None), "shape", ())
             found.append(Layer(name, " x ".join(map(str, sizes)), ALREADY))
         if not isinstance(layer, nn.LayerNorm):
@@ -385,7 +400,7 @@ def survey_all(model: nn.Module, multiple: int = 16) -> list[Layer]:
         elif len(own) < 2:
             reason = f"it has no {'bias' if own else 'weight'}"
         elif any(len(holders[id(parameter)]) > 1 for parameter in own):
-            reason = "another layer has its parameters, too"
+            reason = "shares its parameters with another layer"
         else:
             reason = own_behaviour(layer)
         found.append(Layer(name, " x ".join(map(str, layer.normalized_shape)), reason, _NORM))
@@ -399,7 +414,7 @@ def _linear_at(model: nn.Module, name: str) -> bool:
 @cache
 def _padding(base: Any) -> Any:
     class Linear(base):
-        """The library's linear layer for any number of rows, of which it refuses some."""
+        """The library's linear layer, padding inputs to a number of rows that it accepts."""
 
         rows = 1
 
@@ -409,12 +424,12 @@ def _padding(base: Any) -> Any:
             if not (missing := -count % self.rows):
                 made: torch.Tensor = super().forward(inp, *args, **kwargs)
                 return made
-            # Rows of zeros change neither a largest value nor a gradient.
+            # Rows of zeros change neither maximum values nor gradients.
             filled = F.pad(inp.reshape(count, size), (0, 0, 0, missing))
             padded: torch.Tensor = super().forward(filled, *args, **kwargs)
             return padded[:count].view(*shape, padded.shape[-1])
 
-    Linear.__qualname__ = "Linear"  # under which a pickle finds it
+    Linear.__qualname__ = "Linear"  # so that pickle finds the class
     return Linear
 
 
@@ -427,13 +442,13 @@ def __getattr__(name: str) -> Any:
 def to_library(
     te: Any, layer: nn.Module, rows: int = 1, fill: Callable[[torch.Tensor], None] | None = None
 ) -> nn.Module:
-    """Return the library's layer that computes what `layer` does, with the same parameters.
+    """Return the library's equivalent of `layer`, with the same parameters.
 
     Args:
-        rows: what a linear layer fills the number of an input's rows to, a multiple of it.
-        fill: writes the weight that the layer is made with, in place of taking that of `layer`.
+        rows: a linear layer pads the rows of its input to a multiple of this.
+        fill: initialises the weight of the new layer, instead of using the weight of `layer`.
     """
-    # On meta nothing is allocated, and no random number drawn.
+    # On meta, nothing is allocated and no random numbers are drawn.
     weight: Any = layer.weight
     device = weight.device if fill else "meta"
     if isinstance(layer, nn.Linear):
@@ -454,7 +469,7 @@ def to_library(
 
 
 def to_torch(te: Any, layer: Any) -> nn.Module | None:
-    """Return torch's layer that computes what one of the library's does; None where none does."""
+    """Return torch's equivalent of one of the library's layers, or None if torch has none."""
     made: nn.Module
     if type(layer) in (te.Linear, _padding(te.Linear)):
         if layer.weight_names != ["weight"] or layer.return_bias or layer.tp_size > 1:
@@ -472,19 +487,19 @@ def to_torch(te: Any, layer: Any) -> nn.Module | None:
 
 
 def _take(made: nn.Module, layer: nn.Module, names: Sequence[str]) -> nn.Module:
-    """Give a layer the parameters and the mode of another."""
+    """Give `made` the parameters and the training mode of `layer`."""
     for name in names:
         parameter = getattr(layer, name)
         if isinstance(parameter, nn.Parameter):
             setattr(made, name, parameter)
     made.train(layer.training)
     weight: Any = made.weight
-    # Nothing moves; the library readies itself for the device.
+    # This moves no parameter, but the library sets its layer up for the device.
     return made.to(weight.device)
 
 
 def replace(model: nn.Module, name: str, made: nn.Module) -> nn.Module:
-    """Put a layer at a name, and return the model: the layer, where the name is ""."""
+    """Replace the submodule `name` and return the model, or `made` if the name is empty."""
     if not name:
         return made
     parent, _, leaf = name.rpartition(".")
@@ -495,17 +510,17 @@ def replace(model: nn.Module, name: str, made: nn.Module) -> nn.Module:
 # --- states -----------------------------------------------------------------------------------------
 
 
-def _is_theirs(module: nn.Module) -> bool:
+def _is_library_layer(module: nn.Module) -> bool:
     return any(cls.__module__.startswith("transformer_engine.") for cls in type(module).__mro__)
 
 
 def _extra_keys(model: nn.Module) -> tuple[str, ...]:
-    theirs = [name for name, module in model.named_modules() if _is_theirs(module)]
-    return tuple(f"{name}._extra_state".lstrip(".") for name in theirs)
+    names = [name for name, module in model.named_modules() if _is_library_layer(module)]
+    return tuple(f"{name}._extra_state".lstrip(".") for name in names)
 
 
 def hide_extra_state(model: Any) -> None:
-    """Let a model's state dict be without the library's extra state, which is a pickle."""
+    """Keep the library's extra state, which is a pickle, out of a model's state dict."""
     if _extra_keys(model) and _drop not in model._state_dict_hooks.values():
         model.register_state_dict_post_hook(_drop)
         model.register_load_state_dict_pre_hook(_ignore)
@@ -521,8 +536,8 @@ def _ignore(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> No
     held = [state.pop(prefix + key, None) for key in _extra_keys(model)]
     if any(isinstance(one, torch.Tensor) and one.numel() for one in held):
         warn(
-            "The state that was loaded has extra state of Transformer Engine's, a pickle, which is "
-            "not read: scales begin anew."
+            "The loaded state contains Transformer Engine's extra state, a pickle, which is ignored. "
+            "Scales start anew."
         )
 
 
@@ -540,7 +555,7 @@ def _file(rank: int) -> str:
 
 
 def _modules(accelerator: AcceleratorView) -> Iterator[tuple[str, nn.Module]]:
-    """Return the library's layers of all models that scale, with what their keys begin with."""
+    """Return all layers of the library that have scales, each with the prefix of its keys."""
     for index, model in enumerate(accelerator.models):
         for name, module in accelerator.unwrap_model(model).named_modules():
             if isinstance(getattr(module, "fp8_meta", None), dict):
@@ -548,7 +563,7 @@ def _modules(accelerator: AcceleratorView) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _scales(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Return the tensors of delayed scaling that a layer has; before its first forward, none."""
+    """Return a layer's tensors for delayed scaling. Before its first forward, it has none."""
     meta: Mapping[str, Any] = module.fp8_meta  # type: ignore[assignment]
     for side in _SIDES:
         for what in _KEPT:
@@ -558,9 +573,9 @@ def _scales(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 def _fill(tensor: torch.Tensor, saved: torch.Tensor | None, new: float) -> None:
-    """Write what was saved into a tensor; of a history of another length, the newest steps.
+    """Copy a saved tensor into `tensor`, or only its newest steps if the lengths differ.
 
-    The first row is the step's own, the last one the step before.
+    In a history, the first row is the current step and the last row is the step before it.
     """
     with torch.no_grad():
         tensor.fill_(new)

@@ -1,7 +1,7 @@
-"""Stands for MS-AMP: its public surface, as its sources have it, over plain arithmetic.
+"""A mock of the public API of MS-AMP, written after its source code. It computes in plain torch.
 
-What it shares with the library: names, arguments, errors, which objects are replaced and which are
-not, weights that are no tensors, and that DDP ignores them. It shows how it is used, not what it computes.
+Like the library, it has the same names, arguments and errors, it replaces the same objects, its
+weights are not tensors, and DDP ignores them. Its numbers are not those of MS-AMP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 opt_levels = ["O1", "O2"]
-#: What was called, in order.
+#: The functions called, in order.
 calls: list[str] = []
 
 
@@ -164,10 +164,10 @@ def initialize(
     for group, numbers in zip(optimizer.param_groups, places, strict=True):
         group["params"] = [now[number] for number in numbers]
     named = list(model.named_parameters())
-    model._ddp_params_and_buffers_to_ignore = [  # what DDP's own method for it sets
+    model._ddp_params_and_buffers_to_ignore = [  # the attribute that DDP's own method sets
         name for name, one in named if isinstance(one, ScalingParameter)
     ]
-    # In this order: of an AdamW that torch calls a kind of Adam it makes an Adam.
+    # Like the library, check for Adam first: an AdamW that is a subclass of Adam becomes an LBAdam.
     kind = LBAdam if isinstance(optimizer, torch.optim.Adam) else LBAdamW
     return model, kind(optimizer.param_groups, **optimizer.defaults)
 

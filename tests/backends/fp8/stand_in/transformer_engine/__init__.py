@@ -1,6 +1,6 @@
-"""What accelerate-fp8 uses of Transformer Engine's public surface, computed plainly on any device.
+"""A mock of the part of Transformer Engine that accelerate-fp8 uses. It runs on any device.
 
-The recipes are the library's own file. Signatures and attributes are held to the library's source
-by a test. The arithmetic of layers is torch's, with inputs and weights rounded to fp8; how scales
-move, are reduced, kept for a second forward and pickled follows the library's source.
+The recipes come from the library's own file. A test compares signatures and attributes with the
+library's source. Layers compute with torch, with inputs and weights rounded to fp8. Updating,
+reducing and pickling scales, and keeping them for a second forward, follows the library's source.
 """

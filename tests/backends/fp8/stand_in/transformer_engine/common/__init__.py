@@ -1,1 +1,1 @@
-"""The part that no framework has its own of."""
+"""The part of the library that is common to all frameworks."""

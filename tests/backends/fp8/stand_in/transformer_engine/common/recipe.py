@@ -1,4 +1,4 @@
-"""The library's own file of recipes, from where its wheel was unpacked."""
+"""The library's own recipes, from its unpacked wheel."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Layers, and what the package exports."""
+"""Layers, and everything that the package exports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHECKPOINTED: list[dict[str, Any]] = []
 
 
 def _rounded(value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Round to fp8; gradients go through."""
+    """Round to fp8. Gradients pass unchanged."""
     inside = (value.detach() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(value.dtype)
     return value + (inside / scale.to(value.dtype) - value).detach()
 
@@ -182,11 +182,11 @@ class LayerNorm(nn.Module):
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """There is none."""
+        """Do nothing: a LayerNorm has no extra state."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Compute again in backward under the autocast of forward, with the scales it had."""
+    """Recompute in backward, with the autocast and the scales of the forward."""
     own = {"use_reentrant", "context_fn", "determinism_check", "debug", "tp_group"}
     own |= {"distribute_saved_activations", "get_rng_state_tracker"}
     CHECKPOINTED.append({name: kwargs.pop(name) for name in own & {*kwargs}})

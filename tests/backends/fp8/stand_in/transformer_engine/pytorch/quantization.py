@@ -1,4 +1,4 @@
-"""Autocast and the state of a process."""
+"""Autocast and the global state of a process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 
-#: Compute capability of the device that this pretends to be.
+#: Compute capability of the simulated device.
 CAPABILITY = (9, 0)
-#: How often largest values were reduced over ranks, and every autocast that was entered.
+#: The group of each reduction of maximum values, and the arguments of each entered autocast.
 REDUCED: list[Any] = []
 ENTERED: list[tuple[bool, Any, Any]] = []
 
