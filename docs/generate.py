@@ -35,7 +35,7 @@ from accelerate_core.contract.capabilities import (
     REDUCES_GRADIENTS,
     lacking,
 )
-from accelerate_core.contract.hooks import HOOKS, HookSpecs, hooks_of_kind
+from accelerate_core.contract.hooks import HOOKS, hooks_of_kind
 from accelerate_core.distributed.torch_collectives import TorchCollectives
 from accelerate_core.plugins import discovery
 from accelerate_launch import accelerate_options
@@ -63,51 +63,113 @@ def table(header: list[str], rows: list[list[object]]) -> list[str]:
 
 
 def hooks() -> str:
+    """Return the reference page of all hooks, grouped by kind and topic."""
     made = contract()
-    lines = ["# Hooks", "", "Generated from `accelerate_core.contract.hooks`; do not edit.", ""]
-    lines += [
-        f"Version {'.'.join(map(str, made['version']))}. [What a version promises](contract.md).",
-        "",
-        inspect.getdoc(sys.modules[HookSpecs.__module__]) or "",
-        "",
-    ]
+    groups = {kind: [name for name in HOOKS if HOOKS[name] == kind] for kind in HOOK_KINDS}
+    lines = [_HOOKS_INTRODUCTION.format(version=".".join(map(str, made["version"])))]
     for kind, meaning in HOOK_KINDS.items():
         lines += [f"## {kind.capitalize()} hooks", "", meaning, ""]
-        rows: list[list[object]] = []
-        for name, hook in made["hooks"].items():
-            if hook["kind"] == kind:
-                doc = " ".join(
-                    [hook["doc"], *(f"{key} is deprecated." for key in hook["deprecated"])]
-                )
-                since = ".".join(map(str, hook["since"]))
-                rows.append([f"`{name}({', '.join(hook['arguments'])})`", since, doc])
-        lines += table(["hook", "since", "when it is called, what it returns"], rows)
+        ordered = [name for name in made["hooks"] if name in groups[kind]]
+        topics = _OWNER_TOPICS if kind == "owner" else {"": ordered[0]}
+        first_hooks = {name: topic for topic, name in topics.items()}
+        for name in ordered:
+            if topic := first_hooks.get(name):
+                lines += [f"### {topic}", ""]
+            hook = made["hooks"][name]
+            lines += _described(name, hook["arguments"], hook["doc"])
+            if hook["since"] != [1, 0]:
+                lines += [f"Since version {'.'.join(map(str, hook['since']))}.", ""]
+            lines += [
+                line for key in hook["deprecated"] for line in (f"`{key}` is deprecated.", "")
+            ]
     return "\n".join([*lines, *declarations()])
 
 
+_HOOKS_INTRODUCTION = """\
+# Hooks
+
+This page lists every hook that a backend, precision or extension can implement: when the core calls it, its
+arguments, and what the core does by default. To learn how to write a plugin, read [Plugins](plugins.md).
+
+To implement a hook, write a method with its name. This extension prints each optimizer step:
+
+```python
+from accelerate_core.plugin import AcceleratorView, PreparedOptimizer
+
+
+class Steps:
+    name = "steps"
+    api_version = (1, 0)
+
+    def on_step_end(self, accelerator: AcceleratorView, optimizer: PreparedOptimizer) -> None:
+        print(f"rank {{accelerator.process_index}}: step {{optimizer.steps_taken}}")
+```
+
+Leave out any arguments that you don't need.
+
+| kind | which plugins are called | what the core does with results |
+|---|---|---|
+| [owner](#owner-hooks) | the active backend | uses the result, even if it is `None` |
+| [stage](#stage-hooks) | every active plugin, by stage and name | passes the model to the next plugin |
+| [broadcast](#broadcast-hooks) | every active plugin | ignores them |
+| [registration](#registration-hooks) | every active plugin | combines them |
+
+`accelerate-core plugins hooks` prints the same list in a terminal. `accelerate-core plugins hooks --trace`
+shows [which hooks a script calls](plugins.md#see-which-hooks-run).
+
+This is version {version} of the contract ([what a version promises](contract.md)). Hooks without a version
+exist since 1.0. The page is generated from docstrings; do not edit it.
+"""
+
+#: Topic of owner hooks -> the first hook that belongs to it.
+_OWNER_TOPICS = {
+    "Start": "init_process_group",
+    "Data": "data_shard",
+    "Prepare": "init_model_context",
+    "Checkpoints": "model_state",
+    "Training step": "autocast",
+    "Gradients in checkpoints": "pending_gradients",
+    "Collectives": "gather",
+}
+
+
+def _described(name: str, arguments: list[str] | None, doc: str, anchor: str = "") -> list[str]:
+    """Return a hook or method with its docstring."""
+    signature = name if arguments is None else f"{name}({', '.join(arguments)})"
+    paragraphs = doc.replace("\nDefault:", "\n**Default:**")
+    return [f"#### `{signature}` {{ #{anchor or name} }}", "", paragraphs, ""]
+
+
 def declarations() -> list[str]:
-    """Return the vocabularies of backends and precisions, and what a precision may implement."""
+    """Return the words that backends and precisions declare, and the methods of a precision."""
     lines = ["## What a precision needs and a backend accepts", ""]
     lines += [
-        "`needs` of a precision, `supports['accepts']` of a backend; without it a backend accepts "
+        "A precision lists these words in `needs`, a backend in `supports['accepts']`. Without this key, "
+        "a backend accepts "
         + ", ".join(f"`{word}`" for word in ACCEPTED_BY_DEFAULT)
-        + ". [Who fits whom](compatibility.md).",
+        + ". The [compatibility matrix](compatibility.md) shows what each plugin declares.",
         "",
     ]
     lines += table(["word", "meaning"], [[f"`{word}`", text] for word, text in NEEDS.items()])
     lines += ["## When gradients are reduced", ""]
-    lines += ["`reduces_gradients` of a backend says when ranks have the gradients of all.", ""]
+    lines += [
+        "A backend declares in `reduces_gradients` when the gradients of all ranks have been combined.",
+        "",
+    ]
     words = [[f"`{word}`", text] for word, text in REDUCES_GRADIENTS.items()]
-    lines += table(["word", "meaning"], words)
+    lines += table(["word", "gradients are combined"], words)
     lines += ["## Methods of a precision", "", inspect.getdoc(Precision) or "", ""]
-    rows: list[list[object]] = []
     for name, value in vars(Precision).items():
         function = value.fget if isinstance(value, property) else value
         if inspect.isfunction(function) and not name.startswith("_"):
             arguments = list(inspect.signature(function).parameters)[1:]
-            spelt = name if isinstance(value, property) else f"{name}({', '.join(arguments)})"
-            rows.append([f"`{spelt}`", inspect.getdoc(function)])
-    return lines + table(["method", "what it does, what it returns"], rows)
+            lines += _described(
+                name,
+                None if isinstance(value, property) else arguments,
+                inspect.getdoc(function) or "",
+                f"precision-{name}",
+            )
+    return lines
 
 
 def compatibility() -> str:

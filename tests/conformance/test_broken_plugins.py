@@ -189,7 +189,7 @@ def check(
     ("name", "caught_by", "words"),
     [
         ("wrongarg", "hooks", ["clip_grad", "maximum"]),
-        ("misspelt", "hooks", ["'backwards', which nobody calls", "is 'backward' meant?"]),
+        ("misspelt", "hooks", ["'backwards', which is never called", "Did you mean 'backward'?"]),
         ("heavy", "imports", ["matplotlib", "inside of the functions"]),
         ("noisy", "imports", ["one more backend", "what the import prints"]),
         ("void", "kept", ["no trace of", '{"elsewhere": true}']),

@@ -1,9 +1,9 @@
-"""`Backend`: the owner hooks with defaults for one process and for torch.distributed.
+"""`Backend`: the owner hooks, with defaults for one process and for torch.distributed.
 
-A backend is a subclass that overrides what differs. Every default is right for
-one process and for the default group, which is why a small backend is small. Here are its
-declarations and the hooks of start, of `prepare` and of what a checkpoint keeps; `step` has those of
-a step, and `distributed.torch_collectives` those that communicate.
+A backend subclasses `Backend` and overrides what differs. The defaults work for one process and for
+torch.distributed's default group, so a simple backend stays short. This module has the declarations and
+the hooks for the start, `prepare` and checkpoints. `step` has the hooks of a training step, and
+`distributed.torch_collectives` the collectives.
 """
 
 from __future__ import annotations
@@ -43,51 +43,56 @@ _SCOPES: dict[Scope, str] = {"data": "dp", "loss": "dp_cp"}
 
 
 class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
-    """Base of every backend.
+    """Base class of every backend.
 
-    Class attributes are declarations the core, its error texts and the docs read:
+    Its class attributes declare what the core, error messages and the documentation need to know:
 
-    * `supports`: `accepts` (what precisions may need, words of `contract.capabilities.NEEDS`; without
-      it autocast, loss_scaling and modules), `precisions` (names it brings about by itself,
-      whatever they need), `mesh` (dimension names),
-      `devices` (types such as "cuda", or None for all: on another one the core does not start
-      it), `no_sync`, `join`, `compile`, `num_items` (of one that owns accumulation: whether it
-      can divide by a number of items), `gradients` (what `pending_gradients` can give in the
-      middle of an accumulation cycle: True, the default; "same_layout", if only a run on
-      as many ranks and the same mesh can load it; False, and such a save is refused),
-      `several_models`, `exact` (True unless False: a step is that of one process on the samples
-      of all ranks). The conformance suite checks what is declared and skips the rest by name.
-    * `owns`: what the core leaves to this backend: `precision` (autocast of forward, scaling),
-      `device_placement`, `accumulation` (dividing the loss), `optimizer` (which holds other
-      tensors than the model's parameters), `checkpoint` (model and optimizer files, written in
-      the hook `save_state`).
-    * `reduces_gradients`: when ranks have the gradients of all of them, a word of
-      `contract.capabilities.REDUCES_GRADIENTS`: `backward`, `step`, `engine` or `never`. Without
-      a default: a backend that does not say is refused by name.
-    * `compile_at`: whether the compile stage runs `before` or `after` `prepare_model`,
-      or is the backend's `own`.
+    * `supports`: what users may request with this backend. The conformance suite tests what is
+      declared and skips the rest.
 
-    It is made with `settings`, an instance of the plugin's `Settings` (None without such a class), and
-    `handlers`, the kwargs handlers that were given for it.
+        * `accepts`: what precisions may need, as words of `contract.capabilities.NEEDS`. Default:
+          autocast, loss_scaling, modules.
+        * `precisions`: names of precisions that the backend implements itself, whatever they need.
+        * `mesh`: the names of the mesh dimensions that it supports.
+        * `devices`: device types such as "cuda", or None for all. On any other device, starting fails.
+        * `no_sync`, `join`, `compile`, `several_models`: whether it supports these.
+        * `num_items`: for a backend that owns accumulation, whether it can divide by a number of items.
+        * `gradients`: whether a checkpoint can contain the gradients of an unfinished accumulation
+          cycle. True is the default; with "same_layout", only a run with the same number of ranks and
+          the same mesh can load them; with False, saving in the middle of a cycle is an error.
+        * `exact`: whether a step equals the step of one process on the samples of all ranks. Default: True.
+        * `own_mesh`: whether the backend itself compares the sizes of a mesh with its devices.
+    * `owns`: what the core leaves to this backend: `precision` (autocast in forward, and loss scaling),
+      `device_placement`, `accumulation` (dividing the loss), `optimizer` (its optimizer doesn't hold
+      the model's parameters but other tensors), `checkpoint` (the files of models and optimizers,
+      written by the hook `save_state`).
+    * `reduces_gradients`: when the gradients of all ranks have been combined. One of `backward`, `step`,
+      `engine` and `never` (see `contract.capabilities.REDUCES_GRADIENTS`). It has no default; a backend
+      that doesn't declare it is refused.
+    * `compile_at`: whether the compile stage runs `before` or `after` `prepare_model`, or whether the
+      backend compiles on its `own`.
+
+    A backend is constructed with `settings`, an instance of the plugin's `Settings` (None if it has no
+    such class), and `handlers`, the kwargs handlers that the script passed for it.
     """
 
     name: ClassVar[str]
-    #: Of the contract it was written for; every plugin says its own.
+    #: Version of the contract that it was written for. Every plugin declares this itself.
     api_version: ClassVar[tuple[int, int]]
     reduces_gradients: ClassVar[Literal["backward", "step", "engine", "never"]]
     supports: ClassVar[Mapping[str, Any]] = {}
     owns: ClassVar[frozenset[str]] = frozenset()
     compile_at: ClassVar[Literal["before", "after", "own"]] = "before"
-    #: For `estimate-memory`: mode -> which of `weights`, `gradients`, `optimizer` it divides over
-    #: the ranks. The mode "" is the only one, or the usual one.
+    #: For `estimate-memory`: mode -> which of `weights`, `gradients` and `optimizer` are divided over
+    #: the ranks. The mode "" is the only or the usual one.
     shards: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    #: Start a process group even for one process.
+    #: Whether to start a process group even for one process.
     needs_group: ClassVar[bool] = False
     #: Settings class, made with `settings`.
     Settings: ClassVar[type[object] | None] = None
     #: Further settings classes, whose fields are options of `launch` and keys of config files.
     more_settings: ClassVar[tuple[type[object], ...]] = ()
-    #: Take a mapping of names to `Settings`, too; `settings` is then a dict.
+    #: Whether users may also pass a mapping of names to `Settings`; `settings` is then a dict.
     several_settings: ClassVar[bool] = False
     #: Classes of `kwargs_handlers` this backend takes, besides `Settings`.
     handlers: ClassVar[tuple[type, ...]] = ()
@@ -102,33 +107,36 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
-        """Claim this run or not; called only when one of the plugin's triggers fired."""
+        """Return a claim on this run, or None; called only if one of the plugin's triggers matched."""
         return None
 
     def core_defaults(self) -> Mapping[str, object]:
-        """Return core settings that follow from this backend's own, such as accumulation steps.
+        """Return core settings that follow from the backend's settings, such as accumulation steps.
 
-        `parallelism_config` may be among them, with `dp_shard_size` left to the number of ranks.
+        They may include a `parallelism_config` whose `dp_shard_size` is left to the number of ranks.
         """
         return {}
 
     def check(self, setup: SetupView) -> None:
-        """Refuse a combination that this backend cannot run, before anything is started.
+        """Raise an error for a combination of settings that this backend cannot run.
 
-        `setup`: what was asked for and chosen; there are no ranks and no device yet.
+        Called before any process or device is started.
+
+        * `setup`: the requested settings and the selected plugins.
         """
 
     def distributed_type(self, accelerator: AcceleratorView) -> str:
-        """Return the member of `DistributedType` that user code compares with."""
+        """Return the member of `DistributedType` that scripts see as `distributed_type`."""
         return "NO"
 
     # --- start --------------------------------------------------------------------------------
 
     @owner
     def init_process_group(self, setup: SetupView, start: Process) -> None:
-        """Start the default process group; `start` has ranks, device, store and timeout.
+        """Start the default process group.
 
-        `setup`: what was asked for and chosen.
+        * `setup`: the requested settings and the selected plugins.
+        * `start`: ranks, device, store and timeout.
 
         Default: start torch.distributed's default group.
         """
@@ -136,17 +144,18 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
 
     @owner
     def device(self, setup: SetupView, topology: Topology, cpu: bool) -> torch.device:
-        """Choose and select the device of this process; called before the group starts.
+        """Choose this process's device and make it the current one; called before the group starts.
 
-        `setup`: what was asked for and chosen.
+        * `setup`: the requested settings and the selected plugins.
+        * `cpu`: whether the user asked to train on the CPU.
 
-        Default: take the local device of this rank, or the CPU.
+        Default: use the accelerator with this local rank, or the CPU.
         """
         return runtime.default_device(topology, cpu)
 
     @owner
     def device_count(self, accelerator: AcceleratorView) -> int:
-        """Return how many devices this world computes on.
+        """Return the number of devices that all processes compute on together.
 
         Default: one per process.
         """
@@ -154,9 +163,9 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
 
     @owner
     def mesh(self, accelerator: AcceleratorView) -> DeviceMesh | None:
-        """Return the device mesh, once the group runs; None where there is none.
+        """Return the device mesh, or None; called once the process group runs.
 
-        Default: make the mesh of `parallelism_config` once; None where there is none.
+        Default: create the mesh of `parallelism_config` on the first call.
         """
         config = accelerator.parallelism_config
         if config is None or not dist.is_initialized():
@@ -172,14 +181,14 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         return self._mesh
 
     def scope_group(self, scope: Scope) -> dist.ProcessGroup | None:
-        """Return the group that serves a scope, a part of the mesh; None is the default group."""
+        """Return the process group of a scope; None means the default group."""
         return self._scopes.get(scope)
 
     def sub_mesh(self, name: str) -> DeviceMesh:
-        """Return the part of the mesh with a name: a dimension, or several together.
+        """Return the part of the mesh that a name stands for.
 
         Args:
-            name: of a dimension, or of several that were joined.
+            name: the name of one dimension, or the joint name of several.
 
         Raises:
             ConfigurationError: the mesh has no part of that name, or there is no mesh.
@@ -197,12 +206,15 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
     def new_group(
         self, accelerator: AcceleratorView, ranks: Sequence[int] | None, device_type: str | None
     ) -> dist.ProcessGroup | None:
-        """Return a new process group; None for `ranks` means all.
+        """Return a new process group, or None if the backend doesn't use torch's process groups.
 
-        Only its members call this. `device_type` is "cpu" for tensors in host memory, None for
-        the backend's own. Who has no torch group returns None: nothing then runs on a thread.
+        Only the members of the group call this. Without a group, the core doesn't communicate in
+        background threads.
 
-        Default: make a torch.distributed group; None where there is one process.
+        * `ranks`: the members; None means all.
+        * `device_type`: "cpu" for tensors in host memory, None for tensors on the backend's devices.
+
+        Default: create a torch.distributed group, or return None on one process.
         """
         if accelerator.num_processes == 1:
             return None
@@ -219,7 +231,8 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
     def data_shard(self, accelerator: AcceleratorView) -> tuple[int, int]:
         """Return (index, count): which part of the data this rank reads.
 
-        Default: give every rank its own part; on a mesh, ranks of one tp, cp or sp group the same.
+        Default: every rank reads its own part. On a mesh, the ranks of one tp, cp or sp group read the
+        same part.
         """
         config = accelerator.parallelism_config
         if config is None:
@@ -228,11 +241,11 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
 
     @owner
     def loss_shard(self, accelerator: AcceleratorView) -> tuple[int, int]:
-        """Return (index, count) among the ranks over which a loss is summed.
+        """Return (index, count) of this rank among the ranks over which a loss is summed.
 
-        They are those with different samples, and those with different parts of one sample.
+        These are the ranks that hold different samples, or different parts of one sample.
 
-        Default: sum losses over the ranks with different samples, or different parts of a sequence.
+        Default: as `data_shard`. On a mesh, the ranks of a cp or sp group count as well.
         """
         config = accelerator.parallelism_config
         if config is None:
@@ -241,21 +254,22 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
 
     @owner
     def fixed_batch(self, accelerator: AcceleratorView) -> int | None:
-        """Return of how many samples a rank's batches are to be a multiple, to compile for one shape.
+        """Return a number; the size of each rank's batches will be a multiple of it.
 
-        A batch that is not, or is shorter than the others, is filled up with samples of its own,
-        also where one rank reads all data, and `gather_for_metrics` leaves out what was added.
-        Several ranks need a batch size that is a multiple.
+        Use this if the backend compiles for fixed shapes. The core fills up a batch of another size, or
+        one that is shorter than the loader's batch size, by repeating some of its samples, and
+        `gather_for_metrics` drops the repeated ones. On several ranks, the batch size must already be a
+        multiple.
 
-        Default: None, batches are left as they are.
+        Default: None, which leaves batches unchanged.
         """
         return None
 
     @owner
     def init_model_context(self, accelerator: AcceleratorView) -> AbstractContextManager[object]:
-        """Return the context in which user code should construct models.
+        """Return the context in which scripts construct models.
 
-        Default: construct models as torch does.
+        Default: a context that does nothing.
         """
         return nullcontext()
 
@@ -263,19 +277,21 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
 
     @owner
     def make_model(self, accelerator: AcceleratorView, obj: object) -> torch.nn.Module:
-        """Return the module of an object that is classified as a model: of a provider, say.
+        """Return a module for an object that was classified as a model, such as a model provider.
 
-        Called before parameters are recorded, so its parameters are the ones that are trained.
+        Called before parameters are recorded, so the parameters of the returned module are trained.
 
-        Default: it is one.
+        Default: return the object itself.
         """
         return cast(torch.nn.Module, obj)
 
     @owner
     def prepare(self, accelerator: AcceleratorView, plan: PreparePlanView) -> None:
-        """Prepare all objects of one call: replace the entries of the `PreparePlan` in place.
+        """Prepare all objects of one `prepare` call, by replacing the values in the plan.
 
-        Default: prepare models, then optimizers, then schedulers, one by one.
+        Override this if models and optimizers can only be prepared together.
+
+        Default: prepare models, then optimizers, then schedulers, one at a time, by the hooks below.
         """
         hooks = accelerator.hooks
 
@@ -294,27 +310,27 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
     def prepare_model(
         self, accelerator: AcceleratorView, model: torch.nn.Module, evaluation_mode: bool
     ) -> torch.nn.Module:
-        """Wrap or change one model after all stages; it is on the device already.
+        """Return the model to use; called after all stages, when the model is on the device.
 
-        Default: return the model as it is.
+        * `evaluation_mode`: whether the model is only evaluated, so that no optimizer holds its parameters.
 
-        `evaluation_mode`: the model is not trained: no optimizer will hold its parameters.
+        Default: return the model unchanged.
         """
         return model
 
     @owner
     def prepare_optimizer(self, accelerator: AcceleratorView, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer to be stepped; its parameters are those of the prepared model.
+        """Return the optimizer to step. It already holds the prepared model's parameters.
 
-        Default: return the optimizer as it is.
+        Default: return the optimizer unchanged.
         """
         return optimizer
 
     @owner
     def prepare_scheduler(self, accelerator: AcceleratorView, scheduler: Scheduler) -> Scheduler:
-        """Return the scheduler to be stepped.
+        """Return the scheduler to step.
 
-        Default: return the scheduler as it is.
+        Default: return the scheduler unchanged.
         """
         return scheduler
 
@@ -322,19 +338,19 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
     def feed_device(
         self, accelerator: AcceleratorView, batches: Iterator[Any], non_blocking: bool
     ) -> Iterator[Any]:
-        """Yield the batches on the device.
+        """Yield the batches, moved to the device.
 
-        Default: move the batches to the device, one ahead where it has streams.
+        * `non_blocking`: whether to copy from pinned memory without waiting.
 
-        `non_blocking`: copy without waiting, from pinned memory.
+        Default: move each batch to the device; one batch ahead if the device has streams.
         """
         return feed(batches, accelerator.device, non_blocking)
 
     @owner
     def unwrap_model(self, accelerator: AcceleratorView, model: torch.nn.Module) -> torch.nn.Module:
-        """Undo `prepare_model`'s wrapping, not the stages.
+        """Remove the wrapper that `prepare_model` added; changes by stages remain.
 
-        Default: return the model as it is.
+        Default: return the model unchanged.
         """
         return model
 
@@ -344,9 +360,9 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
     ) -> AbstractContextManager[object]:
         """Return a context in which ranks may run out of batches at different steps.
 
-        Default: do nothing.
+        * `joinables`: the prepared objects that take part.
 
-        `joinables`: the prepared objects that take part.
+        Default: a context that does nothing.
         """
         return nullcontext()
 
@@ -354,7 +370,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
 
     @owner
     def model_state(self, accelerator: AcceleratorView, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the state dict `save_state` keeps; keys as the user's own model has them.
+        """Return the state dict that checkpoints contain, with the keys of the user's own model.
 
         Default: return the unwrapped model's state dict.
         """
@@ -368,19 +384,19 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         state: Mapping[str, Any],
         strict: bool,
     ) -> None:
-        """Load what `model_state` gave.
+        """Load a state dict that `model_state` returned.
 
-        Default: load into the unwrapped model.
+        * `strict`: whether missing and unexpected keys are an error.
 
-        `strict`: refuse missing and unexpected names.
+        Default: load it into the unwrapped model.
         """
         accelerator.unwrap_model(model).load_state_dict(state, strict=strict)
 
     @owner
     def optimizer_state(self, accelerator: AcceleratorView, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict of one inner optimizer.
+        """Return the state dict of an optimizer that `prepare_optimizer` returned.
 
-        Default: return the optimizer's state dict.
+        Default: return `optimizer.state_dict()`.
         """
         return dict(optimizer.state_dict())
 
@@ -388,47 +404,50 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
     def load_optimizer_state(
         self, accelerator: AcceleratorView, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Load what `optimizer_state` gave.
+        """Load a state dict that `optimizer_state` returned.
 
-        Default: load into the optimizer.
+        Default: call `optimizer.load_state_dict`.
         """
         optimizer.load_state_dict(dict(state))
 
     @owner
     def rng_state(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
-        """Return the state of this rank's generators that torch does not know, for a checkpoint.
+        """Return the state of this rank's random generators that aren't torch's, for a checkpoint.
 
-        Default: there are none.
+        Default: return nothing.
         """
         return {}
 
     @owner
     def load_rng_state(self, accelerator: AcceleratorView, state: Mapping[str, Any]) -> None:
-        """Set the generators of `rng_state`, after all else of a checkpoint is loaded.
+        """Restore the generators from `rng_state`, after everything else in the checkpoint is loaded.
 
-        Default: there are none.
+        Default: do nothing.
         """
 
     @owner
     def on_seed(self, accelerator: AcceleratorView, seed: int) -> None:
-        """Seed the generators of `rng_state`; `set_seed` was called, with this rank's seed.
+        """Seed the generators of `rng_state`; called by `set_seed`.
 
-        Default: there are none.
+        * `seed`: this rank's seed.
+
+        Default: do nothing.
         """
 
     @owner
     def save_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any], later: bool
     ) -> Callable[[], None] | None:
-        """Write what the backend keeps beside the core's files; called on every rank, in order.
+        """Write the backend's own files of a checkpoint; called on every rank.
 
-        `directory` is the backend's own inside the checkpoint and does not exist yet; `options`
-        are the further arguments of `save_state`. Write now and return None; or, where `later`
-        says that training goes on meanwhile, copy now and return a function that writes, which
-        must not use the default group. Declare `owns={"checkpoint"}` to keep models and
-        optimizers here alone.
+        Return None after writing. If `later` is True, training continues during the save: copy the state
+        now and return a function that writes it, without using the default group. To also write models
+        and optimizers here instead of in the core, declare `owns={"checkpoint"}`.
 
-        Default: write nothing: the core keeps models and optimizers.
+        * `directory`: for the backend's files only, inside the checkpoint; it doesn't exist yet.
+        * `options`: additional arguments of `Accelerator.save_state`.
+
+        Default: write nothing.
         """
         if options:
             accelerator.warn_once(
@@ -440,24 +459,25 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
     def load_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
     ) -> None:
-        """Read what `save_state` wrote; the directory exists if something was written.
+        """Read the files that `save_state` wrote.
+
+        * `directory`: exists only if files were written.
+        * `options`: additional arguments of `Accelerator.load_state`.
 
         Default: read nothing.
-
-        `options`: more arguments of `Accelerator.load_state`, for the plugin.
         """
 
     @owner
     def consolidate(self, accelerator: AcceleratorView, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the whole, unsharded state dict; ranks other than the main one may get {}.
+        """Return the full, unsharded state dict. Ranks other than rank 0 may return an empty dict.
 
-        Default: return the unwrapped model's state dict: it is whole on every rank.
+        Default: return the unwrapped model's state dict.
         """
         return dict(accelerator.unwrap_model(model).state_dict())
 
 
 class SingleProcess(Backend):
-    """One process, one device: the defaults as they are."""
+    """One process on one device, with the defaults of `Backend`."""
 
     name = "single"
     api_version = API_VERSION

@@ -1,4 +1,4 @@
-"""The owner hooks of gradients that wait for a step, as a checkpoint keeps them."""
+"""The owner hooks that save and load the gradients of an unfinished accumulation cycle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PendingGradientHooks:
-    """What a backend is asked when a save or a load falls into an accumulation cycle."""
+    """The owner hooks for a save or a load in the middle of an accumulation cycle."""
 
     @owner
     def pending_gradients(
@@ -23,13 +23,14 @@ class PendingGradientHooks:
         model: torch.nn.Module,
         parameters: Collection[torch.Tensor],
     ) -> Mapping[str, torch.Tensor]:
-        """Return this rank's gradients that no optimizer has stepped with yet.
+        """Return this rank's gradients that no optimizer has used yet.
 
-        Called by a save in the middle of an accumulation cycle, once per model and without a
-        collective between the ranks. `parameters` are those whose optimizer has not stepped since
-        the last backward. The names are the backend's own: only `load_pending_gradients` reads them.
+        Called once per model if a checkpoint is saved in the middle of an accumulation cycle. It must not
+        start a collective. The backend chooses the keys, as only `load_pending_gradients` reads them.
 
-        Default: return the `grad` of each of these parameters, by the parameter's name.
+        * `parameters`: those whose optimizer has not stepped since the last backward.
+
+        Default: return the `grad` of each of these parameters, by parameter name.
         """
         wanted = {id(parameter) for parameter in parameters}
         named = accelerator.unwrap_model(model).named_parameters()
@@ -47,13 +48,13 @@ class PendingGradientHooks:
         gradients: Mapping[str, torch.Tensor],
         factor: float | None,
     ) -> None:
-        """Put back what `pending_gradients` returned, on a model without gradients.
+        """Restore the gradients that `pending_gradients` returned, on a model without gradients.
 
-        Called once, with None, if as many ranks on the same mesh load as saved.
-        Otherwise every rank is called with the gradients of each rank that saved, in order, and
-        adds them up, each multiplied by `factor`, so that the mean over the ranks stays the same.
+        With the same number of ranks and the same mesh as when saving, it is called once, with
+        `factor=None`. Otherwise it is called on every rank with the gradients of each saving rank in
+        order. Add them up, multiplied by `factor`; this keeps the mean over the ranks the same.
 
-        Default: add to the `grad` of each parameter of that name.
+        Default: add each value to the `grad` of the parameter with that name.
         """
         inner = accelerator.unwrap_model(model)
         for name, gradient in gradients.items():

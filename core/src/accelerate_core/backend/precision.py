@@ -1,4 +1,4 @@
-"""Precisions: what `mixed_precision` means. Each is a plugin; these four are built in."""
+"""`Precision`, the base class of precision plugins, and the four built-in precisions."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
 
 
 class Precision:
-    """Base of a precision plugin.
+    """Base class of precision plugins.
 
-    A subclass states how forward is entered (`autocast`), whether the loss is
-    scaled (`scaler`), and may implement stage hooks such as `convert`, and broadcast hooks:
-    `on_save(accelerator, directory)` and `on_load` keep what it has beside the models' state
-    (scaling factors, say) in a subdirectory of a checkpoint that is its own. Every rank is
-    called; what differs between ranks goes into files that have the rank in their name.
+    A subclass defines the context of a forward pass (`autocast`) and whether the loss is scaled
+    (`scaler`). It may implement stage hooks such as `convert`, and broadcast hooks. For state that is not
+    part of the model, such as scaling factors, implement `on_save(accelerator, directory)` and `on_load`,
+    which get a separate subdirectory of each checkpoint. They are called on every rank; if the state
+    differs between ranks, put the rank into the file names.
 
-    It is made with `settings`, an instance of the plugin's `Settings` (None without such a class), and
-    `handlers`, the kwargs handlers that were given for it.
+    A precision is constructed with `settings`, an instance of the plugin's `Settings` (None if it has no
+    such class), and `handlers`, the kwargs handlers that the script passed for it.
     """
 
     name: ClassVar[str]
-    #: Of the contract it was written for; every plugin says its own.
+    #: Version of the contract that it was written for. Every plugin declares this itself.
     api_version: ClassVar[tuple[int, int]]
-    #: What this precision needs of a backend: words of `contract.capabilities.NEEDS`. An instance
-    #: may have its own.
+    #: What this precision needs from a backend, as words of `contract.capabilities.NEEDS`. If it
+    #: depends on the settings, set it in `__init__`.
     needs: frozenset[str] = frozenset()
-    #: `mesh` (dimensions it runs with, or None for all) and `compile`.
+    #: `mesh` (the mesh dimensions it works with, or None for all) and `compile`.
     supports: Mapping[str, Any] = {}
-    #: dtype of `torch.autocast`; None enters no autocast.
+    #: dtype for `torch.autocast`; None means no autocast.
     dtype: ClassVar[torch.dtype | None] = None
     #: Settings class, made with `settings`: environment, config file, `kwargs_handlers`.
     Settings: ClassVar[type[object] | None] = None
-    #: Classes of `kwargs_handlers` this precision takes, besides `Settings`: those that were given
-    #: are its second argument.
+    #: Classes of `kwargs_handlers` that this precision takes in addition to `Settings`. The
+    #: constructor gets them as its second argument.
     handlers: ClassVar[tuple[type, ...]] = ()
 
     def __init__(self, settings: Any = None, handlers: Sequence[object] = ()) -> None:
@@ -55,34 +55,35 @@ class Precision:
         return self.dtype is not None or type(self).autocast is not Precision.autocast
 
     def check(self, accelerator: AcceleratorView) -> None:
-        """Refuse a device or a setup this precision cannot run on, with the way out in the text.
+        """Raise an error if this precision cannot run on the device or with the setup.
 
-        `accelerator` has its device and ranks, and nothing prepared yet.
+        Say in the message what the user can do instead. `accelerator` already has its device and ranks,
+        but nothing is prepared yet.
         """
 
     def prepare(self, accelerator: AcceleratorView, plan: PreparePlanView) -> None:
-        """Change the objects of one `prepare` call: replace an optimizer, say.
+        """Change the objects of one `prepare` call, for example to replace an optimizer.
 
-        Called after the stages and before the backend; parameters that were replaced are rebound by
-        name afterwards (`plan.rename` says new names).
+        Called after the stages and before the backend. Optimizers are then rebound to replaced parameters
+        by name; report new names with `plan.rename`.
         """
 
     def scaler(
         self, accelerator: AcceleratorView, options: dict[str, Any]
     ) -> torch.amp.GradScaler | None:
-        """Return a gradient scaler, None where losses are not scaled.
+        """Return a gradient scaler, or None if losses are not scaled.
 
-        `options`: what the script's `GradScalerKwargs` says.
+        * `options`: the fields of the script's `GradScalerKwargs`.
         """
         return None
 
     def autocast(
         self, accelerator: AcceleratorView, model: torch.nn.Module | None, options: dict[str, Any]
     ) -> AbstractContextManager[object]:
-        """Return the context of a forward of `model`, None where the script enters it by itself.
+        """Return the context of a forward pass.
 
-        Args:
-            options: `enabled` and `cache_enabled`.
+        * `model`: the model, or None if the script calls `accelerator.autocast()` itself.
+        * `options`: `enabled` and `cache_enabled`.
         """
         if self.dtype is None:
             return nullcontext()
@@ -95,44 +96,45 @@ class Precision:
         norm_type: float,
         clip_value: float | None,
     ) -> torch.Tensor | None:
-        """Clip gradients by their norm or element by element, as the hook of that name says.
+        """Clip gradients by their norm or element by element, like the hook of the same name.
 
-        A library whose gradients are no plain tensors has its own way. A backend that clips by itself
-        does not ask.
+        Override this if gradients are not plain tensors. A backend with its own clipping doesn't call it.
 
-        `max_norm`: the largest norm that is left as it is, None to clip by value.
-        `norm_type`: which norm: 2 is the Euclidean one.
-        `clip_value`: the largest absolute value of an element, None to clip by norm.
+        * `max_norm`: the largest norm that is not clipped, or None to clip by value.
+        * `norm_type`: the kind of norm, such as 2 for the Euclidean norm.
+        * `clip_value`: the largest absolute value of an element, or None to clip by norm.
         """
         if clip_value is not None:
             torch.nn.utils.clip_grad_value_(parameters, clip_value)
             return None
-        assert max_norm is not None  # one of both is given
+        assert max_norm is not None  # exactly one of the two is given
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def recompute(self, accelerator: AcceleratorView) -> Callable[..., Any] | None:
-        """Return what stands for `torch.utils.checkpoint.checkpoint`, None where that will do.
+        """Return a replacement for `torch.utils.checkpoint.checkpoint`, or None if none is needed.
 
-        Whoever checkpoints activations asks, and calls `recompute(function, *args, **kwargs)` in
-        forward: it returns what the function does and calls it again in backward. A format whose
-        scaling factors move in forward has to know which of both it is in.
+        Backends call the result as `recompute(function, *args, **kwargs)` in forward. It must return the
+        result of the function and call it again in backward. A format that updates scaling factors in
+        forward needs this, to distinguish the two calls.
         """
         return None
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What layers compute in; nobody looks a precision's name up."""
+        """The dtype that layers compute in."""
         return torch.float32 if self.dtype is None else self.dtype
 
     def plain_state(self, model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a model's state as that of the unconverted model: its keys and dtypes, and plain
-        strided tensors that can be read without this precision's library.
+        """Return a model's state in the form of the unconverted model.
+
+        It has the original keys and dtypes, and plain strided tensors that can be read without this
+        precision's library.
         """
         return state
 
 
 class FullPrecision(Precision):
-    """Everything as it is."""
+    """Full precision: nothing is changed."""
 
     name = "no"
     api_version = API_VERSION
@@ -162,7 +164,7 @@ class BFloat16(Precision):
     dtype = torch.bfloat16
 
     def check(self, accelerator: AcceleratorView) -> None:
-        """Refuse CUDA devices that have no bf16 at all."""
+        """Raise an error for CUDA devices without bf16, even emulated."""
         device = accelerator.device
         if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=True):
             raise ConfigurationError(
@@ -171,7 +173,7 @@ class BFloat16(Precision):
 
 
 class DowncastBFloat16(BFloat16):
-    """bf16 autocast whose models hold their floating buffers and parameters in bf16 too."""
+    """bf16 autocast that also converts floating point parameters and buffers of models to bf16."""
 
     name = "downcast_bf16"
     needs = frozenset({"autocast", "parameters"})

@@ -1,4 +1,4 @@
-"""The owner hooks of a step, with their defaults: from autocast to clearing the gradients."""
+"""The owner hooks of a training step, from autocast to clearing the gradients, with defaults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StepHooks:
-    """What a backend is asked in every step."""
+    """The owner hooks that are called in every step."""
 
     name: ClassVar[str]
 
@@ -32,10 +32,11 @@ class StepHooks:
         model: torch.nn.Module | None,
         settings: AutocastKwargs | None,
     ) -> AbstractContextManager[object]:
-        """Return the context of mixed precision.
+        """Return the mixed precision context.
 
-        It is made for each forward of a prepared model, which is then `model`; None where the
-        script enters it by itself. `settings` has the options, None for the defaults.
+        * `model`: the prepared model whose forward is about to run; None if the script calls
+          `accelerator.autocast()` itself.
+        * `settings`: the options, or None for the defaults.
 
         Default: enter the precision's autocast.
         """
@@ -46,9 +47,9 @@ class StepHooks:
 
     @owner
     def scale_loss(self, accelerator: AcceleratorView, loss: torch.Tensor) -> torch.Tensor:
-        """Scale the loss before backward (gradient scaling, not accumulation).
+        """Return the loss, multiplied by the loss scale. It is already divided for accumulation.
 
-        Default: scale by the gradient scaler, where there is one.
+        Default: use the gradient scaler, if the precision has one.
         """
         scaler = accelerator.scaler
         return loss if scaler is None else scaler.scale(loss)
@@ -57,7 +58,7 @@ class StepHooks:
     def backward(
         self, accelerator: AcceleratorView, loss: torch.Tensor, kwargs: dict[str, Any]
     ) -> None:
-        """Run backward on a loss already divided by the accumulation steps and scaled.
+        """Run backward on a loss that is already divided by the accumulation steps and scaled.
 
         Default: call `loss.backward(**kwargs)`.
         """
@@ -67,13 +68,13 @@ class StepHooks:
     def scale_gradients(
         self, accelerator: AcceleratorView, models: Sequence[torch.nn.Module], factor: torch.Tensor
     ) -> None:
-        """Multiply the models' gradients by a 0-d tensor, after they were synchronised.
+        """Multiply the gradients of the models by a 0-d tensor.
 
-        Called once per cycle of which the items were counted, after the backward that
-        synchronises. `factor` takes the gradients to be the mean over the loss scope; a backend
-        that adds them up instead divides by the number of ranks here.
+        Called once per accumulation cycle that counts items, after the backward that synchronises
+        gradients. `factor` assumes that gradients are the mean over the ranks of the loss scope. A backend
+        that sums them must also divide by the number of these ranks.
 
-        Default: multiply every gradient in place, those of one device and dtype together.
+        Default: multiply the gradients in place, with one call for each device and dtype.
         """
         groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for parameter in dict.fromkeys(p for model in models for p in model.parameters()):
@@ -94,9 +95,9 @@ class StepHooks:
     def no_sync(
         self, accelerator: AcceleratorView, model: torch.nn.Module
     ) -> AbstractContextManager[object]:
-        """Return a context in which backward does not reduce gradients between ranks.
+        """Return a context in which backward doesn't reduce gradients between ranks.
 
-        Default: do nothing: nothing is synchronised.
+        Default: a context that does nothing.
         """
         return nullcontext()
 
@@ -104,17 +105,17 @@ class StepHooks:
     def trigger_sync_in_backward(
         self, accelerator: AcceleratorView, model: torch.nn.Module
     ) -> AbstractContextManager[object]:
-        """Return a context in which the next backward reduces, though forward ran unsynced.
+        """Return a context in which the next backward reduces gradients, although forward ran in `no_sync`.
 
-        Default: do nothing: nothing is synchronised.
+        Default: a context that does nothing.
         """
         return nullcontext()
 
     @owner
     def unscale_gradients(self, accelerator: AcceleratorView, optimizer: Optimizer) -> None:
-        """Undo gradient scaling on one (inner) optimizer's gradients, once per step.
+        """Divide an optimizer's gradients by the loss scale; called once per step.
 
-        Default: unscale one optimizer's gradients, where there is a scaler.
+        Default: use the gradient scaler, if the precision has one.
         """
         if accelerator.scaler is not None:
             accelerator.scaler.unscale_(optimizer)
@@ -128,12 +129,13 @@ class StepHooks:
         norm_type: float,
         clip_value: float | None,
     ) -> torch.Tensor | None:
-        """Clip gradients: by their global norm, or element by element.
+        """Clip gradients by their global norm, or element by element.
 
-        Exactly one of `max_norm` and `clip_value` is given. With `max_norm` return the norm as it
-        was before, a 0-d tensor; `clip_value` clips to [-clip_value, clip_value].
+        Exactly one of `max_norm` and `clip_value` is given. With `max_norm`, return the norm before
+        clipping as a 0-d tensor. With `clip_value`, clip every element to [-clip_value, clip_value] and
+        return None.
 
-        Default: the precision's `clip_grad`, which clips with torch.
+        Default: call the precision's `clip_grad`, which uses torch.
         """
         return accelerator.precision.clip_grad(parameters, max_norm, norm_type, clip_value)
 
@@ -141,9 +143,9 @@ class StepHooks:
     def optimizer_step(
         self, accelerator: AcceleratorView, optimizer: Optimizer, closure: Callable[[], Any] | None
     ) -> bool:
-        """Step the inner optimizer; return False if the step was skipped (overflow).
+        """Step the optimizer. Return False if the step was skipped because a gradient overflowed.
 
-        Default: step, through the scaler where there is one; tell whether the step was taken.
+        Default: step, using the gradient scaler if the precision has one.
         """
         scaler = accelerator.scaler
         if scaler is None:
@@ -167,9 +169,9 @@ class StepHooks:
     def zero_grad(
         self, accelerator: AcceleratorView, optimizer: Optimizer, set_to_none: bool
     ) -> None:
-        """Clear the gradients of the inner optimizer's parameters.
+        """Clear the gradients of the optimizer's parameters.
 
-        Default: clear gradients.
+        Default: call `optimizer.zero_grad`.
         """
         optimizer.zero_grad(set_to_none=set_to_none)
 
@@ -183,7 +185,7 @@ class StepHooks:
     ) -> AbstractContextManager[object]:
         """Return a context in which buffers are sharded along their sequence dimension.
 
-        Default: do nothing: there is no such dimension.
+        Default: a context that does nothing.
         """
         return nullcontext()
 
@@ -191,15 +193,15 @@ class StepHooks:
     def run_schedule(
         self, accelerator: AcceleratorView, model: torch.nn.Module, batch: Any, step: ScheduleStep
     ) -> ScheduleResult:
-        """Run forward, and in training backward, of one batch where the engine owns both.
+        """Run the forward pass of one batch, and in training the backward pass, in one call.
 
-        One call is one backward: it may stand inside of `accumulate`; clipping and stepping stay
-        the script's. The loss is known on every rank.
+        For engines that can't separate them, such as pipelines. A call counts as one backward and may be
+        inside `accumulate`. The script still clips gradients and steps the optimizer. Return the same loss
+        on every rank.
 
-        Args:
-            step: whether it trains, whether this backward synchronises, and how a loss is divided.
+        * `step`: whether to train, whether this backward synchronises, and how to divide the loss.
 
-        Default: refuse: forward and backward are the script's.
+        Default: raise an error, because scripts run forward and backward themselves.
         """
         raise ConfigurationError(
             f"train_step() is for backends that own forward and backward together; under {self.name!r} "

@@ -1,1 +1,1 @@
-"""What the core and its parts promise each other: types alone."""
+"""The types of the plugin contract."""

@@ -1,4 +1,4 @@
-"""What precisions need and backends accept, and when gradients are reduced: one vocabulary each."""
+"""The words with which precisions and backends declare what they need and support."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from typing import Any
 from accelerate_core.contract.hooks import is_newer
 from accelerate_core.errors import PluginError, did_you_mean, listing, warn
 
-#: Word -> what happens to a model or its training under a precision that needs it.
+#: Word -> what a precision that needs it does.
 NEEDS = {
-    "autocast": "forward runs inside of an autocast context",
-    "loss_scaling": "the loss is scaled, and steps that overflow are skipped",
+    "autocast": "the forward pass runs in an autocast context",
+    "loss_scaling": "the loss is scaled, and steps whose gradients overflow are skipped",
     "modules": "layers are replaced",
-    "parameters": "parameters change their dtype",
+    "parameters": "the dtype of parameters changes",
     "subclasses": "parameters become tensor subclasses",
     "optimizer": "the optimizer is replaced",
-    "forward_collectives": "ranks communicate in forward",
+    "forward_collectives": "ranks communicate during the forward pass",
 }
 
-#: Keys of a backend's `supports`, and words of its `owns`.
+#: Keys that a backend may use in `supports`, and words that it may use in `owns`.
 SUPPORTS = (
     "accepts", "precisions", "mesh", "devices", "no_sync", "join", "compile", "num_items", "gradients",
     "several_models", "exact", "own_mesh",
 )  # fmt: skip
 OWNS = ("precision", "device_placement", "accumulation", "optimizer", "checkpoint")
 
-#: What a backend says by `reduces_gradients` -> when ranks have the gradients of all of them.
+#: Value of a backend's `reduces_gradients` -> when the gradients of all ranks have been combined.
 REDUCES_GRADIENTS = {
-    "backward": "when the backward that synchronises has ended",
-    "step": "when they are clipped, or their optimizer steps",
-    "engine": "inside of the backend's engine, which owns them",
-    "never": "never: each rank steps with its own",
+    "backward": "at the end of the backward pass that synchronises",
+    "step": "when gradients are clipped or their optimizer steps",
+    "engine": "inside the backend's engine, which owns the gradients",
+    "never": "never; each rank steps with its own gradients",
 }
 
-#: What the methods of `Backend` do right by themselves.
+#: What a backend accepts if it declares nothing, because the methods of `Backend` support it.
 ACCEPTED_BY_DEFAULT = ("autocast", "loss_scaling", "modules")
 
 
 def lacking(supports: Mapping[str, Any], precision: str, needs: Collection[str]) -> list[str]:
-    """Return what a precision needs and a backend does not accept; nothing where they fit.
+    """Return the needs of a precision that a backend does not accept; empty if they match.
 
     Args:
-        supports: of the backend. `precisions` names those it brings about by itself.
+        supports: the backend's declarations. Precisions listed in `precisions` always match.
         precision: name of the precision.
         needs: words of `NEEDS`.
     """
@@ -53,30 +53,30 @@ def lacking(supports: Mapping[str, Any], precision: str, needs: Collection[str])
 
 
 def check_words(plugin: object, words: Iterable[str], known: Collection[str], told: str) -> None:
-    """Refuse words of a declaration that nobody knows; those of a newer contract are told.
+    """Refuse unknown words in a declaration. For a plugin of a newer contract, only warn.
 
     Args:
-        told: whose they are and where they stand.
+        told: the declaration and its plugin, for the error.
 
     Raises:
-        PluginError: with the nearest right one.
+        PluginError: names the unknown word and the nearest known one.
     """
     for word in words:
         if word not in known:
-            said = f"{told} has {word!r}; there are {listing(known)}."
+            said = f"{told} contains the unknown word {word!r}. Allowed are {listing(known)}."
             if not is_newer(plugin):
                 raise PluginError(f"{said}{did_you_mean(word, known)}")
-            warn(f"{said} It may be of a newer accelerate-core.")
+            warn(f"{said} The plugin was written for a newer accelerate-core, which may know it.")
 
 
 def check_declarations(backend: Any, label: str) -> None:
-    """Refuse a backend whose declarations nobody could read.
+    """Refuse a backend with incomplete or unknown declarations.
 
-    `reduces_gradients` has no default: a backend that forgot to reduce them trains every rank on
-    its own, and nothing fails.
+    `reduces_gradients` has no default. If a backend forgot to reduce gradients, every rank would train its
+    own model without any error.
 
     Raises:
-        PluginError: an unknown word, or nothing about when gradients are reduced.
+        PluginError: a declaration contains an unknown word, or `reduces_gradients` is missing.
     """
     accepts = backend.supports.get("accepts", ())
     check_words(backend, accepts, NEEDS, f"supports['accepts'] of {label}")
@@ -87,6 +87,7 @@ def check_declarations(backend: Any, label: str) -> None:
     if said not in REDUCES_GRADIENTS:
         meanings = "; ".join(f"{word!r}: {when}" for word, when in REDUCES_GRADIENTS.items())
         raise PluginError(
-            f"{label} has reduces_gradients={said!r}. Let its class say when ranks have the gradients "
-            f"of all of them ({meanings}).{did_you_mean(str(said or ''), REDUCES_GRADIENTS)}"
+            f"{label} has reduces_gradients={said!r}. Set this attribute of the class to when the "
+            f"gradients of all ranks are combined ({meanings})."
+            f"{did_you_mean(str(said or ''), REDUCES_GRADIENTS)}"
         )

@@ -1,12 +1,15 @@
-"""The contract: every hook a plugin may implement, of four kinds.
+"""The hooks that plugins may implement.
 
-* **owner**: exactly one answer, the active backend's. `None` is an answer. They are declared, with
-  their defaults, as methods of `Backend` and of its base `TorchCollectives`.
-* **stage**: model in, model out; all active plugins, by stage and then by name.
-* **broadcast**: everyone is told, answers are ignored.
-* **registration**: everyone may contribute something.
+There are four kinds:
 
-`accelerator` comes first; an implementation may name any subset of the arguments.
+* **owner**: only the active backend implements them, and its result is used, even if it is `None`.
+  They are methods of `Backend` and of its base class `TorchCollectives`, with defaults.
+* **stage**: take a model and return a model. All active plugins are called, ordered by stage and then by
+  plugin name.
+* **broadcast**: all active plugins are called, and their results are ignored.
+* **registration**: all active plugins are called, and each may contribute a result.
+
+The first argument is `accelerator`. An implementation may leave out any argument that it doesn't need.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
 
 PROJECT = "accelerate_core"
 
-#: Another major is refused by name; a newer minor works with what both know.
+#: A plugin of another major version is refused. One of a newer minor version works with the hooks that
+#: this version has.
 API_VERSION = (1, 0)
 
 Kind = Literal["owner", "stage", "broadcast", "registration"]
@@ -40,17 +44,17 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 #: Marks a method of an extension as the implementation of a hook.
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
-#: Name of a hook -> its kind, in the order they are declared; those of `Backend` once it is imported.
+#: Name of a hook -> its kind, in the order of declaration. Importing `Backend` adds its hooks.
 HOOKS: dict[str, Kind] = {}
-#: Name of a hook -> the version of the contract that brought it.
+#: Name of a hook -> the version of the contract that added it.
 SINCE: dict[str, tuple[int, int]] = {}
 
 
 @dataclass(frozen=True)
 class Deprecation:
-    """Since which version something is to be left, what to write instead, and when it goes.
+    """Since when something is deprecated, what to use instead, and when it is removed.
 
-    `on` is the day of the entry, such as "2026-01-31": six months lie between it and the removal.
+    `on` is the date of deprecation, such as "2026-01-31". Removal is at least six months later.
     """
 
     since: tuple[int, int]
@@ -59,8 +63,8 @@ class Deprecation:
     on: str = ""
 
 
-#: `hook` or `hook(argument)` -> why not to use it any more. Whoever does is told once, by name.
-#: Also `Class.member` and `Class.member(parameter)` of the classes plugins are made of.
+#: `hook` or `hook(argument)` -> its deprecation. A plugin that uses it gets one warning. Keys can also
+#: be `Class.member` and `Class.member(parameter)` of the classes that plugins use.
 DEPRECATED: dict[str, Deprecation] = {}
 
 
@@ -80,7 +84,7 @@ _registration = _kind("registration")
 
 
 def hooks_of_kind(kind: Kind) -> tuple[str, ...]:
-    """Return the names of the hooks of one kind, in the order they are declared."""
+    """Return the names of the hooks of one kind, in the order of declaration."""
     return tuple(name for name, its in HOOKS.items() if its == kind)
 
 
@@ -90,9 +94,10 @@ def is_newer(plugin: object) -> bool:
 
 
 def written_before(plugin: object, hook: str) -> bool:
-    """Whether a plugin's method is older than the hook of its name, and so only shares the name.
+    """Return whether a plugin's method only shares its name with a newer hook.
 
-    The class that defines the method counts: a plugin may inherit from a newer one.
+    The `api_version` of the class that defines the method counts, as a plugin may inherit from a class
+    that was written for a newer version.
     """
     definer = next((cls for cls in type(plugin).__mro__ if hook in vars(cls)), type(plugin))
     version = getattr(definer, "api_version", getattr(plugin, "api_version", API_VERSION))
@@ -100,18 +105,18 @@ def written_before(plugin: object, hook: str) -> bool:
 
 
 def mark_hooks(plugin: object, base: type, label: str) -> None:
-    """Take a plugin's public methods that are named like hooks for implementations of them.
+    """Mark a plugin's public methods that are named like hooks as implementations of these hooks.
 
-    A method that is older than the hook of its name stays the plugin's own, with a warning.
+    A method that was written before the hook of that name existed is not marked, and a warning says so.
 
     Args:
-        base: the core's class for plugins of its kind; what that has under the name of a hook and is
-            no hook there (a precision's `autocast`) is none here.
+        base: the core's base class for this kind of plugin. If it has a method that is named like a hook
+            but isn't one (such as a precision's `autocast`), that name is not a hook here.
         label: the plugin's name for errors.
 
     Raises:
-        PluginError: a method is named nearly like a hook, or like a method of `base`, and the class
-            does not list it in `not_hooks`.
+        PluginError: the name of a method is almost the name of a hook or of a method of `base`, and the
+            class does not list it in `not_hooks`.
     """
     spec = f"{PROJECT}_spec"
     hooks = {n for n in HOOKS if not hasattr(base, n) or hasattr(getattr(base, n), spec)}
@@ -120,15 +125,16 @@ def mark_hooks(plugin: object, base: type, label: str) -> None:
     meant = {"not_hooks", *getattr(plugin, "not_hooks", ())}
     for cls in type(plugin).__mro__:
         for name in vars(cls) if cls not in base.__mro__ else ():
-            value = getattr(cls, name)  # class methods are callable in this form alone
+            value = getattr(cls, name)  # a class method in vars(cls) is not callable
             if name.startswith("_") or not callable(value) or name in meant:
                 continue
             if name in newer:
                 since = ".".join(map(str, SINCE[name]))
                 warn(
-                    f"{label} has a method {name!r}. That is a hook since version {since} of the "
-                    "contract, but the class states an older api_version, so it is not called: state "
-                    f"that version if it is the hook, or not_hooks = ({name!r},) if it is not."
+                    f"{label} has a method {name!r}. Version {since} of the contract added a hook with "
+                    "this name, but the class declares an older api_version, so the method is not "
+                    f"called. If it implements the hook, raise api_version to {since}. If not, set "
+                    f"not_hooks = ({name!r},)."
                 )
                 continue
             if name in hooks:
@@ -139,27 +145,27 @@ def mark_hooks(plugin: object, base: type, label: str) -> None:
 
 
 def check_near_miss(name: str, known: Iterable[str], label: str) -> None:
-    """Refuse a method whose name is nearly one that would be called.
+    """Refuse a method whose name looks like a misspelled hook.
 
     Args:
-        known: names that would be called.
-        label: what the class is called in the error.
+        known: names of methods that are called.
+        label: name of the class for the error.
 
     Raises:
-        PluginError: with that name, and how to say that it is meant.
+        PluginError: names the probable hook, and says how to keep the method's name.
     """
     if near := difflib.get_close_matches(name, known, n=1, cutoff=0.83):
         raise PluginError(
-            f"{label} has a method {name!r}, which nobody calls: is {near[0]!r} meant? If it is the "
-            f"plugin's own, begin its name with _ or let the class say not_hooks = ({name!r},)."
+            f"{label} has a method {name!r}, which is never called. Did you mean {near[0]!r}? If the "
+            f"name is intended, start it with an underscore or set not_hooks = ({name!r},) on the class."
         )
 
 
 def wrong_answer(hook: str, backend: str, value: object, wanted: str) -> PluginError:
-    """Return the error for what a backend returned from an owner hook.
+    """Return the error for an owner hook that returned an invalid value.
 
     Args:
-        backend: its name.
+        backend: the backend's name.
         wanted: what the hook must return.
     """
     return PluginError(
@@ -168,19 +174,19 @@ def wrong_answer(hook: str, backend: str, value: object, wanted: str) -> PluginE
 
 
 class HookSpecs(Protocol):
-    """The hooks any plugin may implement; those of a backend are the methods of `Backend`."""
+    """The hooks that any plugin may implement. The owner hooks are methods of `Backend`."""
 
     # --- stages, in this order ----------------------------------------------------------------
 
     @_stage
     def convert(self, accelerator: AcceleratorView, model: torch.nn.Module) -> torch.nn.Module:
-        """Replace layers or parameters (low precision formats)."""
+        """Replace layers or parameters, for example with layers of a low precision format."""
 
     @_stage
     def tensor_parallel(
         self, accelerator: AcceleratorView, model: torch.nn.Module
     ) -> torch.nn.Module:
-        """Split layers over ranks (tensor parallelism)."""
+        """Split layers over ranks, for tensor parallelism."""
 
     @_stage
     def activation_checkpointing(
@@ -190,21 +196,21 @@ class HookSpecs(Protocol):
 
     @_stage
     def compile(self, accelerator: AcceleratorView, model: torch.nn.Module) -> torch.nn.Module:
-        """Compile; where this runs relative to `prepare_model` the backend declares."""
+        """Compile the model. The backend declares whether this runs before or after `prepare_model`."""
 
     # --- broadcast ----------------------------------------------------------------------------
 
     @_broadcast
     def on_start(self, accelerator: AcceleratorView) -> None:
-        """The Accelerator is complete: group, device and settings stand."""
+        """The Accelerator is complete. Group, device and settings are final; nothing is prepared yet."""
 
     @_broadcast
     def on_save(self, accelerator: AcceleratorView, directory: Path) -> None:
-        """A checkpoint is being written; `directory` is this contributor's own subdirectory."""
+        """A checkpoint is being saved. Write the plugin's files to `directory`, which only it uses."""
 
     @_broadcast
     def on_load(self, accelerator: AcceleratorView, directory: Path) -> None:
-        """A checkpoint is being read; the directory exists if `on_save` wrote into it."""
+        """A checkpoint is being loaded. `directory` exists only if `on_save` wrote to it."""
 
     @_broadcast
     def on_step_end(self, accelerator: AcceleratorView, optimizer: PreparedOptimizer) -> None:
@@ -212,26 +218,29 @@ class HookSpecs(Protocol):
 
     @_broadcast
     def on_free(self, accelerator: AcceleratorView) -> None:
-        """`free_memory` was called: let go of everything prepared."""
+        """`free_memory` was called. Drop all references to prepared objects."""
 
     @_broadcast
     def on_end(self, accelerator: AcceleratorView) -> None:
-        """`end_training` was called; the process group still runs."""
+        """`end_training` was called. The process group still works."""
 
     @_broadcast
     def on_error(self, accelerator: AcceleratorView, error: BaseException) -> None:
-        """The `with Accelerator()` block is left by an exception."""
+        """An exception is leaving the `with Accelerator()` block."""
 
     # --- registration -------------------------------------------------------------------------
 
     @_registration
     def classify(self, accelerator: AcceleratorView, obj: object) -> ObjectKind | None:
-        """Name the kind of an object passed to `prepare`: model, optimizer, scheduler, loader."""
+        """Return the kind of an object passed to `prepare`, or None if this plugin doesn't know it.
+
+        Kinds are "model", "optimizer", "scheduler", "loader" and "other".
+        """
 
     @_registration
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, object]:
-        """Return attributes served from `accelerator.state` and the Accelerator itself."""
+        """Return values by name. They become attributes of the Accelerator and of `accelerator.state`."""
 
     @_registration
     def explain(self, accelerator: AcceleratorView) -> str | None:
-        """Return lines for `accelerator.explain()`: what was decided since it was made."""
+        """Return lines for `accelerator.explain()` about decisions made after construction, or None."""

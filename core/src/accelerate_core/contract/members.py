@@ -1,4 +1,4 @@
-"""What a plugin may use of the objects that an `AcceleratorView` and hooks give it."""
+"""Protocols of the objects that plugins get from an `AcceleratorView` and from hooks."""
 
 from __future__ import annotations
 
@@ -10,55 +10,55 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.optim import Optimizer
 
-#: Which ranks take part in a collective: those with different samples, those whose losses are
-#: averaged, or all.
+#: Which ranks take part in a collective: those with different samples, those over which losses are
+#: averaged, or all ranks.
 Scope = Literal["data", "loss", "world"]
 
-#: How the values of several ranks become one.
+#: How the values of several ranks are combined.
 ReduceOp = Literal["sum", "mean", "max", "min"]
 
 T = TypeVar("T")
 
-#: What kind of object `prepare` was given.
+#: The kind of an object that was passed to `prepare`.
 ObjectKind = Literal["model", "optimizer", "scheduler", "loader", "other"]
 
 
 class BackendView(Protocol):
-    """The active backend, as other plugins read it: its declarations."""
+    """The declarations of the active backend, which other plugins may read."""
 
     @property
     def name(self) -> str:
-        """Name of its entry point."""
+        """Name of the backend's entry point."""
 
     @property
     def supports(self) -> Mapping[str, Any]:
-        """What it can do; the keys are those of `contract.capabilities.SUPPORTS`."""
+        """What the backend supports. The keys are listed in `contract.capabilities.SUPPORTS`."""
 
     @property
     def owns(self) -> frozenset[str]:
-        """What the core leaves to it; words of `contract.capabilities.OWNS`."""
+        """What the core leaves to the backend, as words of `contract.capabilities.OWNS`."""
 
     @property
     def reduces_gradients(self) -> str:
-        """When ranks have each other's gradients: `backward`, `step`, `engine` or `never`."""
+        """When the gradients of all ranks are combined: `backward`, `step`, `engine` or `never`."""
 
     @property
     def shards(self) -> Mapping[str, tuple[str, ...]]:
-        """Mode -> which of `weights`, `gradients`, `optimizer` it divides over the ranks."""
+        """Mode -> which of `weights`, `gradients` and `optimizer` are divided over the ranks."""
 
     def scope_group(self, scope: Scope) -> dist.ProcessGroup | None:
-        """Return the process group of a scope; None is the default group."""
+        """Return the process group of a scope; None means the default group."""
 
 
 class CommunicatorView(Protocol):
-    """The processes of one scope: a `Communicator`."""
+    """Collectives among the processes of one scope; implemented by `Communicator`."""
 
     rank: int
     size: int
     device: torch.device
 
     def gather(self, t: torch.Tensor) -> torch.Tensor:
-        """Return the tensors [k] of all ranks as one [size * k]."""
+        """Return the tensors of all ranks, of shape [k], as one tensor of shape [size * k]."""
 
     def reduce(
         self, t: torch.Tensor, op: ReduceOp = "sum", *, overwrite: bool = False
@@ -69,7 +69,7 @@ class CommunicatorView(Protocol):
         """Return the tensor of rank `src`."""
 
     def all_to_all(self, t: torch.Tensor) -> torch.Tensor:
-        """Send the i-th of `size` equal pieces to rank i; return the received pieces."""
+        """Send the i-th of `size` equal pieces to rank i, and return the received pieces."""
 
     def barrier(self) -> None:
         """Return once every rank has called this."""
@@ -81,39 +81,39 @@ class CommunicatorView(Protocol):
         """Return the picklable object of rank `src`."""
 
     def scatter_object(self, objs: Sequence[object] | None, src: int = 0) -> Any:
-        """Return this rank's one of the objects that rank `src` gives."""
+        """Return this rank's object from the sequence that rank `src` passes."""
 
     def open_group(self) -> dist.ProcessGroup | None:
-        """Return a new process group of the same ranks, for tensors in host memory."""
+        """Return a new process group of the same ranks for tensors in host memory, or None."""
 
     def duplicate(self) -> CommunicatorView | None:
-        """Return a communicator of the same ranks for another thread, None if there is no group."""
+        """Return a communicator of the same ranks for another thread, or None without a group."""
 
     def alone(self) -> CommunicatorView:
-        """Return a communicator of this process only: every method is the identity."""
+        """Return a communicator of this process only, whose methods return their input."""
 
 
 class BatchView(Protocol):
-    """What is known of the batch that an iteration over a prepared loader has served last."""
+    """Information about the last batch that a prepared loader yielded."""
 
-    #: Whether no batch follows on this rank.
+    #: Whether it is the last batch on this rank.
     last: bool
-    #: Real samples of the global batch if it was filled up, else None.
+    #: Number of real samples in the global batch if it was filled up, else None.
     real: int | None
 
 
 class GradientStateView(Protocol):
-    """Where the loops are in their accumulation cycle: a `GradientState`."""
+    """The position in the accumulation cycle; implemented by `GradientState`."""
 
     num_steps: int
     adjust_scheduler: bool
     sync_with_dataloader: bool
     sync_each_batch: bool
     sync_gradients: bool
-    #: How often gradients have been computed, and how often a prepared optimizer has stepped.
+    #: Number of backward passes, and of steps of prepared optimizers.
     backwards: int
     steps: int
-    #: Called by a loader after each pass through the body of its loop.
+    #: Called by a loader each time the body of the loop over it has run.
     loop_body_end: Callable[[], None] | None
 
     @property
@@ -122,24 +122,24 @@ class GradientStateView(Protocol):
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether that loader has served its last batch."""
+        """Whether that loader has yielded its last batch."""
 
     @property
     def remainder(self) -> int:
-        """Real samples in its last global batch, 0 if all are, -1 if that is not known."""
+        """Number of real samples in its last global batch; 0 if all are real, -1 if unknown."""
 
     def serve(
         self, loader: object, start: Callable[[BatchView], Iterator[Any]], whole: int | None = None
     ) -> Iterator[Any]:
-        """Iterate over a loader's batches, and track where the loop is."""
+        """Yield the batches of a loader, and keep track of the position."""
 
 
 class PreparedOptimizer(Protocol):
     """An optimizer as `prepare` returns it."""
 
-    #: The optimizer inside it, as the backend steps it.
+    #: The inner optimizer, which the backend steps.
     optimizer: Optimizer
-    #: How many steps were taken, and `GradientStateView.backwards` at the last one.
+    #: Number of steps taken, and the value of `GradientStateView.backwards` at the last one.
     steps_taken: int
     seen_backwards: int
 
@@ -153,51 +153,51 @@ class PreparedOptimizer(Protocol):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because a gradient overflowed."""
+        """Whether the last step was skipped because a gradient overflowed."""
 
 
 class Stateful(Protocol):
     """An object whose state can be saved and loaded."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: plain values and tensors."""
+        """Return the state as plain values and tensors."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Load a state of `state_dict`."""
+        """Load a state that `state_dict` returned."""
 
 
 class Scheduler(Stateful, Protocol):
     """A learning rate scheduler of any class."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Set the next learning rates; some are given a metric."""
+        """Set the next learning rates. Some schedulers take a metric."""
 
 
 class PlanEntryView(Protocol):
-    """One object of a call of `prepare`."""
+    """One object that was passed to a call of `prepare`."""
 
-    #: The object as it was given.
+    #: The object that was passed.
     original: Any
-    #: The object as it is now; assign to it to replace the object.
+    #: The current object; assign to replace it.
     value: Any
     on_device: bool
     evaluation_mode: bool
 
 
 class PreparePlanView(Protocol):
-    """The objects of one call of `prepare`, in order: a `PreparePlan`."""
+    """The objects of one call of `prepare`, in order; implemented by `PreparePlan`."""
 
     def of_kind(self, kind: ObjectKind) -> Iterator[PlanEntryView]:
         """Iterate over the entries of one kind that are not prepared yet."""
 
     def values(self, kind: ObjectKind) -> list[Any]:
-        """Return the objects of one kind that are not prepared yet, as they are now."""
+        """Return the current objects of one kind that are not prepared yet."""
 
     def each(self, kind: ObjectKind, change: Callable[[Any, PlanEntryView], object]) -> None:
-        """Replace every object of a kind with the result of `change(object, entry)`."""
+        """Replace every object of one kind with the result of `change(object, entry)`."""
 
     def rename(self, model: torch.nn.Module, names: Mapping[str, str]) -> None:
-        """Say what parameters of a model are called now: old name -> new name."""
+        """Report that parameters of a model were renamed: old name -> new name."""
 
     def rebind(self) -> None:
-        """Point the optimizers at the parameters that the models have now, by name."""
+        """Rebind the optimizers to the current parameters of the models, by name."""

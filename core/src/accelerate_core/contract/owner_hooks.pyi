@@ -18,104 +18,104 @@ from accelerate_core.contract.members import ReduceOp, Scope
 
 class CollectiveHooks(Protocol):
     def gather(self, tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
-        """Return the ranks' flat tensors of k elements as one of n*k, in rank order."""
+        """Return the tensors of all ranks as one tensor of n * k elements, in rank order."""
     def reduce(self, tensor: torch.Tensor, op: ReduceOp, scope: Scope) -> torch.Tensor:
-        """Combine elementwise by `sum`, `mean` (of floats), `max` or `min`, on every rank."""
+        """Return the elementwise `sum`, `mean` (floats only), `max` or `min` over the ranks."""
     def broadcast(self, tensor: torch.Tensor, src: int, scope: Scope) -> torch.Tensor:
-        """Give every rank the flat tensor of rank `src`; the others' has its size and dtype."""
+        """Return the tensor of rank `src` on every rank."""
     def scatter(self, parts: Sequence[torch.Tensor] | None, like: torch.Tensor, src: int, scope: Scope) -> torch.Tensor:
-        """Give each rank its own part, of the size of `like`, of what `src` holds."""
+        """Return this rank's part of the `parts` that rank `src` passes; it has the size of `like`."""
     def all_to_all(self, tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
-        """Exchange equal pieces: piece j of rank i becomes piece i of rank j."""
+        """Exchange pieces of equal size: piece j of rank i becomes piece i of rank j."""
     def barrier(self, scope: Scope) -> None:
-        """Return when every rank has called it."""
+        """Return once every rank has called this."""
     def gather_object(self, obj: Any, scope: Scope) -> list[Any]:
-        """Return the ranks' picklable objects in rank order, on every rank."""
+        """Return the picklable objects of all ranks, in rank order."""
     def broadcast_object(self, obj: Any, src: int, scope: Scope) -> Any:
-        """Give every rank the object of rank `src`."""
+        """Return the picklable object of rank `src` on every rank."""
     def scatter_object(self, objs: Sequence[Any] | None, src: int, scope: Scope) -> Any:
-        """Give each rank its own of the objects that `src` holds."""
+        """Return this rank's object from the sequence that rank `src` passes."""
 
 class OwnerHooks(CollectiveHooks, Protocol):
     def pending_gradients(self, model: torch.nn.Module, parameters: Collection[torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return this rank's gradients that no optimizer has stepped with yet."""
+        """Return this rank's gradients that no optimizer has used yet."""
     def load_pending_gradients(self, model: torch.nn.Module, gradients: Mapping[str, torch.Tensor], factor: float | None) -> None:
-        """Put back what `pending_gradients` returned, on a model without gradients."""
+        """Restore the gradients that `pending_gradients` returned, on a model without gradients."""
     def autocast(self, model: torch.nn.Module | None, settings: AutocastKwargs | None) -> AbstractContextManager[object]:
-        """Return the context of mixed precision."""
+        """Return the mixed precision context."""
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Scale the loss before backward (gradient scaling, not accumulation)."""
+        """Return the loss, multiplied by the loss scale. It is already divided for accumulation."""
     def backward(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
-        """Run backward on a loss already divided by the accumulation steps and scaled."""
+        """Run backward on a loss that is already divided by the accumulation steps and scaled."""
     def scale_gradients(self, models: Sequence[torch.nn.Module], factor: torch.Tensor) -> None:
-        """Multiply the models' gradients by a 0-d tensor, after they were synchronised."""
+        """Multiply the gradients of the models by a 0-d tensor."""
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
-        """Return a context in which backward does not reduce gradients between ranks."""
+        """Return a context in which backward doesn't reduce gradients between ranks."""
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[object]:
-        """Return a context in which the next backward reduces, though forward ran unsynced."""
+        """Return a context in which the next backward reduces gradients, although forward ran in `no_sync`."""
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Undo gradient scaling on one (inner) optimizer's gradients, once per step."""
+        """Divide an optimizer's gradients by the loss scale; called once per step."""
     def clip_grad(self, parameters: Sequence[torch.Tensor], max_norm: float | None, norm_type: float, clip_value: float | None) -> torch.Tensor | None:
-        """Clip gradients: by their global norm, or element by element."""
+        """Clip gradients by their global norm, or element by element."""
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
-        """Step the inner optimizer; return False if the step was skipped (overflow)."""
+        """Step the optimizer. Return False if the step was skipped because a gradient overflowed."""
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Clear the gradients of the inner optimizer's parameters."""
+        """Clear the gradients of the optimizer's parameters."""
     def context_parallel(self, buffers: Sequence[torch.Tensor] | None, buffer_seq_dims: Sequence[int] | None, no_restore_buffers: set[torch.Tensor] | None) -> AbstractContextManager[object]:
         """Return a context in which buffers are sharded along their sequence dimension."""
     def run_schedule(self, model: torch.nn.Module, batch: Any, step: ScheduleStep) -> ScheduleResult:
-        """Run forward, and in training backward, of one batch where the engine owns both."""
+        """Run the forward pass of one batch, and in training the backward pass, in one call."""
     def init_process_group(self, start: Process) -> None:
-        """Start the default process group; `start` has ranks, device, store and timeout."""
+        """Start the default process group."""
     def device(self, topology: Topology, cpu: bool) -> torch.device:
-        """Choose and select the device of this process; called before the group starts."""
+        """Choose this process's device and make it the current one; called before the group starts."""
     def device_count(self) -> int:
-        """Return how many devices this world computes on."""
+        """Return the number of devices that all processes compute on together."""
     def mesh(self) -> DeviceMesh | None:
-        """Return the device mesh, once the group runs; None where there is none."""
+        """Return the device mesh, or None; called once the process group runs."""
     def new_group(self, ranks: Sequence[int] | None, device_type: str | None) -> dist.ProcessGroup | None:
-        """Return a new process group; None for `ranks` means all."""
+        """Return a new process group, or None if the backend doesn't use torch's process groups."""
     def data_shard(self) -> tuple[int, int]:
         """Return (index, count): which part of the data this rank reads."""
     def loss_shard(self) -> tuple[int, int]:
-        """Return (index, count) among the ranks over which a loss is summed."""
+        """Return (index, count) of this rank among the ranks over which a loss is summed."""
     def fixed_batch(self) -> int | None:
-        """Return of how many samples a rank's batches are to be a multiple, to compile for one shape."""
+        """Return a number; the size of each rank's batches will be a multiple of it."""
     def init_model_context(self) -> AbstractContextManager[object]:
-        """Return the context in which user code should construct models."""
+        """Return the context in which scripts construct models."""
     def make_model(self, obj: object) -> torch.nn.Module:
-        """Return the module of an object that is classified as a model: of a provider, say."""
+        """Return a module for an object that was classified as a model, such as a model provider."""
     def prepare(self, plan: PreparePlanView) -> None:
-        """Prepare all objects of one call: replace the entries of the `PreparePlan` in place."""
+        """Prepare all objects of one `prepare` call, by replacing the values in the plan."""
     def prepare_model(self, model: torch.nn.Module, evaluation_mode: bool) -> torch.nn.Module:
-        """Wrap or change one model after all stages; it is on the device already."""
+        """Return the model to use; called after all stages, when the model is on the device."""
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer to be stepped; its parameters are those of the prepared model."""
+        """Return the optimizer to step. It already holds the prepared model's parameters."""
     def prepare_scheduler(self, scheduler: Scheduler) -> Scheduler:
-        """Return the scheduler to be stepped."""
+        """Return the scheduler to step."""
     def feed_device(self, batches: Iterator[Any], non_blocking: bool) -> Iterator[Any]:
-        """Yield the batches on the device."""
+        """Yield the batches, moved to the device."""
     def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Undo `prepare_model`'s wrapping, not the stages."""
+        """Remove the wrapper that `prepare_model` added; changes by stages remain."""
     def join_uneven_inputs(self, joinables: Sequence[object]) -> AbstractContextManager[object]:
         """Return a context in which ranks may run out of batches at different steps."""
     def model_state(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the state dict `save_state` keeps; keys as the user's own model has them."""
+        """Return the state dict that checkpoints contain, with the keys of the user's own model."""
     def load_model_state(self, model: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-        """Load what `model_state` gave."""
+        """Load a state dict that `model_state` returned."""
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict of one inner optimizer."""
+        """Return the state dict of an optimizer that `prepare_optimizer` returned."""
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load what `optimizer_state` gave."""
+        """Load a state dict that `optimizer_state` returned."""
     def rng_state(self) -> Mapping[str, Any]:
-        """Return the state of this rank's generators that torch does not know, for a checkpoint."""
+        """Return the state of this rank's random generators that aren't torch's, for a checkpoint."""
     def load_rng_state(self, state: Mapping[str, Any]) -> None:
-        """Set the generators of `rng_state`, after all else of a checkpoint is loaded."""
+        """Restore the generators from `rng_state`, after everything else in the checkpoint is loaded."""
     def on_seed(self, seed: int) -> None:
-        """Seed the generators of `rng_state`; `set_seed` was called, with this rank's seed."""
+        """Seed the generators of `rng_state`; called by `set_seed`."""
     def save_state(self, directory: Path, options: Mapping[str, Any], later: bool) -> Callable[[], None] | None:
-        """Write what the backend keeps beside the core's files; called on every rank, in order."""
+        """Write the backend's own files of a checkpoint; called on every rank."""
     def load_state(self, directory: Path, options: Mapping[str, Any]) -> None:
-        """Read what `save_state` wrote; the directory exists if something was written."""
+        """Read the files that `save_state` wrote."""
     def consolidate(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the whole, unsharded state dict; ranks other than the main one may get {}."""
+        """Return the full, unsharded state dict. Ranks other than rank 0 may return an empty dict."""

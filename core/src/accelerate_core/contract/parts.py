@@ -1,4 +1,4 @@
-"""The replaceable parts of an Accelerator: what the core asks of each, and what each is handed."""
+"""The replaceable parts of an Accelerator: checkpointer, loader factory and tracking."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TokenCountView(Stateful, Protocol):
 
     @property
     def open(self) -> bool:
-        """Whether the current cycle counts its items."""
+        """Whether items are counted in the current cycle."""
 
 
 class Contribution(Protocol):
@@ -32,14 +32,14 @@ class Contribution(Protocol):
 
     @property
     def key(self) -> str:
-        """Kind and name of the plugin: `kind:name`."""
+        """Kind and name of the plugin, as `kind:name`."""
 
     @property
     def names(self) -> Iterable[str]:
-        """The hook's arguments that it takes."""
+        """The hook's arguments that the implementation takes."""
 
     def __call__(self, arguments: Mapping[str, object]) -> object:
-        """Call it with the hook's arguments by name, the Accelerator included."""
+        """Call the implementation with the hook's arguments by name, including the Accelerator."""
 
 
 class SharedHooksView(Protocol):
@@ -49,30 +49,30 @@ class SharedHooksView(Protocol):
         """Return the implementations of a hook, ordered by plugin name."""
 
     def call(self, implementation: Contribution, **arguments: object) -> object:
-        """Call one implementation with the hook's arguments, and return its answer."""
+        """Call one implementation with the hook's arguments, and return its result."""
 
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a checkpointer saves of one Accelerator, and restores.
+    """The parts of a run that a checkpointer saves and restores.
 
-    `accelerate_checkpoint.TrainingState(run)` does both.
+    `accelerate_checkpoint.TrainingState(run)` does both for you.
 
     Attributes:
-        accelerator: has the models, optimizers, schedulers, loaders, scaler and the cycle's step.
-        process: ranks, device, store.
-        project: returns directories, naming and retention, which the script may replace.
-        registered: the objects of `register_for_checkpointing`.
+        accelerator: has the models, optimizers, schedulers, loaders, the scaler and the step in the cycle.
+        process: rank, world size, device and store.
+        project: returns directories, naming and retention. Scripts may replace them at any time.
+        registered: the objects passed to `register_for_checkpointing`.
         save_hooks: the script's `hook(models, weights, output_dir)`, by number.
         load_hooks: the script's `hook(models, input_dir)`, by number.
         tokens: the items counted in the current accumulation cycle.
-        update_scale: applies a scale update that waits for other optimizers; call it before reading.
-        restore_positions: returns whether loaders continue where the checkpoint was saved.
-        inner_model: returns a model without the backend's wrapping and without `torch.compile`'s.
-        whole_state: returns a model's whole state dict; on every rank, in the same order.
+        update_scale: applies a pending update of the loss scale. Call it before reading the scaler.
+        restore_positions: returns whether loaders continue at the position of the checkpoint.
+        inner_model: returns a model without the wrappers of the backend and of `torch.compile`.
+        whole_state: returns the full state dict of a model. Call it on every rank, in the same order.
         plugins: kind, name, distribution and version of each active plugin.
-        shared_hooks: `on_save` and `on_load` of these.
-        tracking: feeds the trackers.
+        shared_hooks: the implementations of `on_save` and `on_load`.
+        tracking: the active `Tracking`.
         end_training: ends the run.
     """
 
@@ -94,26 +94,26 @@ class RunParts:
 
 
 class Checkpointer(Protocol):
-    """Writes and reads checkpoints of one Accelerator.
+    """Saves and loads the checkpoints of one Accelerator.
 
-    The class states `name`, as its entry point has it, and `api_version`. With a `Settings`, made
-    by `accelerate_core.settings`, it is made with one of these as a third argument: from
-    `kwargs_handlers`, the environment and the config file.
+    The class declares `name`, which must match its entry point, and `api_version`. If it has a `Settings`
+    class, decorated with `accelerate_core.settings`, the constructor gets an instance as its third argument,
+    with values from `kwargs_handlers`, the environment and the config file.
     """
 
     def __init__(self, project: ProjectConfiguration, signals: str | None) -> None:
-        """Refuse impossible settings.
+        """Create the checkpointer; raise an error for invalid settings.
 
-        Made before the process group starts if the settings ask for something (signals, naming,
-        a limit, a backend without gradients), else when it is first used.
+        It is created before the process group starts if the settings affect checkpoints (signals, naming,
+        a limit, or a backend that cannot save gradients), otherwise on first use.
 
         Args:
             project: directories, naming and retention.
-            signals: text of `preemption_signals`, None without.
+            signals: the value of `preemption_signals`, or None.
         """
 
     def attach(self, run: RunParts) -> None:
-        """Take the run whose checkpoints are to be written; called once, before all else."""
+        """Set the run to save and load; called once, before any other method."""
 
     def save_state(
         self,
@@ -124,22 +124,22 @@ class Checkpointer(Protocol):
         max_shard_size: int | str = "10GB",
         **save_model_func_kwargs: object,
     ) -> str:
-        """Write everything that going on needs into a directory; return the directory.
+        """Save everything that is needed to resume the run, and return the directory.
 
-        It appears whole or not at all, with a manifest of sizes and checksums; what stood there
-        is replaced in the same moment. All ranks call this.
+        The directory appears complete or not at all, with a manifest of sizes and checksums. It replaces an
+        existing one atomically. Call this on all ranks.
 
         Args:
-            output_dir: not with automatic naming (`ProjectConfiguration`).
-            safe_serialization: weights as safetensors; False: in torch's own format.
-            blocking: False copies the state to host memory and returns; it is written while
-                training goes on, and the next save, `load_state`, `wait_for_checkpoint` or
-                `end_training` waits for it and raises what it failed with.
-            max_shard_size: largest file of weights: bytes, or a text such as "5GB".
-            save_model_func_kwargs: for backends that write checkpoints themselves.
+            output_dir: the directory to write. Leave it out with automatic naming (`ProjectConfiguration`).
+            safe_serialization: whether to write weights as safetensors instead of in torch's format.
+            blocking: with False, copy the state to host memory, return, and write it while training
+                continues. The next save, `load_state`, `wait_for_checkpoint` or `end_training` waits for
+                the write and raises its error.
+            max_shard_size: largest size of a weights file, in bytes or as a string such as "5GB".
+            save_model_func_kwargs: options for backends that write checkpoints themselves.
 
         Raises:
-            CheckpointError: a rank failed to save; on every rank. Earlier checkpoints stand.
+            CheckpointError: saving failed on some rank; raised on every rank. Earlier checkpoints are kept.
 
         """
 
@@ -152,24 +152,24 @@ class Checkpointer(Protocol):
         verify: bool = True,
         **load_model_func_kwargs: object,
     ) -> str:
-        """Read what `save_state` wrote into the same prepared objects; return the directory.
+        """Load a checkpoint into the prepared objects, and return its directory.
 
-        The checkpoint is verified first, and nothing is changed if it is damaged. An ordinary
-        loop over a prepared loader then goes on where the run stood. Directories that Hugging
-        Face Accelerate 1.x wrote load too.
+        The checkpoint is verified first. If it is damaged, nothing is changed. A loop over a prepared loader
+        then continues at the position where the checkpoint was saved. Checkpoints of Hugging Face
+        Accelerate 1.x can be loaded too.
 
         Args:
-            input_dir: if None the newest whole one of those with automatic names; damaged ones
-                are passed over, with a warning.
-            load_kwargs: for `torch.load`, of optimizers.
-            trust: also unpickle Python objects in the states of optimizers, schedulers and
-                registered objects; only for directories you wrote yourself.
-            verify: False compares sizes only, not checksums.
-            load_model_func_kwargs: `strict=False`, and others for backends that read checkpoints
+            input_dir: the checkpoint. If None, use the newest complete one with an automatic name; damaged
+                ones are skipped with a warning.
+            load_kwargs: arguments of `torch.load` for optimizers.
+            trust: whether to unpickle Python objects in the states of optimizers, schedulers and
+                registered objects. Only use this for checkpoints that you wrote yourself.
+            verify: with False, compare only sizes, not checksums.
+            load_model_func_kwargs: `strict=False`, and options for backends that read checkpoints
                 themselves.
 
         Raises:
-            CheckpointError: something is missing, damaged or does not fit, by name.
+            CheckpointError: names what is missing, damaged or incompatible.
 
         """
 
@@ -180,12 +180,13 @@ class Checkpointer(Protocol):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights where `load_checkpoint_in_model` finds them.
+        """Write a model's weights in the form that `load_checkpoint_in_model` reads.
 
         Args:
-            max_shard_size: bytes, or a text such as "5MB".
-            safe_serialization: safetensors; False: torch's pickle.
-            save_directory: a folder, made where it is missing.
+            model: a model, prepared or not.
+            save_directory: the folder to write to. It is created if necessary.
+            max_shard_size: largest size of a file, in bytes or as a string such as "5MB".
+            safe_serialization: whether to write safetensors instead of torch's pickle format.
 
         Example:
             from safetensors.torch import load_file
@@ -197,133 +198,137 @@ class Checkpointer(Protocol):
     def save(
         self, obj: object, f: str | os.PathLike[str] | IO[bytes], safe_serialization: bool = False
     ) -> None:
-        """Write an object once (per machine, with `save_on_each_node`), in place of `torch.save`.
+        """Save an object like `torch.save`, but only once, or once per machine with `save_on_each_node`.
 
         Args:
-            safe_serialization: write safetensors, where the object is a dict of tensors.
+            obj: the object to save.
+            f: a path or an open file.
+            safe_serialization: whether to write safetensors. The object must then be a dict of tensors.
         """
 
     @property
     def preemption_requested(self) -> bool:
-        """Whether one of the signals has come."""
+        """Whether one of the preemption signals was received."""
 
     def wait(self) -> None:
-        """Return when what is being written stands; raise what it failed with."""
+        """Wait for a save in the background, and raise its error if it failed."""
 
     def release(self) -> None:
-        """Wait, and give back the memory kept for saving beside the training."""
+        """Wait for a save in the background, and free the memory that is reserved for such saves."""
 
     def close(self, failed: bool) -> None:
-        """End; `failed`: the other ranks may be gone, so meet nobody."""
+        """Shut down. If `failed`, other ranks may have exited, so don't communicate with them."""
 
 
 class PreparedLoader(Protocol):
-    """A loader as `prepare` returns it: this rank's part of the data, in batches on its device.
+    """A data loader that yields this rank's part of the data, in batches on its device.
 
-    Where `dataset_size` and `len` are known it has them too: a checkpoint's position of another
-    dataset is then left alone.
+    If its `dataset_size` and length are known, it should provide them. The position in a checkpoint is then
+    only restored if it belongs to a dataset of the same size.
     """
 
-    #: Whether the last global step is filled up, so that all ranks get batches of one size; the
-    #: core sets it after making, and `join_uneven_inputs` for a while.
+    #: Whether to fill up the last global step so that all ranks get batches of the same size. The core sets
+    #: it after creating the loader, and `join_uneven_inputs` changes it temporarily.
     even_batches: bool
-    #: Whether batches are moved by the backend's `feed_device`; set by the core after making.
+    #: Whether the backend's `feed_device` moves the batches. The core sets it after creating the loader.
     put_on_device: bool
 
     @property
     def iteration(self) -> int:
-        """The epoch to which the next iteration belongs: how many were finished, or were set."""
+        """The epoch of the next iteration: the number of finished epochs, or the one set by `set_epoch`."""
 
     @property
     def remainder(self) -> int:
-        """Real samples in the last global batch if it is filled up or short, 0 if it is whole.
+        """The number of real samples in the last global batch if it is short or filled up.
 
-        -1: not known.
+        0 means that the batch is complete, -1 that the number is unknown.
         """
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an iteration: where `load_state_dict` said, else at the beginning of the epoch.
+        """Start an iteration, at the position of `load_state_dict` or at the beginning of the epoch.
 
-        Return `accelerator.gradient_state.serve(self, start, whole)`. There `whole` is the number
-        of samples of a full global batch, None if that is not known, and `start(served)` opens
-        the data and returns an iterator of batches on the device. When a batch comes out of it
-        the record of the iteration has to say
+        Return `accelerator.gradient_state.serve(self, start, whole)`. `whole` is the number of samples in a
+        full global batch, or None if unknown. `start(served)` opens the data and returns an iterator of
+        batches on the device. When it yields a batch, it must have set:
 
-        * `served.last`: that no batch follows on this rank. Accumulation steps then.
-        * `served.real`: of how many real samples the global batch is (all ranks' batches joined in
-          rank order, the real ones first) if it was filled up, else None. `gather_for_metrics`
-          cuts there.
+        * `served.last`: whether this is the last batch on this rank. If so, accumulation ends and the
+          optimizer steps.
+        * `served.real`: if the global batch was filled up, the number of real samples in it, otherwise
+          None. The global batch consists of the batches of all ranks in rank order, with real samples
+          first. `gather_for_metrics` drops the rest.
 
-        In every global step the ranks' batches are different samples; with `even_batches` all
-        ranks get equally many batches. An iteration that is left by `break` ends there: the next
-        one begins the epoch anew.
+        In each global step, ranks must get different samples. With `even_batches`, all ranks get the same
+        number of batches. If a script leaves an iteration with `break`, the next iteration starts the epoch
+        again.
         """
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; what is shuffled depends on it."""
+        """Set the epoch of the next iteration. The shuffled order depends on it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain data and tensors on the CPU.
+        """Return the position, as plain values and CPU tensors.
 
-        The batches handed out do not come again after loading; between two epochs it is the
-        beginning of the next.
+        After loading it, batches that were already yielded are not repeated. Between two epochs, it is the
+        beginning of the next epoch.
         """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on there with the next iteration: the same batches in the same order, and the next
-        epochs too, as if the run had not been interrupted.
+        """Make the next iteration continue at a position that `state_dict` returned.
+
+        This and later epochs yield the same batches in the same order as an uninterrupted run.
 
         Raises:
-            ConfigurationError: the position does not fit this loader.
+            ConfigurationError: the position was saved by an incompatible loader.
         """
 
     def skipping(self, num_batches: int) -> PreparedLoader:
-        """Return this loader without its first batches (per rank), counted from an epoch's start."""
+        """Return this loader without the first `num_batches` batches of each rank in an epoch."""
 
 
 class LoaderFactory(Protocol):
-    """Makes prepared loaders, in the place of the core.
+    """Creates prepared loaders instead of the core.
 
-    The class states `name`, as its entry point has it, and `api_version`. With a `Settings`, made
-    by `accelerate_core.settings`, it is made with one of these as its only argument: from
-    `kwargs_handlers`, the environment and the config file. It is made with the Accelerator.
+    The class declares `name`, which must match its entry point, and `api_version`. If it has a `Settings`
+    class, decorated with `accelerate_core.settings`, the constructor gets an instance as its only argument,
+    with values from `kwargs_handlers`, the environment and the config file. It is created together with the
+    Accelerator.
     """
 
     def make_loader(self, accelerator: AcceleratorView, loader: object) -> PreparedLoader | None:
-        """Return the prepared form of a loader; None leaves it to the core.
+        """Return a prepared loader, or None to leave this loader to the core.
+
+        Called on all ranks. `prepare` recognises every `DataLoader` and every object with a `dataset`. For
+        other objects, a plugin must implement the hook `classify`.
 
         Args:
-            accelerator: tells the part of the data (`hooks.data_shard()` returns index and
-                count), the device's feed (`hooks.feed_device(batches, non_blocking)`), the
-                smallest unit of a batch (`hooks.fixed_batch()`) and
-                `gradient_state`.
-            loader: what was given to `prepare`.
-
-        Called on all ranks alike. A loader that has not a `dataset` and is no `DataLoader` is
-        recognised by `prepare` if a plugin classifies it.
+            accelerator: provides this rank's part of the data (`hooks.data_shard()` returns index and
+                count), the transfer to the device (`hooks.feed_device(batches, non_blocking)`), the required
+                multiple of the batch size (`hooks.fixed_batch()`), and `gradient_state`.
+            loader: the object that was passed to `prepare`.
         """
 
 
-#: Per tracker name, arguments of its method.
+#: Name of a tracker -> additional arguments for its method.
 LogKwargs = Mapping[str, Mapping[str, Any]] | None
 
 
 class Tracking(Protocol):
-    """From one `log` call to every tracker of one Accelerator.
+    """Passes logged values to all trackers of one Accelerator.
 
-    Raises at construction for a tracker that is not there; without one asked for, an Accelerator
-    has a `NoTracking`. No method meets another rank, and `log` waits for no library. A tracker that
-    does not have one of the verbs is skipped, and said so once.
+    The constructor raises an error for a tracker that isn't installed. An Accelerator without trackers uses
+    `NoTracking` instead. No method communicates with other ranks, and `log` doesn't wait for any library. If
+    a tracker doesn't support a method, it is skipped, with one warning.
 
     Args:
-        asked: what `log_with` has; `"all"` is resolved here.
-        logging_dir: where trackers write, None without.
-        rank, size: of this process in the world.
-        is_main: whether this is the rank that logs.
+        asked: the value of `log_with`. `"all"` is resolved here.
+        logging_dir: the directory for the trackers' files, or None.
+        rank: the rank of this process.
+        size: the world size.
+        is_main: whether this rank logs.
     """
 
     trackers: list[Any]
-    #: Ids of the trackers' runs of the checkpoint that was loaded, by tracker name.
+    #: Tracker name -> id of its run in the loaded checkpoint.
     resumed_runs: dict[str, str]
 
     def __init__(
@@ -337,16 +342,17 @@ class Tracking(Protocol):
 
     @property
     def names(self) -> list[str]:
-        """Of the trackers asked for, those switched off included."""
+        """Names of the requested trackers, including disabled ones."""
 
     def init_trackers(
         self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: LogKwargs = None
     ) -> None:
-        """Start a run in every tracker asked for, with a configuration.
+        """Start a run in every requested tracker.
 
         Args:
-            init_kwargs: per tracker name, arguments of its constructor.
             project_name: name of the project in each tracker.
+            config: hyperparameters to record with the run.
+            init_kwargs: tracker name -> additional arguments of its constructor.
 
         Example:
             accelerator = Accelerator(log_with="jsonl", project_dir="runs")
@@ -356,7 +362,7 @@ class Tracking(Protocol):
         """
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker by name, or with `unwrap` the library's own object."""
+        """Return a tracker by name. With `unwrap`, return the run object of its library."""
 
     def log(
         self, values: Mapping[str, object], step: int | None = None, log_kwargs: LogKwargs = None
@@ -364,7 +370,9 @@ class Tracking(Protocol):
         """Log values to all trackers, on the main process.
 
         Args:
-            log_kwargs: per tracker name, arguments of its `log`.
+            values: name -> value, such as a number or a 0-d tensor.
+            step: the step that the values belong to.
+            log_kwargs: tracker name -> additional arguments of its `log`.
 
         Example:
             accelerator = Accelerator(log_with="jsonl", project_dir="runs")
@@ -383,13 +391,15 @@ class Tracking(Protocol):
         """Log images by name.
 
         Args:
-            values: name -> one image, H W C, or a batch, N H W C; C is 1, 3 or 4; float
-                in [0, 1] or uint8; a NumPy array, a tensor, or a list of images of one shape.
-            channels_first: they are C H W or N C H W.
-            log_kwargs: per tracker name, arguments of its `log_images`.
+            values: name -> one image of shape (H, W, C) or a batch of shape (N, H, W, C), with 1, 3 or 4
+                channels, as float in [0, 1] or as uint8. NumPy arrays, tensors and lists of images of the
+                same shape are allowed.
+            step: the step that the images belong to.
+            channels_first: whether shapes are (C, H, W) or (N, C, H, W).
+            log_kwargs: tracker name -> additional arguments of its `log_images`.
 
         Raises:
-            ConfigurationError: another shape, type or range, by name.
+            ConfigurationError: an image has an invalid shape, type or range; the error names it.
         """
 
     def log_table(
@@ -401,28 +411,33 @@ class Tracking(Protocol):
         step: int | None = None,
         log_kwargs: LogKwargs = None,
     ) -> None:
-        """Log a table: names of `columns` with `data`, a list of rows; or a `dataframe`.
+        """Log a table, given either as `columns` and `data` or as a `dataframe`.
 
         Args:
-            log_kwargs: per tracker name, more arguments of its method.
+            table_name: name of the table.
+            columns: names of the columns.
+            data: a list of rows.
+            dataframe: a pandas DataFrame, instead of the other two.
+            step: the step that the table belongs to.
+            log_kwargs: tracker name -> additional arguments of its method.
         """
 
     def log_figure(
         self, name: str, figure: object, step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
-        """Log a matplotlib figure, which must stay as it is until the trackers have it.
+        """Log a matplotlib figure. Don't change it until all trackers have read it.
 
         Args:
-            log_kwargs: per tracker name, more arguments of its method.
+            log_kwargs: tracker name -> additional arguments of its method.
         """
 
     def log_artifact(
         self, path: str | os.PathLike[str], name: str | None = None, log_kwargs: LogKwargs = None
     ) -> None:
-        """Keep a file or directory with the run.
+        """Upload a file or directory to the run.
 
         Args:
-            log_kwargs: per tracker name, more arguments of its method.
+            log_kwargs: tracker name -> additional arguments of its method.
         """
 
     def log_text(
@@ -431,55 +446,57 @@ class Tracking(Protocol):
         """Log a text.
 
         Args:
-            log_kwargs: per tracker name, more arguments of its method.
+            log_kwargs: tracker name -> additional arguments of its method.
         """
 
     def log_histogram(
         self, name: str, values: object, step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
-        """Log the distribution of an array or tensor of any shape.
+        """Log a histogram of an array or tensor of any shape.
 
         Args:
-            log_kwargs: per tracker name, more arguments of its method.
+            log_kwargs: tracker name -> additional arguments of its method.
         """
 
     def flush_trackers(self, timeout: float | None = None) -> list[str]:
-        """Wait until every tracker has taken what was logged so far; `end_training` does it too.
+        """Wait until every tracker has received everything logged so far. `end_training` also does this.
 
         Args:
-            timeout: seconds; None waits for whom makes progress.
+            timeout: in seconds. With None, wait as long as a tracker makes progress.
 
         Returns:
-            Names of the trackers that are not done.
+            Names of the trackers that haven't finished.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data by which a resumed script goes on in the same runs."""
+        """Return plain values with which a resumed script continues the same runs."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on in the runs of a checkpoint; after `init_trackers`, empty runs are dropped for them."""
+        """Continue the runs of a checkpoint. Empty runs that `init_trackers` started are dropped."""
 
     def is_failing(self) -> bool:
-        """Whether an exception is on its way out."""
+        """Return whether the script is failing with an exception."""
 
     def finish(self, failed: bool) -> None:
-        """Deliver what is left and close the runs; a second call does nothing.
+        """Deliver the remaining values and close the runs. Calling this again has no effect.
 
         Args:
-            failed: mark the runs as failed.
+            failed: whether to mark the runs as failed.
         """
 
 
 def check_members(thing: object, protocol: type, told: str) -> None:
-    """Refuse what has not all that a part's Protocol declares.
+    """Refuse an object without all members of a part's Protocol.
 
     Args:
-        told: what it is, for the error.
+        thing: the object.
+        protocol: the Protocol that it should implement.
+        told: a description of the object for the error.
 
     Raises:
-        PluginError: with what it lacks.
+        PluginError: names the missing members.
     """
     declared = [n for n in vars(protocol) if n == "__iter__" or not n.startswith("_")]
     if lacks := [n for n in declared if not (hasattr(type(thing), n) or hasattr(thing, n))]:
         where = f"{protocol.__name__} in accelerate_core.contract.parts"
-        raise PluginError(f"{told} has no {listing(lacks)}: see {where}.")
+        raise PluginError(f"{told} has no {listing(lacks)}. See {where}.")

@@ -1,4 +1,4 @@
-"""One call of `train_step`: what an engine that owns forward and backward is told and returns."""
+"""The arguments and the result of the hook `run_schedule`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScheduleStep:
-    """How one batch is run.
+    """How to run one batch.
 
     Attributes:
-        training: run backward, too.
-        sync: gradients are synchronised by this backward: it ends an accumulation cycle.
-        divide: what a loss goes through before its backward: it is divided by the micro-batches
-            of the cycle, or counted by items, and scaled.
-        counted: the items of the cycle are counted: a loss is to be their sum, not their mean.
+        training: whether to run backward.
+        sync: whether this backward ends an accumulation cycle and synchronises gradients.
+        divide: call it on a loss before its backward. It divides the loss by the number of micro-batches
+            or counted items, and multiplies it by the loss scale.
+        counted: whether the items of the cycle are counted. The loss must then be a sum over items instead
+            of a mean.
     """
 
     training: bool
@@ -29,7 +30,7 @@ class ScheduleStep:
 
 
 class ScheduleResult(NamedTuple):
-    """The loss of the whole batch, 0-d and on every rank, and whatever the model gave."""
+    """The loss of the whole batch, 0-d and the same on every rank, and the outputs of the model."""
 
     loss: torch.Tensor
     outputs: Any = None

@@ -1,4 +1,4 @@
-"""Which of how many processes this is, where it runs, and what starting their group takes."""
+"""The rank of this process and the world size, its device, and how the process group starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-#: Rank, world size, local rank and local world size, as torchrun and each MPI spell them.
+#: Variables for rank, world size, local rank and local world size, of torchrun and each MPI.
 _RANK_VARIABLES = (
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE"
@@ -25,13 +25,13 @@ _RANK_VARIABLES = (
     "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS",
 )
 
-#: SLURM numbers its own steps from here: the batch script, an interactive shell, `extern`.
+#: From this number on, SLURM numbers its internal steps: batch script, interactive shell, `extern`.
 _RESERVED_STEP = 4294967280
 
 
 @dataclass
 class Topology:
-    """Which of how many processes this is, as the launcher said."""
+    """The rank of this process and the world size, as set by the launcher."""
 
     #: Rank in the world.
     process_index: int = 0
@@ -46,21 +46,21 @@ class Topology:
 
 @dataclass(kw_only=True)
 class Process(Topology):
-    """Where this process stands among the ranks, what it runs on, and how its group starts."""
+    """The rank of this process, its device, and how the process group starts."""
 
     device: torch.device
     #: The ranks' key-value store (`torch.distributed.Store`), None on one process.
     store: dist.Store | None = None
-    #: How long a collective may take; None is torch's default.
+    #: How long a collective may take; None means torch's default.
     timeout: timedelta | None = None
-    #: Communication backend that was asked for, such as gloo; None is torch's for the device.
+    #: Requested communication backend, such as gloo; None means torch's default for the device.
     comm_backend: str | None = None
-    #: Rendezvous URL, in the place of the store.
+    #: Rendezvous URL, used instead of the store.
     init_method: str | None = None
 
 
 def read_topology(environ: Mapping[str, str]) -> Topology:
-    """Read the ranks from the variables of torchrun or an MPI.
+    """Read rank and world size from the environment variables of torchrun or an MPI.
 
     Raises:
         ConfigurationError: a variable is not a number, or the rank is outside the world.
@@ -82,13 +82,13 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
 
 
 def check_launched(topology: Topology, environ: Mapping[str, str]) -> None:
-    """Refuse to start one of several tasks as if it were alone.
+    """Refuse to train alone in one of several tasks of a job step.
 
-    A scheduler starts each task of a job step, but only a launcher gives it a rank. Without ranks,
-    every task would train a model of its own. `RANK=0 WORLD_SIZE=1` says that this is intended.
+    A scheduler starts the tasks, but only a launcher assigns ranks to them. Without ranks, every task would
+    train a separate model. If that is intended, set `RANK=0 WORLD_SIZE=1`.
 
     Raises:
-        ConfigurationError: with the command that starts the tasks as ranks.
+        ConfigurationError: contains the command that starts the tasks as ranks.
     """
     if topology.num_processes > 1 or {"RANK", "WORLD_SIZE"} <= environ.keys():
         return
@@ -98,7 +98,9 @@ def check_launched(topology: Topology, environ: Mapping[str, str]) -> None:
         nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
         who = f"one of {tasks} tasks of a SLURM step (SLURM_PROCID={rank})"
         start = f"srun --nodes={nodes} --ntasks={tasks}"
-    elif pmix_rank.isdigit() and int(pmix_rank) > 0:  # PMIx does not say how many there are
+    elif (
+        pmix_rank.isdigit() and int(pmix_rank) > 0
+    ):  # PMIx has no variable for the number of processes
         who = f"one of several processes (PMIX_RANK={pmix_rank})"
         start = "mpirun -n NUMBER"
     else:
@@ -107,15 +109,15 @@ def check_launched(topology: Topology, environ: Mapping[str, str]) -> None:
     command = shlex.join(script)
     raise ConfigurationError(
         f"This process is {who}, but RANK and WORLD_SIZE are not set, so each of them would train "
-        "its own model as rank 0 of 1. Start them with the launcher, which sets the ranks:\n"
+        "a separate model as rank 0 of 1. Start them with the launcher, which sets the ranks:\n"
         f"    {start} accelerate-core launch {command}\n"
-        "If each of them is meant to train alone, say so with RANK=0 and WORLD_SIZE=1:\n"
+        "If each of them should train alone, set RANK=0 and WORLD_SIZE=1:\n"
         f"    {start} env RANK=0 WORLD_SIZE=1 python {command}"
     )
 
 
 def check_address(topology: Topology, environ: Mapping[str, str]) -> None:
-    """Refuse ranks of an MPI on several machines that do not know where rank 0 is.
+    """Refuse to start MPI ranks on several machines without the address of rank 0.
 
     Raises:
         ConfigurationError: MASTER_ADDR is not set, so each machine would look for rank 0 on itself.
@@ -132,9 +134,9 @@ def check_address(topology: Topology, environ: Mapping[str, str]) -> None:
 
 
 def several_slurm_tasks(environ: Mapping[str, str]) -> bool:
-    """Tell whether `srun` started this process as one of several tasks.
+    """Return whether `srun` started this process as one of several tasks.
 
-    A batch script and the shell of `salloc` run once, however many tasks the job has.
+    A batch script and the shell of `salloc` run only once, regardless of the number of tasks.
     """
     step, rank = environ.get("SLURM_STEP_ID", ""), environ.get("SLURM_PROCID", "")
     in_step = step.isdigit() and int(step) < _RESERVED_STEP

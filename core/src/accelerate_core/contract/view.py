@@ -1,4 +1,4 @@
-"""What a plugin may read of an Accelerator: the first argument of every hook."""
+"""Protocols of the Accelerator that plugins see, as the first argument of every hook."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class PrecisionView(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of its entry point."""
+        """Name of the precision's entry point."""
 
     @property
     def needs(self) -> frozenset[str]:
-        """What it needs of a backend; words of `contract.capabilities.NEEDS`."""
+        """What it needs from a backend, as words of `contract.capabilities.NEEDS`."""
 
     @property
     def supports(self) -> Mapping[str, Any]:
-        """`mesh` (the dimensions it runs with, None for all) and `compile`."""
+        """`mesh` (the mesh dimensions it works with, None for all) and `compile`."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """dtype that layers compute in."""
+        """The dtype that layers compute in."""
 
     def autocast(
         self, accelerator: AcceleratorView, model: torch.nn.Module | None, options: dict[str, Any]
     ) -> AbstractContextManager[object]:
-        """Return the context of a forward."""
+        """Return the context of a forward pass."""
 
     def clip_grad(
         self,
@@ -59,18 +59,18 @@ class PrecisionView(Protocol):
         """Clip gradients by their norm, or element by element."""
 
     def recompute(self, accelerator: AcceleratorView) -> Callable[..., Any] | None:
-        """Return its replacement of `torch.utils.checkpoint.checkpoint`, None if it has none."""
+        """Return its replacement for `torch.utils.checkpoint.checkpoint`, or None."""
 
     def plain_state(self, model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """Return a model's state with the keys, dtypes and tensors of the unconverted model."""
 
 
 class SetupView(Protocol):
-    """What an Accelerator was asked for, and what was chosen: known before its processes start."""
+    """The requested settings and the selected plugins, before the process group starts."""
 
     @property
     def provenance(self) -> Mapping[str, SourcedValue]:
-        """Every core setting: `provenance[name].value`, and where it came from, `.origin`."""
+        """Every core setting: `provenance[name].value` is its value, `.origin` where it was set."""
 
     @property
     def backend(self) -> BackendView:
@@ -78,7 +78,7 @@ class SetupView(Protocol):
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """The sizes of the mesh's dimensions, None without a mesh."""
+        """The sizes of the mesh dimensions, or None without a mesh."""
 
     @property
     def precision(self) -> PrecisionView:
@@ -86,7 +86,7 @@ class SetupView(Protocol):
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
-        """The compiler's settings."""
+        """The settings for `torch.compile`."""
 
     @property
     def mixed_precision(self) -> str:
@@ -94,7 +94,7 @@ class SetupView(Protocol):
 
 
 class AcceleratorView(SetupView, Protocol):
-    """The members of an Accelerator that plugins may use, once its processes have started."""
+    """The members of an Accelerator that plugins may use, after its process group has started."""
 
     # --- ranks and devices --------------------------------------------------------------------
 
@@ -128,36 +128,36 @@ class AcceleratorView(SetupView, Protocol):
 
     @property
     def group_timeout(self) -> timedelta | None:
-        """How long a collective may take; None is torch's default."""
+        """How long a collective may take; None means torch's default."""
 
     @property
     def communicator(self) -> CommunicatorView:
-        """All ranks, for collectives on flat tensors."""
+        """Collectives among all ranks, on flat tensors and objects."""
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The device mesh, None without one."""
+        """The device mesh, or None."""
 
     def wait_for_everyone(self) -> None:
         """Return once every rank has called this."""
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine each tensor of a structure over the ranks: `sum`, `mean`, `max`, `min`, `none`.
+        """Combine each tensor of a nested structure over the ranks.
 
         Args:
-            reduction: one of these.
-            scale: factor of the result.
+            reduction: `sum`, `mean`, `max`, `min` or `none`.
+            scale: factor for the result.
         """
 
     # --- how objects are prepared -------------------------------------------------------------
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
-        """The one among `kwargs_handlers`, or None."""
+        """The `AutocastKwargs` among `kwargs_handlers`, or None."""
 
     @property
     def upcast_outputs(self) -> bool:
-        """Whether half precision outputs of models become fp32."""
+        """Whether half precision outputs of models are converted to fp32."""
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
@@ -165,11 +165,11 @@ class AcceleratorView(SetupView, Protocol):
 
     @property
     def scheduler_steps(self) -> str:
-        """How far schedulers move when the optimizer steps: `per_process` or `per_step`."""
+        """How often schedulers step when the optimizer steps: `per_process` or `per_step`."""
 
     @property
     def mixes_precision(self) -> bool:
-        """Whether forward runs under autocast."""
+        """Whether the forward pass runs under autocast."""
 
     @property
     def split_batches(self) -> bool:
@@ -179,7 +179,7 @@ class AcceleratorView(SetupView, Protocol):
 
     @property
     def models(self) -> Sequence[torch.nn.Module]:
-        """The prepared models, wrapped."""
+        """The prepared models, with their wrappers."""
 
     @property
     def optimizers(self) -> Sequence[PreparedOptimizer]:
@@ -191,30 +191,30 @@ class AcceleratorView(SetupView, Protocol):
 
     @property
     def loaders(self) -> Sequence[Any]:
-        """The prepared loaders; of any class that can be iterated."""
+        """The prepared loaders, of any iterable class."""
 
     def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the user's own model inside a prepared one."""
 
     def wrap_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """Return an optimizer under the accumulation cycle."""
+        """Return an optimizer that follows the accumulation cycle."""
 
     def wrap_scheduler(
         self, scheduler: Scheduler, optimizers: Sequence[PreparedOptimizer]
     ) -> Scheduler:
-        """Return a scheduler that follows these prepared optimizers by the rule in force."""
+        """Return a scheduler that steps with these prepared optimizers, according to `scheduler_steps`."""
 
     # --- the step -----------------------------------------------------------------------------
 
     @property
     def gradient_state(self) -> GradientStateView:
-        """Where the loops are in their accumulation cycle."""
+        """The position in the accumulation cycle."""
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether gradients are synchronised, and optimizers stepped, now."""
+        """Whether gradients are synchronised and optimizers step in this micro-batch."""
 
-    #: Micro-batches seen in the current accumulation cycle.
+    #: Number of micro-batches so far in the current accumulation cycle.
     step: int
 
     @property
@@ -225,11 +225,11 @@ class AcceleratorView(SetupView, Protocol):
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler, None if losses are not scaled."""
 
-    # --- telling ------------------------------------------------------------------------------
+    # --- warnings -----------------------------------------------------------------------------
 
     def warn_once(self, text: str, *, every_rank: bool = False) -> None:
-        """Warn, once per text, on the main process.
+        """Warn on the main process, only once for each text.
 
         Args:
-            every_rank: warn on each of them.
+            every_rank: warn on every rank.
         """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["ReduceOp", "Scope", "TorchCollectives", "as_memory", "bind_collectives", "host_group"]
 
 
-_SMALL = 2**20  # bytes of a gathered result that is not worth a ring
+_SMALL = 2**20  # results of at most this many bytes are gathered without a ring
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_memory(tensor: torch.Tensor) -> memoryview:
-    """Return a contiguous host tensor's memory, without NumPy; it has to outlive the view."""
+    """View the memory of a contiguous CPU tensor without NumPy. The tensor must outlive the view."""
     size = tensor.numel() * tensor.element_size()
     if not size:
         return memoryview(b"")
@@ -40,7 +40,7 @@ def as_memory(tensor: torch.Tensor) -> memoryview:
 
 
 def _object_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where pickled objects travel: in host memory, where the group takes it."""
+    """Return the device for pickled objects: the CPU if the group supports it."""
     among: Any = group or dist.group.WORLD
     kinds = [device.type for device in among._device_types]
     return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
@@ -51,19 +51,20 @@ def _pickled(obj: Any) -> torch.Tensor:
 
 
 def _unpickled(data: torch.Tensor) -> Any:
-    host = data.cpu()  # has a name: the view of its memory does not keep it
+    host = data.cpu()  # named, because the view does not keep its memory alive
     return pickle.loads(as_memory(host))
 
 
 def host_group(
     ranks: Sequence[int] | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup | None:
-    """Return a new group for tensors in host memory; None for `ranks` means all.
+    """Return a new group for tensors in host memory, or None if torch was built without gloo.
 
-    Only its members call this. None where torch has no such group.
+    Only the members of the group call this.
 
     Args:
-        timeout: how long a collective in it may wait.
+        ranks: the members; None means all ranks.
+        timeout: how long a collective of the group may wait.
     """
     if not dist.is_gloo_available():
         return None
@@ -77,16 +78,16 @@ def host_group(
 
 
 class TorchCollectives:
-    """The collectives over torch.distributed: base of `Backend`, and enough for a `Communicator`.
+    """The collectives over torch.distributed, for `Backend` and for a `Communicator`.
 
     Args:
-        group: the group for every scope; None is the default group of the process. Where scopes
-            have groups of their own, `scope_group` is overridden.
+        group: the group of every scope; None means the default group. Override `scope_group` to use
+            a separate group for each scope.
 
-    Tensors are 1-d, contiguous and on the backend's device. `scope` says which ranks take part:
-    `"data"` (those with different samples), `"loss"` (those over which a loss is summed) or
-    `"world"`; `src` is a rank within it. Only `reduce` and `broadcast` may write into their input.
-    What only moves data goes as bytes, so every dtype works on every kind of group.
+    Tensors are 1-d, contiguous and on the backend's device. `scope` selects the ranks that take part:
+    `"data"` (ranks with different samples), `"loss"` (ranks over which a loss is summed) or `"world"`.
+    `src` is a rank within the scope. Only `reduce` and `broadcast` may overwrite their input. All other
+    collectives send bytes, so that every dtype works with every kind of group.
     """
 
     _group: dist.ProcessGroup | None = None
@@ -96,21 +97,24 @@ class TorchCollectives:
         self._group = group
 
     def scope_group(self, scope: Scope) -> dist.ProcessGroup | None:
-        """Return the group that serves a scope; None is the default group."""
+        """Return the process group of a scope; None means the default group."""
         return self._group
 
     @owner
     def gather(
         self, accelerator: AcceleratorView, tensor: torch.Tensor, scope: Scope
     ) -> torch.Tensor:
-        """Return the ranks' flat tensors of k elements as one of n*k, in rank order."""
+        """Return the tensors of all ranks as one tensor of n * k elements, in rank order.
+
+        Each of the n ranks passes a tensor of k elements.
+        """
         group = self.scope_group(scope)
         size = dist.get_world_size(group)
         out = tensor.new_empty(size * tensor.numel())
         if tensor.device.type == "cpu" and out.nbytes <= _SMALL:
-            # A ring takes a turn per rank; among hosts small messages go to all at once.
+            # A ring needs one turn per rank. Small messages between hosts are sent to all at once.
             sent = torch.cat([as_bytes(tensor)] * size)
-            # The group's own method: the function around it is a tenth of the whole time.
+            # Call the group's method, as torch's function around it takes a tenth of the total time.
             direct: Any = group or dist.group.WORLD
             direct.alltoall_base(as_bytes(out), sent, [], [], dist.AllToAllOptions()).wait()
             return out
@@ -121,7 +125,7 @@ class TorchCollectives:
     def reduce(
         self, accelerator: AcceleratorView, tensor: torch.Tensor, op: ReduceOp, scope: Scope
     ) -> torch.Tensor:
-        """Combine elementwise by `sum`, `mean` (of floats), `max` or `min`, on every rank."""
+        """Return the elementwise `sum`, `mean` (floats only), `max` or `min` over the ranks."""
         group = self.scope_group(scope)
         if op != "mean":
             dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=group)
@@ -132,8 +136,8 @@ class TorchCollectives:
                 dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=group)
                 return tensor
             except (RuntimeError, ValueError) as error:
-                # A group that lacks AVG says so on every rank before anything is sent. Any other
-                # failure is real.
+                # A group without AVG raises on every rank before anything is sent. Any other
+                # error is a real failure.
                 if "avg" not in str(error).lower():
                     raise
                 self._without_avg |= {key}
@@ -144,7 +148,10 @@ class TorchCollectives:
     def broadcast(
         self, accelerator: AcceleratorView, tensor: torch.Tensor, src: int, scope: Scope
     ) -> torch.Tensor:
-        """Give every rank the flat tensor of rank `src`; the others' has its size and dtype."""
+        """Return the tensor of rank `src` on every rank.
+
+        The other ranks pass a tensor of the same size and dtype.
+        """
         dist.broadcast(as_bytes(tensor), group=self.scope_group(scope), group_src=src)
         return tensor
 
@@ -157,7 +164,7 @@ class TorchCollectives:
         src: int,
         scope: Scope,
     ) -> torch.Tensor:
-        """Give each rank its own part, of the size of `like`, of what `src` holds."""
+        """Return this rank's part of the `parts` that rank `src` passes; it has the size of `like`."""
         group = self.scope_group(scope)
         out = torch.empty_like(like)
         is_src = dist.get_rank(group) == src
@@ -169,21 +176,21 @@ class TorchCollectives:
     def all_to_all(
         self, accelerator: AcceleratorView, tensor: torch.Tensor, scope: Scope
     ) -> torch.Tensor:
-        """Exchange equal pieces: piece j of rank i becomes piece i of rank j."""
+        """Exchange pieces of equal size: piece j of rank i becomes piece i of rank j."""
         out = torch.empty_like(tensor)
         dist.all_to_all_single(as_bytes(out), as_bytes(tensor), group=self.scope_group(scope))
         return out
 
     @owner
     def barrier(self, accelerator: AcceleratorView, scope: Scope) -> None:
-        """Return when every rank has called it."""
+        """Return once every rank has called this."""
         dist.barrier(group=self.scope_group(scope))
 
-    # Objects travel as bytes: torch's own way to send them needs NumPy.
+    # Objects are sent as bytes, because torch's own functions for objects need NumPy.
 
     @owner
     def gather_object(self, accelerator: AcceleratorView, obj: Any, scope: Scope) -> list[Any]:
-        """Return the ranks' picklable objects in rank order, on every rank."""
+        """Return the picklable objects of all ranks, in rank order."""
         data = _pickled(obj).to(_object_device(self.scope_group(scope)))
         own = torch.tensor([len(data)], device=data.device)
         lengths = TorchCollectives.gather(self, accelerator, own, scope).tolist()
@@ -196,7 +203,7 @@ class TorchCollectives:
     def broadcast_object(
         self, accelerator: AcceleratorView, obj: Any, src: int, scope: Scope
     ) -> Any:
-        """Give every rank the object of rank `src`."""
+        """Return the picklable object of rank `src` on every rank."""
         group = self.scope_group(scope)
         is_src = dist.get_rank(group) == src
         data = _pickled(obj if is_src else None).to(_object_device(group))
@@ -211,18 +218,18 @@ class TorchCollectives:
     def scatter_object(
         self, accelerator: AcceleratorView, objs: Sequence[Any] | None, src: int, scope: Scope
     ) -> Any:
-        """Give each rank its own of the objects that `src` holds."""
+        """Return this rank's object from the sequence that rank `src` passes."""
         every = TorchCollectives.broadcast_object(self, accelerator, objs, src, scope)
         return every[dist.get_rank(self.scope_group(scope))]
 
 
 def bind_collectives(collectives: TorchCollectives) -> CollectiveHooks:
-    """Return the collectives as a `Communicator` takes them, for use without an Accelerator."""
+    """Return the collectives in the form that `Communicator` needs, without an Accelerator."""
     names = [name for name in vars(TorchCollectives) if name in HOOKS]
     bound = {name: partial(getattr(collectives, name), None) for name in names}
     return cast("CollectiveHooks", SimpleNamespace(**bound))
 
 
 def _all_gather() -> Callable[..., Any]:
-    # The same call was renamed; the older name warns where the newer one exists.
+    # torch renamed this function. The old name warns in versions that have the new one.
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -30,10 +30,10 @@ PROMISED: tuple[type, ...] = (
 
 #: What the four kinds of hooks have in common, each in a line.
 HOOK_KINDS: dict[Kind, str] = {
-    "owner": "Exactly one answer: the active backend's. `None` is an answer.",
-    "stage": "Model in, model out: every active plugin, by stage and then by name.",
-    "broadcast": "Everyone is told; answers are ignored.",
-    "registration": "Everyone may contribute something.",
+    "owner": "Only the active backend implements these, and its result is used, even if it is `None`.",
+    "stage": "Each takes a model and returns one. Every active plugin is called, by stage and then by name.",
+    "broadcast": "Every active plugin is called, and results are ignored.",
+    "registration": "Every active plugin is called, and each may contribute a result.",
 }
 
 
