@@ -48,7 +48,8 @@ def on_config(config: Any) -> Any:
     names = [f"api/{page}.md" for page in public.public()]
     nav["Reference"][1:1] = ["api/accelerator.md", {"Names": names}]
     decisions = sorted((ROOT / "docs/decisions").glob("[0-9]*.md"))
-    nav["Decisions"] += [f"decisions/{one.name}" for one in decisions]
+    (listed,) = (one["Decisions"] for one in nav["Project"] if "Decisions" in one)
+    listed += [f"decisions/{one.name}" for one in decisions]
     config.watch += [str(project) for project in public.PROJECTS]
     return config
 
