@@ -1,7 +1,7 @@
-"""Two machines: network namespaces with addresses of their own, joined by one cable.
+"""Runs on two machines, simulated by two network namespaces joined by a virtual cable.
 
-Skipped, by name, where namespaces may not be made (it takes root, or CAP_NET_ADMIN) or `ip` is
-not installed.
+The tests are skipped if namespaces can't be created, which needs root or CAP_NET_ADMIN, or if `ip`
+is not installed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ pytestmark = [
 
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
-    """Make two namespaces, each with a loopback of its own and one end of a cable."""
+    """Create two namespaces, each with its own loopback device and one end of the cable."""
     names = [f"acc{os.getpid()}{end}" for end in "ab"]
     try:
         for name in names:
@@ -77,7 +77,7 @@ def hosts() -> Iterator[list[str]]:
 def started(
     names: list[str], *arguments: str, launch: list[str]
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Run the same launch on both hosts; whatever is left of it is killed at the end."""
+    """Run the same launch on both hosts, and kill what is left of it at the end."""
     environ = clean_environment(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
     runs = []
     for rank, name in enumerate(names):
@@ -108,7 +108,7 @@ def outputs(runs: list[subprocess.Popen[str]], timeout: float = TIMEOUT) -> list
 
 
 def wait_for_step(folder: Path, rank: int, step: int) -> int:
-    """Wait until a rank has done a step; return its process."""
+    """Wait until a rank has completed a step, and return its process ID."""
     file, until = folder / f"rank{rank}.step", time.monotonic() + TIMEOUT
     while time.monotonic() < until:
         with contextlib.suppress(OSError, ValueError):
@@ -116,13 +116,13 @@ def wait_for_step(folder: Path, rank: int, step: int) -> int:
             if int(done) >= step:
                 return int(pid)
         time.sleep(0.05)
-    raise AssertionError(f"rank {rank} has not come to step {step}")
+    raise AssertionError(f"rank {rank} has not reached step {step}")
 
 
 C10D = ["--rdzv_backend", "c10d", "--rdzv_conf", "join_timeout=60"]
 
 
-def test_killed_processes_are_started_again_and_go_on(hosts: list[str], tmp_path: Path) -> None:
+def test_killed_processes_are_restarted_and_resume(hosts: list[str], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     launch = [*C10D, "--max_restarts", "2"]
@@ -132,7 +132,7 @@ def test_killed_processes_are_started_again_and_go_on(hosts: list[str], tmp_path
         said = outputs(runs)
     assert [run.returncode for run in runs] == [0, 0], "\n".join(said)
     made = json.loads((broken / "done.json").read_text())
-    assert made["first"] >= 5  # it went on from a checkpoint
+    assert made["first"] >= 5  # it resumed from a checkpoint
     assert made["size"] == 4
     for got, expected in zip(made["weights"], _trained_plainly(20, 4), strict=True):
         torch.testing.assert_close(torch.tensor(got), expected, rtol=1e-5, atol=1e-6)
@@ -152,7 +152,7 @@ def _trained_plainly(steps: int, ranks: int) -> list[torch.Tensor]:
     return [value.detach() for value in model.state_dict().values()]
 
 
-def test_a_cut_cable_is_an_error_on_both_sides(hosts: list[str], tmp_path: Path) -> None:
+def test_cut_network_cable_is_an_error_on_both_machines(hosts: list[str], tmp_path: Path) -> None:
     with started(hosts, str(tmp_path), "2000", "0.05", launch=C10D) as runs:
         for rank in (0, 3):
             wait_for_step(tmp_path, rank, 3)
@@ -161,6 +161,6 @@ def test_a_cut_cable_is_an_error_on_both_sides(hosts: list[str], tmp_path: Path)
         said = outputs(runs, timeout=110)
         seconds = time.monotonic() - cut
     assert [run.returncode == 0 for run in runs] == [False, False], "\n".join(said)
-    assert seconds < 70  # 10 s of the group, and what the agents need to give up
+    assert seconds < 70  # 10 s for the process group, plus the time until the agents give up
     for text in said:
         assert "Error" in text, text

@@ -1,4 +1,4 @@
-"""What the two machines run: a training that keeps checkpoints and goes on from the newest."""
+"""The script for the two machines: it saves checkpoints and resumes from the newest."""
 
 from __future__ import annotations
 
