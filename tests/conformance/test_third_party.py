@@ -204,7 +204,7 @@ def test_the_choice_of_a_checkpointer_is_explained(site: Path) -> None:
         told.append(" ".join(done.stdout.split()))
     assert "fsspec: active, environment variable ACCELERATE_CHECKPOINTER" in told[0]
     assert "accelerate-fsspec 0.1.0, entry point accelerate_fsspec:FsspecCheckpointer" in told[0]
-    assert "directory: available, not asked for" in told[1]
+    assert "directory: available, not requested" in told[1]
     assert "chosen fsspec (accelerate-fsspec 0.1.0)" in told[1]
 
 
@@ -247,5 +247,5 @@ def test_the_choice_of_a_loader_factory_is_explained(site: Path) -> None:
     assert (
         "accelerate-records 0.1.0, entry point accelerate_records:RecordsLoaderFactory" in told[0]
     )
-    assert "records: available, not asked for" in told[1]
-    assert "none is named: the core does it" in told[1]
+    assert "records: available, not requested" in told[1]
+    assert "none; the core does it itself" in told[1]

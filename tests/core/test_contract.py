@@ -378,7 +378,7 @@ def test_a_launcher_that_is_refused_is_passed_over_unless_it_is_named(
         done = launch(**environ)
         assert (done.returncode, done.stdout.strip()) == (0, f"started by {by}")
         assert refused in done.stderr
-        assert done.stderr.count("The launch goes on with") == 1
+        assert done.stderr.count("The launch continues with") == 1
         assert "odd (dummy-odd 1.0)" in done.stderr
     named = launch("--launcher", "odd")
     assert named.returncode == 2

@@ -105,9 +105,9 @@ def test_the_table_tells_kind_version_state_and_reason(root: Path) -> None:
     }
     shown = {name: (row["state"], row["reason"]) for name, row in rows.items()}
     assert shown["right"] == ("passed over", "right wants it, priority 60")
-    assert shown["single"] == ("available", "not asked for")
+    assert shown["single"] == ("available", "not requested")
     assert shown["fp16"] == ("disabled", "ACCELERATE_DISABLED_PLUGINS")
-    refused = "written for version 2.0 of the contract; this core speaks 1.0"
+    refused = "written for contract version 2.0, but this core supports 1.0"
     assert shown["future"] == ("refused", refused)
     assert shown["gone"][0] == shown["lost"][0] == "broken"
     assert "dummy_gone:Gone" in shown["gone"][1]
@@ -147,7 +147,7 @@ def test_why_tells_what_a_plugin_chooses_by_itself(root: Path, tmp_path: Path) -
     assert not decision(root, "fast", ENGINE="none")["problem"]  # nobody asks for it
     made = decision(root, "fast", "--config_file", str(file), ENGINE="none")
     assert made["problem"] == "ENGINE=none"
-    assert made["steps"]["its own choice"] == "it fails: ENGINE=none"
+    assert made["steps"]["its own choice"] == "failed: ENGINE=none"
     file.write_text("mixed_precision: fp8\nfp8_config:\n  backend: te\n")
     told = plugins(root, "why", "fp8", "--config_file", str(file)).stdout
     assert "engine TE: " in told
@@ -161,11 +161,11 @@ def test_why_tells_what_a_plugin_chooses_by_itself(root: Path, tmp_path: Path) -
 def test_why_tells_triggers_claims_and_rivals(root: Path) -> None:
     right = decision(root, "right", USE_LEFT="1", USE_RIGHT="1")
     assert right["state"] == "passed over"
-    assert right["steps"]["trigger USE_RIGHT"] == "fires: environment variable USE_RIGHT=1"
-    assert right["steps"]["against left"] == "active: left wants it"
+    assert right["steps"]["trigger USE_RIGHT"] == "matches: environment variable USE_RIGHT=1"
+    assert right["steps"]["candidate left"] == "active: left wants it"
     assert "ACCELERATE_BACKEND=right" in right["advice"]
     quiet = decision(root, "right")
-    assert quiet["steps"]["trigger USE_RIGHT"] == "does not fire"
+    assert quiet["steps"]["trigger USE_RIGHT"] == "does not match"
     assert quiet["steps"]["chosen"].startswith("single (accelerate-core")
     tie = decision(root, "left", USE_LEFT="1", USE_TIED="1")
     assert "equal priority 70" in tie["steps"]["selection"]
@@ -231,7 +231,7 @@ def test_the_table_and_why_decide_as_launch_does_with_the_same_file(
     rope = decision(tmp_path, "rope", *file, **environ)
     reason = {
         "launcher": f"{config} line 3",
-        "trigger": "asked because of environment variable ROPE",
+        "trigger": "requested by environment variable ROPE",
     }
     expected = ("active", reason[key]) if key in reason else ("available", "nothing asks for it")
     assert (rope["state"], rope["reason"]) == expected

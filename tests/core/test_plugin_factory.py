@@ -65,7 +65,7 @@ def test_an_extension_can_host_a_kind_of_plugin_of_its_own(tmp_path: Path) -> No
     assert sick == ["ValueError", "no disk", note]
     assert misspelt[0] == "MissingPluginError"
     assert "Did you mean 'disk'?" in misspelt[1]
-    assert told == ["store", "available", "ask the package that hosts plugins of kind 'store'"]
+    assert told == ["store", "available", "see the package that defines plugins of kind 'store'"]
 
 
 LAUNCHERS = """

@@ -1,4 +1,4 @@
-"""Two ranks in debug mode, under backends that average gradients and one that forgets to."""
+"""Two ranks in debug mode, with backends that average gradients and one that forgets to."""
 
 from __future__ import annotations
 

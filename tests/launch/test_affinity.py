@@ -1,4 +1,4 @@
-"""`enable_cpu_affinity`: each process on the CPUs beside its accelerator."""
+"""`enable_cpu_affinity` binds each process to the CPUs nearest to its accelerator."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from accelerate_core.utils import set_numa_affinity
 from accelerate_launch import make_plan
 from accelerate_launch.affinity import parse_cpu_list
 
-#: What the system tells about an accelerator is put in its place: there is none here.
-BESIDE = """
+#: Replaces the lookup of the nearest CPUs, because this machine has no accelerator.
+BIND = """
 import psutil
 from accelerate_launch import affinity
-affinity._cpus_beside = lambda index: [min(psutil.Process().cpu_affinity())]
+affinity._nearest_cpus = lambda index: [min(psutil.Process().cpu_affinity())]
 from accelerate_core import Accelerator
 accelerator = Accelerator(cpu=True)
 print(len(psutil.Process().cpu_affinity()), accelerator.explain().count("cpu_affinity"))
@@ -29,7 +29,7 @@ print(len(psutil.Process().cpu_affinity()), accelerator.explain().count("cpu_aff
 
 def bound(**variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", BESIDE],
+        [sys.executable, "-c", BIND],
         env=clean_environment(**variables),
         capture_output=True,
         text=True,
@@ -38,7 +38,7 @@ def bound(**variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_launcher_sets_the_variable(tmp_path: Path) -> None:
+def test_enable_cpu_affinity_in_a_config_file_sets_the_variable(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("use_cpu: true\nenable_cpu_affinity: true\n")
     made = make_plan(__file__, [], {}, {}, read_config(file)).environment
@@ -48,25 +48,27 @@ def test_the_launcher_sets_the_variable(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "variables", [{"ACCELERATE_CPU_AFFINITY": "true"}, {"ACCELERATE_PLUGINS": "cpu_affinity"}]
 )
-def test_processes_are_bound_where_that_is_asked_for(variables: dict[str, str]) -> None:
+def test_processes_are_bound_if_cpu_affinity_is_requested(variables: dict[str, str]) -> None:
     done = bound(**variables)
     assert done.stdout.startswith("1 "), done.stderr
-    assert not done.stdout.endswith(" 0\n"), "explain() names the plugin"
+    assert not done.stdout.endswith(" 0\n"), "explain() must name the plugin"
 
 
 @pytest.mark.parametrize("variables", [{}, {"ACCELERATE_CPU_AFFINITY": "no"}])
-def test_processes_are_left_alone_where_it_is_not(variables: dict[str, str]) -> None:
+def test_processes_are_not_bound_if_cpu_affinity_is_not_requested(
+    variables: dict[str, str],
+) -> None:
     done = bound(**variables)
     assert done.stdout == f"{len(psutil.Process().cpu_affinity())} 0\n", done.stderr
 
 
-def test_a_word_that_is_neither_yes_nor_no_is_refused() -> None:
+def test_non_boolean_cpu_affinity_is_refused() -> None:
     done = bound(ACCELERATE_CPU_AFFINITY="perhaps")
     assert done.returncode == 1
     assert "ACCELERATE_CPU_AFFINITY='perhaps' is not a switch" in done.stderr
 
 
-def test_the_kernels_lists_are_read() -> None:
+def test_cpu_lists_of_the_kernel_are_parsed() -> None:
     assert parse_cpu_list("0-2,8\n") == [0, 1, 2, 8]
 
 

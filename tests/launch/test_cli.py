@@ -1,4 +1,4 @@
-"""The command line: light to start, clear in its answers."""
+"""The command line starts quickly and gives clear answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HELP = [[], *([name] for name in COMMANDS)]
 
 
 @pytest.mark.parametrize("command", HELP, ids=lambda c: c[0] if c else "top")
-def test_help_never_imports_torch_and_is_quick(command: list[str]) -> None:
+def test_help_is_quick_and_does_not_import_torch(command: list[str]) -> None:
     code = (
         "import sys\n"
         "from accelerate_launch.cli import cli\n"
@@ -56,12 +56,12 @@ def test_help_never_imports_torch_and_is_quick(command: list[str]) -> None:
 
 
 def _seconds_of_children() -> float:
-    """Return the processor time of ended children: unlike the clock, no matter what else runs."""
+    """Return the CPU time of ended children, which unlike the clock ignores other processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-def test_all_commands_have_a_line_in_the_help() -> None:
+def test_help_lists_all_commands() -> None:
     output = CliRunner().invoke(cli, ["--help"]).output
     assert all(name in output for name in COMMANDS)
 
@@ -79,13 +79,13 @@ def test_version(module: str) -> None:
     assert done.stdout.startswith("accelerate-core 0.")
 
 
-def test_an_unknown_command_names_the_nearest() -> None:
+def test_unknown_command_suggests_the_most_similar_one() -> None:
     result = CliRunner().invoke(cli, ["lunch"])
     assert result.exit_code == 2
     assert "Did you mean 'launch'?" in result.output
 
 
-def test_options_are_spelt_with_dashes_or_underscores(tmp_path: Path) -> None:
+def test_options_accept_dashes_and_underscores(tmp_path: Path) -> None:
     script = tmp_path / "s.py"
     script.write_text("")
     for option in ("--gradient_accumulation_steps", "--gradient-accumulation-steps"):
@@ -95,7 +95,7 @@ def test_options_are_spelt_with_dashes_or_underscores(tmp_path: Path) -> None:
         assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in result.output
 
 
-def test_plugins_lists_what_is_installed_without_torch() -> None:
+def test_plugins_command_does_not_import_torch() -> None:
     code = (
         "import sys\n"
         "from accelerate_launch.cli import cli\n"
@@ -117,19 +117,19 @@ def test_plugins_lists_what_is_installed_without_torch() -> None:
     assert rows["precision", "fp16"]["state"] == "available"
 
 
-def test_plugins_as_a_table() -> None:
+def test_plugins_command_prints_a_table() -> None:
     result = CliRunner(env={"ACCELERATE_DISABLED_PLUGINS": "fp16"}).invoke(cli, ["plugins"])
     assert result.exit_code == 0, result.output
     assert "reason" in result.output
     assert "disabled" in result.output
 
 
-def test_plugins_that_nothing_asks_for_are_only_named() -> None:
+def test_plugins_that_nothing_requests_are_only_named() -> None:
     said = CliRunner().invoke(cli, ["plugins"]).output
-    table, rest = said.split("Also installed, and not asked for here (--all shows them):")
+    table, rest = said.split("Also installed, but not requested here (--all shows them in full):")
     rows = {tuple(line.split()[:2]) for line in table.splitlines()}
     assert ("backend", "single") in rows
-    assert ("launcher", "torchrun") in rows  # it was considered
+    assert ("launcher", "torchrun") in rows  # it was a candidate
     assert not {("backend", "ddp"), ("command", "launch"), ("tracker", "jsonl")} & rows
     assert re.search(r"backend +.*\bddp\b", rest)
     assert "command" not in rest
@@ -141,16 +141,16 @@ def test_plugins_that_nothing_asks_for_are_only_named() -> None:
     assert "fp16" in precisions
 
 
-def test_env_names_active_plugins_and_versions_without_the_table_of_plugins() -> None:
+def test_env_lists_versions_and_active_plugins_only() -> None:
     said = CliRunner(env={"ACCELERATE_BACKEND": None}).invoke(cli, ["env"]).output
     assert re.search(r"^ backend +single +one process", said, re.MULTILINE)
     assert re.search(r"^ accelerate-ddp +0\.", said, re.MULTILINE)
     assert "available" not in said
-    assert "not asked for" not in said
+    assert "not requested" not in said
     assert "accelerate-core plugins --all" in said
 
 
-def test_env_and_config_show_spell_values_as_config_files_do() -> None:
+def test_env_and_config_show_print_values_in_config_file_notation() -> None:
     for arguments in (["env"], ["config", "show"]):
         words = CliRunner().invoke(cli, arguments).output.split()
         assert "false" in words
@@ -159,7 +159,7 @@ def test_env_and_config_show_spell_values_as_config_files_do() -> None:
     assert {"none", "false", "true"} <= {row["value"] for row in values}
 
 
-def test_launch_without_a_script_says_what_to_type() -> None:
+def test_launch_without_a_script_shows_a_complete_command() -> None:
     result = CliRunner().invoke(cli, ["launch", "--cpu", "--num-processes", "2"])
     assert result.exit_code == 2
     assert "No script was given." in result.output
@@ -181,7 +181,7 @@ def test_help_of_launch_begins_with_examples_that_work(tmp_path: Path) -> None:
     assert re.search(r"Processes;\s+Machines;.*Backend\s+ddp;.*Other", groups, re.DOTALL)
 
 
-def test_help_lists_what_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_lists_packages_that_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def without(kind: str) -> tuple[PluginRecord, ...]:
         found = installed().of_kind(kind)
         gone = ("accelerate-big-model", "accelerate-testing", "accelerate-wandb")
@@ -190,10 +190,10 @@ def test_help_lists_what_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("accelerate_launch.cli.installed", lambda: SimpleNamespace(of_kind=without))
     monkeypatch.setattr(catalog, "pip_command", lambda extra: f"pip install {extra}")
     said = CliRunner().invoke(cli, ["--help"]).output
-    listed = said.split("Not installed; pip install NAME adds them:\n")[1]
+    listed = said.split("Not installed (add with pip install NAME):\n")[1]
     assert re.search(r"commands +.*estimate-memory \[big-model\]", listed)
     assert re.search(r"trackers +wandb\n", listed)
-    assert "fsdp" not in listed  # another name of what is installed
+    assert "fsdp" not in listed  # another name of an installed backend
     said = CliRunner().invoke(cli, ["plugins", "--help"]).output
     assert re.search(r"commands +check \[testing\], hooks \[testing\], new \[testing\]", said)
 
@@ -216,7 +216,7 @@ def test_env_hides_secrets_and_shows_sources() -> None:
     assert "PATH" not in made["variables"]
 
 
-#: Set by the shell when it asks the command for completions.
+#: The shell sets this variable when it asks the command for completions.
 COMPLETE = "_ACCELERATE_CORE_COMPLETE"
 
 
@@ -230,14 +230,16 @@ COMPLETE = "_ACCELERATE_CORE_COMPLETE"
         ("accelerate-core config va", "validate"),
     ],
 )
-def test_the_shell_completes(words: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shell_completes_commands_and_options(
+    words: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
     said = BashComplete(cli, {}, "accelerate-core", COMPLETE).complete()
     assert f"plain,{expected}" in said.split()
 
 
-def test_the_installed_command_completes() -> None:
+def test_installed_command_supports_shell_completion() -> None:
     done = subprocess.run(
         [str(Path(sys.executable).with_name("accelerate-core"))],
         env=clean_environment(
@@ -262,7 +264,7 @@ def test_env_prints_json_and_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_the_self_check_passes_on_two_processes() -> None:
+def test_self_check_passes_on_two_processes() -> None:
     done = run_cli("test", "--timeout", "100")
     assert done.returncode == 0, done.stdout + done.stderr
     for check in (
@@ -279,9 +281,9 @@ def test_the_self_check_passes_on_two_processes() -> None:
 
 
 @pytest.mark.dist
-def test_the_matrix_checks_every_installed_backend() -> None:
-    # The test above runs DDP's, the engines' own tests start them often enough, Megatron needs CUDA,
-    # and XLA another torch.
+def test_matrix_checks_every_installed_backend() -> None:
+    # The test above covers DDP, DeepSpeed has its own tests, Megatron needs CUDA, and XLA needs
+    # another torch.
     environ = {"ACCELERATE_DISABLED_PLUGINS": "ring, ddp, deepspeed, megatron, xla"}
     environ[pool.EXECUTABLE] = str(warm_python())  # the test above has real interpreters
     done = run_cli("test", "--matrix", "--json", env=environ, forked=True)
@@ -299,7 +301,7 @@ def test_the_matrix_checks_every_installed_backend() -> None:
     assert [check["name"] for check in made["fsdp2"]["checks"]][-1] == "saving"
 
 
-def test_a_self_check_that_cannot_start_fails() -> None:
+def test_self_check_with_an_invalid_setting_fails() -> None:
     done = run_cli("test", "--num_processes", "1", env={"ACCELERATE_USE_CPU": "perhaps"})
     assert done.returncode == 2
     assert "(from environment variable ACCELERATE_USE_CPU) is not a switch" in done.stderr

@@ -1,4 +1,4 @@
-"""What is around the launcher: an mpirun, ours or another's, and an allocation of SLURM."""
+"""Launching with MPI, from inside mpirun or through it, and in a SLURM allocation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accelerate_launch.slurm import expand_nodes
 
 needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 
-#: As root, in a container, Open MPI has to be told that this is meant; two ranks on any machine.
+#: Allows Open MPI to run as root, as in containers, and two ranks on any number of cores.
 AS_ROOT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -51,7 +51,7 @@ MVAPICH |= {"MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "4"}
 @pytest.mark.parametrize(
     ("environ", "name"), [(OPEN, "Open MPI"), (INTEL, "Intel MPI"), (MVAPICH, "MVAPICH")]
 )
-def test_a_rank_of_mpirun_runs_the_script_itself(
+def test_launch_inside_mpirun_runs_the_script_directly(
     script: Path, environ: dict[str, str], name: str
 ) -> None:
     plan = plan_of(script, environ)
@@ -60,19 +60,19 @@ def test_a_rank_of_mpirun_runs_the_script_itself(
     assert (made["RANK"], made["WORLD_SIZE"], made["LOCAL_RANK"]) == ("1", "4", "1")
     assert made["MASTER_ADDR"] == "127.0.0.1"
     assert plan.provenance["num_processes"].origin.startswith(name)
-    with pytest.raises(ConfigurationError, match=f"contradicts what is around: {name}"):
+    with pytest.raises(ConfigurationError, match=f"contradicts {name}"):
         plan_of(script, environ, num_processes=2)
 
 
-def test_ranks_on_several_machines_need_an_address(script: Path) -> None:
+def test_mpi_ranks_on_several_machines_need_an_address(script: Path) -> None:
     environ = {**OPEN, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    with pytest.raises(ConfigurationError, match="set MASTER_ADDR to the address of the first"):
+    with pytest.raises(ConfigurationError, match="Set MASTER_ADDR to the address of the first"):
         plan_of(script, environ)
     made = child_environment(plan_of(script, {**environ, "MASTER_ADDR": "10.0.0.1"}), environ)
     assert (made["MASTER_ADDR"], made["LOCAL_WORLD_SIZE"]) == ("10.0.0.1", "2")
 
 
-def test_a_host_file_asks_for_mpirun(script: Path, tmp_path: Path) -> None:
+def test_host_file_selects_mpirun(script: Path, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("# ours\nnode1 slots=2\nnode2:2\n\nnode1\n")
     plan = plan_of(script, {}, mpirun_hostfile=str(tmp_path / "hosts"), num_processes=4)
     assert choose_launcher(plan).name == "mpirun"
@@ -103,7 +103,7 @@ accelerator.end_training()
 @needs_mpirun
 @pytest.mark.dist
 @pytest.mark.parametrize("way", ["python", "launch", "ours"])
-def test_mpirun_trains(tmp_path: Path, way: str) -> None:
+def test_training_works_with_mpirun(tmp_path: Path, way: str) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     cli = [sys.executable, "-m", "accelerate_core.cli", "launch", "--cpu"]
@@ -125,7 +125,7 @@ def test_mpirun_trains(tmp_path: Path, way: str) -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == [2.0, True]
 
 
-def test_without_mpirun_the_error_says_so(
+def test_missing_mpirun_is_an_error(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -141,7 +141,7 @@ STEP = {**JOB, "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
 STEP |= {"SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"}
 
 
-def test_each_task_trains_alone_if_the_command_line_says_one_machine(tmp_path: Path) -> None:
+def test_slurm_tasks_train_alone_with_num_machines_1(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "from accelerate_core import Accelerator\nprint(Accelerator().num_processes)\n"
     )
@@ -158,7 +158,7 @@ def test_each_task_trains_alone_if_the_command_line_says_one_machine(tmp_path: P
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
-def test_one_task_per_node_is_a_machine_of_ours(script: Path) -> None:
+def test_slurm_node_with_one_task_is_one_machine(script: Path) -> None:
     plan = plan_of(script, STEP, num_processes=4)
     assert (plan.num_machines, plan.machine_rank, plan.main_process_ip) == (2, 1, "gpu01")
     command = " ".join(choose_launcher(plan).launch_command(plan))
@@ -166,18 +166,18 @@ def test_one_task_per_node_is_a_machine_of_ours(script: Path) -> None:
     assert plan.provenance["num_machines"].origin == "SLURM job 4711, nodes gpu[01-02]"
 
 
-def test_many_tasks_per_node_are_ranks(script: Path) -> None:
+def test_several_slurm_tasks_per_node_are_ranks(script: Path) -> None:
     environ = {**STEP, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
     plan = plan_of(script, environ)
     assert choose_launcher(plan).launch_command(plan) == [sys.executable, str(script)]
     made = child_environment(plan, environ)
     assert (made["RANK"], made["WORLD_SIZE"], made["LOCAL_RANK"]) == ("5", "8", "1")
     assert (made["LOCAL_WORLD_SIZE"], made["MASTER_ADDR"]) == ("4", "gpu01")
-    with pytest.raises(ConfigurationError, match="every node needs as many"):
+    with pytest.raises(ConfigurationError, match="every node needs the same number"):
         plan_of(script, {**environ, "SLURM_STEP_NUM_TASKS": "7"})
 
 
-def test_a_batch_script_starts_all_nodes(script: Path) -> None:
+def test_launch_from_a_batch_script_starts_all_nodes(script: Path) -> None:
     batch = {**JOB, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291"}
     for environ in (JOB, batch):
         plan = plan_of(script, environ, num_processes=4)
@@ -186,18 +186,18 @@ def test_a_batch_script_starts_all_nodes(script: Path) -> None:
         assert "--rdzv_backend c10d --rdzv_endpoint gpu01:24711 --rdzv_id 4711" in " ".join(command)
 
 
-def test_one_node_is_a_machine_like_any_other(script: Path) -> None:
+def test_allocation_of_one_node_launches_as_a_single_machine(script: Path) -> None:
     plan = plan_of(script, {**JOB, "SLURM_JOB_NUM_NODES": "1"}, num_processes=2)
     assert "--standalone" in choose_launcher(plan).launch_command(plan)
 
 
-def test_what_is_said_is_stronger_than_the_allocation(script: Path) -> None:
+def test_num_machines_overrides_the_slurm_allocation(script: Path) -> None:
     plan = plan_of(script, STEP, num_machines=1, num_processes=2, launcher="torchrun")
     assert plan.num_machines == 1
     assert plan.provenance["num_machines"].origin == "command line --num_machines"
 
 
-def test_slurm_is_explained(script: Path) -> None:
+def test_explain_shows_values_from_slurm(script: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "accelerate_core.cli", "launch", "--cpu", "--explain"),
@@ -222,20 +222,20 @@ def test_slurm_is_explained(script: Path) -> None:
         ("a1,b[2,4]-ib", ["a1", "b2-ib", "b4-ib"]),
     ],
 )
-def test_node_lists(text: str, names: list[str]) -> None:
+def test_slurm_node_lists_are_expanded(text: str, names: list[str]) -> None:
     assert expand_nodes(text) == names
 
 
 @pytest.mark.parametrize("text", ["n[1-", "n[a-b]", "[", ",n1"])
-def test_what_is_no_node_list(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="no node list"):
+def test_invalid_slurm_node_lists_are_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="not a valid SLURM node list"):
         expand_nodes(text)
 
 
-def test_a_rank_variable_that_is_no_number(script: Path) -> None:
+def test_non_numeric_rank_variable_is_refused(script: Path) -> None:
     with pytest.raises(ConfigurationError, match="SLURM_NODEID='x' must be a number"):
         plan_of(script, {**STEP, "SLURM_NODEID": "x"})
 
 
-def test_nothing_of_this_is_taken_from_the_tests_own_surroundings() -> None:
+def test_tests_do_not_run_inside_mpirun() -> None:
     assert "OMPI_COMM_WORLD_SIZE" not in os.environ

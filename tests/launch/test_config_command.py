@@ -1,4 +1,4 @@
-"""`accelerate-core config`: the dialogue, with a terminal and without, and its sub-commands."""
+"""`accelerate-core config`: its questions, with and without a terminal, and its subcommands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOME = "ACCELERATE_CONFIG_HOME"
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    """An environment with a config directory of its own, and Accelerate's cache."""
+    """Return variables for a separate config directory and a separate cache of Accelerate."""
     return {HOME: str(tmp_path / "ours"), "HF_HOME": str(tmp_path / "theirs")}
 
 
@@ -47,7 +47,7 @@ def config(env: dict[str, str], *arguments: str, text: str = "") -> tuple[int, s
 
 
 def validate(env: dict[str, str], file: Path) -> tuple[int, str]:
-    """Run `config validate`, which imports the plugins that a file asks, in a warm interpreter."""
+    """Run `config validate`, which imports the plugins that a file uses, in a warm interpreter."""
     command = ["-m", "accelerate_core.cli", "config", "validate", file]
     done = pool.run(command, clean_environment(**env), 60)
     return done.returncode, done.stdout + done.stderr
@@ -59,11 +59,11 @@ def written(env: dict[str, str]) -> dict[str, object]:
     return made
 
 
-def test_yes_and_default_ask_nothing(env: dict[str, str]) -> None:
+def test_yes_and_default_ask_no_questions(env: dict[str, str]) -> None:
     status, output = config(env, "--yes")
     assert status == 0, output
     assert written(env)["num_machines"] == 1
-    said = written(env).get("use_cpu")  # on the CPU alone nobody is asked, and nobody has said so
+    said = written(env).get("use_cpu")  # not written on a machine without accelerators
     assert said is (False if torch.accelerator.is_available() else None)
     status, output = config(env, "default", "--mixed-precision", "bf16")
     assert status == 0, output
@@ -83,10 +83,10 @@ ANSWERS = {
 }
 
 
-def test_answers_come_from_the_input_where_there_is_no_terminal(
+def test_answers_are_read_from_standard_input_without_a_terminal(
     env: dict[str, str], tmp_path: Path
 ) -> None:
-    env["PATH"] = str(tmp_path)  # without mpirun, which would be asked about
+    env["PATH"] = str(tmp_path)  # without mpirun, which would add a question
     plugin = ["yes", "size_based_wrap", "", "", "no", "", "5000", "yes", "1", "2", "1", "1", "1"]
     text = "\n".join([*ANSWERS.values(), *plugin, *[""] * 9])
     status, output = config(env, text=text)
@@ -98,12 +98,12 @@ def test_answers_come_from_the_input_where_there_is_no_terminal(
     assert isinstance(section, dict)
     assert section["fsdp_auto_wrap_policy"] == "size_based_wrap"
     assert section["fsdp_min_num_params"] == 5000
-    assert "Classes whose modules" not in output  # asked of the other policy only
+    assert "Classes whose modules" not in output  # only asked for the other policy
     done = run_cli("config", "show", "--json", env=env, forked=True)
     assert json.loads(done.stdout)["backend"]["from"].endswith("config.yaml line 4")
 
 
-def test_a_plain_backend_is_asked_nothing_more(env: dict[str, str], tmp_path: Path) -> None:
+def test_backend_without_questions_asks_none(env: dict[str, str], tmp_path: Path) -> None:
     env["PATH"] = str(tmp_path)
     status, output = config(env, text="1\n1\n\n\n\n\n")
     assert status == 0, output
@@ -120,11 +120,11 @@ def test_a_plain_backend_is_asked_nothing_more(env: dict[str, str], tmp_path: Pa
         (["2", "O1"], {"fp8_backend": "MSAMP", "fp8_opt_level": "O1"}),
     ],
 )  # fmt: skip
-def test_fp8_is_asked_for_its_library_and_that_ones_options(
+def test_fp8_questions_follow_the_chosen_library(
     env: dict[str, str], tmp_path: Path, answers: list[str], section: dict[str, object]
 ) -> None:
     env["PATH"] = str(tmp_path)
-    # One process, the usual backend, fp8; accumulation and compiler as they are.
+    # One process, the default backend, fp8, and the defaults for accumulation and compiler.
     status, output = config(env, text="\n".join(["1", "1", "", "fp8", "", "", *answers, *[""] * 9]))
     assert status == 0, output
     assert written(env)["fp8_config"] == section
@@ -145,16 +145,18 @@ PODS = {
 
 
 @pytest.mark.parametrize("hosts", PODS)
-def test_a_tpu_pod_is_asked_for_its_hosts(env: dict[str, str], tmp_path: Path, hosts: str) -> None:
+def test_tpu_pod_questions_ask_for_its_hosts(
+    env: dict[str, str], tmp_path: Path, hosts: str
+) -> None:
     env["PATH"] = str(tmp_path)
     answers, expected = PODS[hosts]
-    # Eight processes of XLA on TPUs, in bf16; downcast, no mesh, `main` is called, a pod.
+    # Eight XLA processes on TPUs in bf16, with downcast and no mesh, function `main`, on a pod.
     start = ["1", "8", "xla", "bf16", "", "", "yes", "no", "yes", "", "no", "main", "yes"]
     status, output = config(env, text="\n".join([*start, *answers, ""]))
     assert status == 0, output
     made = written(env)
     assert made["distributed_type"] == "XLA"
-    assert "backend" not in made, "the type says it"
+    assert "backend" not in made, "distributed_type already implies it"
     section = {"spmd": False, "downcast_bf16": True, "state_dict_type": "FULL_STATE_DICT"}
     assert made["xla_config"] == section
     of_launch = {"main_training_function": "main", "tpu_use_cluster": True, **expected}
@@ -165,7 +167,7 @@ def test_a_tpu_pod_is_asked_for_its_hosts(env: dict[str, str], tmp_path: Path, h
     assert dry.startswith("gcloud " if hosts == "gcloud" else f"{sys.executable} -m accelerate_xla")
 
 
-def test_xla_without_tpus_is_asked_nothing_of_them(env: dict[str, str], tmp_path: Path) -> None:
+def test_xla_without_tpus_asks_no_questions_about_pods(env: dict[str, str], tmp_path: Path) -> None:
     env["PATH"] = str(tmp_path)
     text = "\n".join(["1", "1", "xla", "no", "", "", "no", "yes", "", "no", ""])
     status, output = config(env, text=text)
@@ -176,14 +178,14 @@ def test_xla_without_tpus_is_asked_nothing_of_them(env: dict[str, str], tmp_path
     assert made["xla_config"] == {"spmd": True, "state_dict_type": "FULL_STATE_DICT"}
 
 
-def test_input_that_ends_says_what_to_do(env: dict[str, str]) -> None:
+def test_input_that_ends_early_is_an_error_with_advice(env: dict[str, str]) -> None:
     status, output = config(env, text="1\n")
     assert status == 2
     assert "accelerate-core config --yes" in output
     assert not (Path(env[HOME]) / "config.yaml").exists()
 
 
-def test_a_wrong_answer_is_asked_again(env: dict[str, str], tmp_path: Path) -> None:
+def test_invalid_answer_is_asked_again(env: dict[str, str], tmp_path: Path) -> None:
     env["PATH"] = str(tmp_path)
     status, output = config(env, text="1\nmany\n1\n\nbf61\nbf16\n\n\n")
     assert status == 0, output
@@ -192,7 +194,7 @@ def test_a_wrong_answer_is_asked_again(env: dict[str, str], tmp_path: Path) -> N
     assert written(env)["mixed_precision"] == "bf16"
 
 
-def test_the_peers_file_is_offered(env: dict[str, str]) -> None:
+def test_import_of_the_accelerate_config_file_is_offered(env: dict[str, str]) -> None:
     theirs = Path(env["HF_HOME"]) / "accelerate" / "default_config.yaml"
     theirs.parent.mkdir(parents=True)
     theirs.write_text(
@@ -204,7 +206,7 @@ def test_the_peers_file_is_offered(env: dict[str, str]) -> None:
     assert written(env) == {"distributed_type": "MULTI_CPU", "num_processes": 2}
 
 
-def test_the_peers_file_is_taken_over_once_and_used_then(env: dict[str, str]) -> None:
+def test_accelerate_config_file_is_used_only_after_import(env: dict[str, str]) -> None:
     theirs = Path(env["HF_HOME"]) / "accelerate" / "default_config.yaml"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("num_processes: 2\nmixed_precision: bf16\nsame_network: true\n")
@@ -223,7 +225,7 @@ def test_the_peers_file_is_taken_over_once_and_used_then(env: dict[str, str]) ->
     assert yaml.safe_load(Path(f"{other}.yaml").read_text()) == {"num_processes": 3}
 
 
-def test_import_names_the_line_of_the_file_that_it_reads(
+def test_import_errors_name_the_line_in_the_original_file(
     env: dict[str, str], tmp_path: Path
 ) -> None:
     theirs = tmp_path / "theirs.yaml"
@@ -235,17 +237,17 @@ def test_import_names_the_line_of_the_file_that_it_reads(
     assert not ours.exists()
 
 
-def test_import_says_what_it_read_and_left_out(env: dict[str, str], tmp_path: Path) -> None:
+def test_import_lists_what_it_read_and_left_out(env: dict[str, str], tmp_path: Path) -> None:
     status, output = config(env, "import")
     assert status == 2
-    assert "Hugging Face Accelerate has no config file here" in output
+    assert "There is no config file of Hugging Face Accelerate at" in output
     assert "accelerate-core config import FILE" in output
     theirs = tmp_path / "theirs.yaml"
     theirs.write_text("num_processes: 2\nmain_training_function: main\nmixed_precision: bf16\n")
     status, output = config(env, "import", str(theirs))
     assert status == 0, output
     assert f"Read {theirs}: num_processes, mixed_precision." in output
-    assert "Left out main_training_function: the script is run as a program" in output
+    assert "Left out main_training_function: the script runs as a program" in output
     assert f"Written: {Path(env[HOME]) / 'config.yaml'}" in output
 
 
@@ -255,7 +257,9 @@ def read(terminal: int) -> bytes:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="pseudo-terminals")
-def test_arrow_keys_choose_on_a_terminal(env: dict[str, str], tmp_path: Path) -> None:
+def test_questions_on_a_terminal_are_answered_with_arrow_keys(
+    env: dict[str, str], tmp_path: Path
+) -> None:
     import pty
 
     child, terminal = pty.fork()
@@ -276,7 +280,7 @@ def test_arrow_keys_choose_on_a_terminal(env: dict[str, str], tmp_path: Path) ->
         for question, keys in answers:
             while question not in seen and time.monotonic() < deadline:
                 seen += read(terminal)
-            time.sleep(0.3)  # the menu is drawn, and reads keys
+            time.sleep(0.3)  # until the menu is drawn and reads keys
             os.write(terminal, keys)
             seen = b""
         while time.monotonic() < deadline:
@@ -287,12 +291,12 @@ def test_arrow_keys_choose_on_a_terminal(env: dict[str, str], tmp_path: Path) ->
         os.kill(child, signal.SIGCONT if time.monotonic() < deadline else signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0, seen.decode()
-    # The names are sorted, and the answer that fits a CPU is the last: one up is fp16.
+    # The names are sorted and the suggestion for a CPU is the last one. The keys move up to fp16.
     assert written(env)["mixed_precision"] == "fp16"
     assert written(env)["num_processes"] == 2
 
 
-def test_set_changes_one_value_and_nothing_else(env: dict[str, str], tmp_path: Path) -> None:
+def test_config_set_changes_only_one_value(env: dict[str, str], tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("# mine\nnum_processes: 2  # two\nfsdp_config:\n  fsdp_version: 2\n\n# end\n")
     for key, value in (("num_processes", "4"), ("fsdp_config.fsdp_offload_params", "true")):
@@ -309,7 +313,7 @@ def test_set_changes_one_value_and_nothing_else(env: dict[str, str], tmp_path: P
     }
 
 
-def test_set_keeps_the_words_of_other_values() -> None:
+def test_config_set_keeps_the_spelling_of_other_values() -> None:
     text = (
         "# head\na: True   # a\nb: ~\nc:\nd: 1e-4\ne: 'q'\nf: \"z\"\nn: no\no: 010\n"
         "s:\n    p: yes  # p\n    l:\n    - 1\n\n    q: |\n        two\n        lines\n"
@@ -327,10 +331,10 @@ def test_set_keeps_the_words_of_other_values() -> None:
         ("num_processes", "two", "must be a whole number"),
         ("fsdp_config.fsdp_offload_param", "true", "Did you mean 'fsdp_offload_params'?"),
         ("mixed_precision", "[", "not valid YAML"),
-        ("num_processes.x", "1", "is no section"),
+        ("num_processes.x", "1", "is not a section"),
     ],
 )
-def test_set_refuses_what_would_not_launch(
+def test_config_set_refuses_invalid_values(
     env: dict[str, str], tmp_path: Path, key: str, value: str, message: str
 ) -> None:
     file = tmp_path / "c.yaml"
@@ -341,7 +345,7 @@ def test_set_refuses_what_would_not_launch(
     assert file.read_text() == "num_processes: 1\n"
 
 
-def test_validate_asks_the_plugin_itself(env: dict[str, str], tmp_path: Path) -> None:
+def test_validate_uses_the_plugins_own_checks(env: dict[str, str], tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 1\n")
     status, output = validate(env, file)
@@ -362,7 +366,7 @@ WORDS = st.sampled_from(["1", "true", "x", "[1, 2]", "{p: 1}", "'q # r'", "null"
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(NAMES, WORDS), min_size=1, max_size=8))
-def test_editing_text_is_editing_values(edits: list[tuple[str, str]]) -> None:
+def test_editing_the_text_changes_exactly_the_edited_values(edits: list[tuple[str, str]]) -> None:
     text, values = "# head\n", {}
     for key, value in edits:
         section, _, name = key.rpartition(".")
@@ -373,7 +377,7 @@ def test_editing_text_is_editing_values(edits: list[tuple[str, str]]) -> None:
     assert text.startswith("# head\n")
 
 
-def test_editing_says_what_cannot_be_edited() -> None:
+def test_impossible_edits_are_refused() -> None:
     for text, key, value in (("- 1\n", "a", "1"), ("a: 1\n", "a.b", "1"), ("", "a", "1\nb: 2")):
         with pytest.raises(AccelerateError):
             with_value(text, key, value)

@@ -1,4 +1,4 @@
-"""Config files: Accelerate's of every version, our templates, and sixty that are wrong."""
+"""Config files: those of every version of Accelerate, our templates, and sixty invalid ones."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("version", EXPECTED)
-def test_files_of_the_peer_are_read_as_they_are(
+def test_accelerate_config_files_of_every_version_are_read(
     version: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text, expected = EXPECTED[version]
@@ -149,7 +149,7 @@ def test_files_of_the_peer_are_read_as_they_are(
     values = {name: one.value for name, one in {**made.chosen, **made.contributed}.items()}
     assert {name: values[name] for name in expected} == expected
     assert values["num_processes"] == 2
-    said = [text for text in caplog.messages if "say nothing today" in text]
+    said = [text for text in caplog.messages if "obsolete keys" in text]
     assert len(said) == (1 if "ipex_config" in text else 0)
     file = tmp_path / "theirs.yaml"
     file.write_text(text)
@@ -157,7 +157,7 @@ def test_files_of_the_peer_are_read_as_they_are(
     assert result.exit_code == 0, result.output
 
 
-def test_update_writes_todays_keys_and_keeps_the_old_file(tmp_path: Path) -> None:
+def test_update_writes_current_keys_and_keeps_a_backup(tmp_path: Path) -> None:
     file = tmp_path / "old.yaml"
     file.write_text(V0_16)
     result = CliRunner().invoke(cli, ["config", "update", "--config_file", str(file)])
@@ -181,7 +181,9 @@ MISSING = {
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
-def test_every_template_launches_or_says_what_is_missing(template: Path, tmp_path: Path) -> None:
+def test_every_template_launches_or_names_the_missing_package(
+    template: Path, tmp_path: Path
+) -> None:
     from accelerate_core.plugins.discovery import installed
 
     (tmp_path / "train.py").write_text("")
@@ -189,7 +191,7 @@ def test_every_template_launches_or_says_what_is_missing(template: Path, tmp_pat
     arguments = ["launch", "--config_file", str(template), "--dry_run"]
     if template.stem == "mpi_cpu":
         arguments += ["--mpirun_hostfile", str(tmp_path / "hosts")]
-    # The command is only printed: this says which mpirun it would be for, on any machine.
+    # The command is only printed, so a fake mpirun is enough to tell its version.
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
     mpirun.chmod(0o755)
@@ -210,7 +212,7 @@ def test_every_template_launches_or_says_what_is_missing(template: Path, tmp_pat
         assert gpus or "ACCELERATE_CONFIG_FILE" in result.output
 
 
-#: Every key that Accelerate's files have for fp8, by each of its spellings.
+#: Every key for fp8 in Accelerate's files, in each of its spellings.
 FP8 = """
 mixed_precision: fp8
 fp8_config:
@@ -242,7 +244,7 @@ fp8_config:
 """
 
 
-def test_the_peers_keys_for_fp8_are_read(tmp_path: Path) -> None:
+def test_accelerate_keys_for_fp8_are_read(tmp_path: Path) -> None:
     from accelerate_core.config.lookup import Sources, resolve_settings
     from accelerate_core.utils import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 
@@ -269,9 +271,9 @@ def test_the_peers_keys_for_fp8_are_read(tmp_path: Path) -> None:
     assert "Transformer Engine removed the option" in " ".join(result.output.split())
 
 
-# --- what is wrong --------------------------------------------------------------------------------
+# --- mistakes -------------------------------------------------------------------------------------
 
-#: Text of a file -> what the error must say. Each is one mistake.
+#: For the text of each file with one mistake, the words that the error must contain.
 WRONG_FILES: dict[str, tuple[str, ...]] = {
     "num_proceses: 2": ("line 1", "Did you mean 'num_processes'?"),
     "mixed_precison: bf16": ("line 1", "Did you mean 'mixed_precision'?"),
@@ -285,7 +287,7 @@ WRONG_FILES: dict[str, tuple[str, ...]] = {
     "num_processes: 0": ("must be at least 1",),
     "num_processes: -4": ("must be at least 1",),
     "num_machines: 0": ("must be at least 1",),
-    "num_processes: 3\nnum_machines: 2": ("cannot be shared out evenly", "line 1"),
+    "num_processes: 3\nnum_machines: 2": ("is not divisible by num_machines=2", "line 1"),
     "num_machines: 2": ("needs --main_process_ip",),
     "machine_rank: 1": ("must be less than", "line 1"),
     "machine_rank: -1": ("must be at least 0",),
@@ -310,8 +312,8 @@ WRONG_FILES: dict[str, tuple[str, ...]] = {
     "distributed_type: FDSP": ("Did you mean 'FSDP'?",),
     "compute_environment: LOCAL": ("is not one of", "line 1"),
     "compute_environment: AMAZON_SAGEMAKER": ("cannot be started from here",),
-    "gpu_ids: 0,0": ("must be different numbers", "line 1"),
-    "gpu_ids: first": ("must be different numbers",),
+    "gpu_ids: 0,0": ("must be distinct numbers", "line 1"),
+    "gpu_ids: first": ("must be distinct numbers",),
     "gpu_ids: [0, 1]": ("must be a text",),
     "max_restarts: -1": ("must be at least 0",),
     "monitor_interval: 0": ("must be a positive number",),
@@ -356,7 +358,7 @@ WRONG_COMMANDS: dict[tuple[str, ...], str] = {
     ("--num_processes", "0"): "0 is not in the range",
     ("--monitor_interval", "soon"): "is not a valid float",
     ("--monitor_interval", "nan"): "must be a positive number",
-    ("--gpu_ids", "0,0"): "must be different numbers",
+    ("--gpu_ids", "0,0"): "must be distinct numbers",
     ("--mixed_precision", "bf61"): "Did you mean 'bf16'?",
     ("--rdzv_backend", "c10"): "Did you mean 'c10d'?",
     ("--machine_rank", "3"): "must be less than",
@@ -367,19 +369,19 @@ WRONG_COMMANDS: dict[tuple[str, ...], str] = {
 }
 
 
-def test_there_are_enough_mistakes() -> None:
+def test_there_are_at_least_sixty_wrong_examples() -> None:
     assert len(WRONG_FILES) + len(WRONG_COMMANDS) >= 60
 
 
 @pytest.mark.parametrize("text", WRONG_FILES, ids=lambda text: repr(text[:40]))
-def test_a_wrong_file_is_one_clear_error(text: str, tmp_path: Path) -> None:
+def test_invalid_config_file_is_one_clear_error(text: str, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(text)
     (tmp_path / "s.py").write_text("")
     _clear(["launch", "--config_file", str(file), str(tmp_path / "s.py")], WRONG_FILES[text])
 
 
-def test_all_mistakes_of_a_file_are_reported_together(tmp_path: Path) -> None:
+def test_all_mistakes_in_a_config_file_are_reported_together(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
         "mixed_precision: bf61\nnum_processes: many\ndebugg: true\nzebra: 1\n"
@@ -399,7 +401,7 @@ def test_all_mistakes_of_a_file_are_reported_together(tmp_path: Path) -> None:
         ] == []
 
 
-def test_a_file_that_asks_for_a_missing_package_names_the_command(
+def test_config_file_that_needs_a_missing_package_names_the_pip_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(catalog.NAMES["backend"], "warp", "warp")
@@ -410,7 +412,7 @@ def test_a_file_that_asks_for_a_missing_package_names_the_command(
 
 
 @pytest.mark.parametrize("arguments", WRONG_COMMANDS, ids=lambda words: " ".join(words))
-def test_a_wrong_command_line_is_one_clear_error(
+def test_invalid_command_line_is_one_clear_error(
     arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "s.py").write_text("")
@@ -418,7 +420,7 @@ def test_a_wrong_command_line_is_one_clear_error(
 
 
 @pytest.mark.parametrize("kind", ["latin", "folder", "unreadable", "binary"])
-def test_what_is_no_file_of_text(kind: str, tmp_path: Path) -> None:
+def test_unreadable_config_file_is_one_clear_error(kind: str, tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("")
     file = tmp_path / "c.yaml"
     said: tuple[str, ...] = ("Cannot read the config file",)
@@ -445,7 +447,7 @@ def _clear(arguments: list[str], said: tuple[str, ...]) -> None:
     assert len(result.output) < 1500
 
 
-# --- anything -------------------------------------------------------------------------------------
+# --- random input ---------------------------------------------------------------------------------
 
 KEYS = [key for option in LAUNCH_OPTIONS for key in option.yaml if "." not in key]
 KEYS += ["distributed_type", "compute_environment", "fsdp_config", "parallelism_config", "fp16"]
@@ -469,7 +471,7 @@ VALUES = st.one_of(
 
 @pytest.fixture(scope="module")
 def counted_once() -> Iterator[None]:
-    """A torch for accelerators is imported to count them, which 300 examples need not do."""
+    """Count the accelerators once, because counting may import torch for each of 300 examples."""
     count = devices.count_accelerators(os.environ)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "count_accelerators", lambda environ: count)
@@ -479,14 +481,14 @@ def counted_once() -> Iterator[None]:
 @pytest.mark.usefixtures("counted_once")
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(st.one_of(st.sampled_from(KEYS), st.text(max_size=8)), VALUES, max_size=5))
-def test_any_mapping_is_taken_or_refused(values: dict[str, Any]) -> None:
+def test_any_mapping_is_accepted_or_refused_cleanly(values: dict[str, Any]) -> None:
     _taken_or_refused(yaml.safe_dump(values, allow_unicode=True))
 
 
 @pytest.mark.usefixtures("counted_once")
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.text(alphabet="abn_u:{}[]-'\"#&*!|>%@` \n\t0123456789é\x00\x85", max_size=60))
-def test_any_text_is_taken_or_refused(text: str) -> None:
+def test_any_text_is_accepted_or_refused_cleanly(text: str) -> None:
     _taken_or_refused(text)
 
 
@@ -504,13 +506,13 @@ def _taken_or_refused(text: str) -> None:
     assert len(said.splitlines()) <= 6 * mistakes
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_config_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00debug")
     with pytest.raises(AccelerateError, match="codec can't decode byte 0xff"):
         read_config(tmp_path / "c.yaml")
 
 
-def test_what_a_file_says_reaches_libraries_that_read_variables(tmp_path: Path) -> None:
+def test_config_file_values_reach_the_processes_as_variables(tmp_path: Path) -> None:
     path, script = tmp_path / "c.yaml", tmp_path / "s.py"
     path.write_text(
         "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\n"

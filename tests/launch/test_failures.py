@@ -1,4 +1,4 @@
-"""What a failure shows: each traceback once, of a bad setting the user's own lines alone."""
+"""Failures show each traceback once, and for an invalid setting only the user's own lines."""
 
 from __future__ import annotations
 
@@ -46,19 +46,21 @@ def launched(folder: Path, how: str, *options: str) -> str:
 
 
 @pytest.mark.dist
-def test_ranks_that_fail_are_shown_once_whether_alike_or_not(tmp_path: Path) -> None:
+def test_each_distinct_traceback_is_shown_once(tmp_path: Path) -> None:
     said = launched(tmp_path, "fail", "--max_restarts", "1")
-    first, last = said.split("All processes are started again.")
+    first, last = said.split("Restarting all processes.")
     assert first.count(HEAD) == 2
     assert "ValueError: mine" in first
     assert "KeyError: 'mine'" in first
     assert last.count(HEAD) == 1
     assert "ValueError: mine" in last
-    assert re.search(r"Failed alike: rank [01]\.", last)
+    assert re.search(r"Failed with the same traceback: rank [01]\.", last)
 
 
 @pytest.mark.dist
-def test_a_bad_setting_under_launch_is_one_traceback_without_our_frames(tmp_path: Path) -> None:
+def test_invalid_setting_under_launch_shows_one_traceback_without_internal_frames(
+    tmp_path: Path,
+) -> None:
     said = launched(tmp_path, "setting")
     assert said.count(HEAD) == said.count("Did you mean 'fp16'") == 1
     assert not OURS.search(said)
@@ -79,21 +81,23 @@ def raised(text: str) -> Exception:
         return error
 
 
-def test_a_rank_that_cannot_end_shows_its_failure_before(tmp_path: Path) -> None:
+def test_failed_rank_that_does_not_exit_is_shown_early(tmp_path: Path) -> None:
     failure = record(tmp_path, 1, raised("stuck"), True)
     file = failure.error_file
-    nothing = str(tmp_path / "0" / "error.json")  # of a rank that has not failed
+    nothing = str(tmp_path / "0" / "error.json")  # for a rank that has not failed
     processes = SimpleNamespace(error_files={0: nothing, 1: file})
     assert held(processes) == ""
     os.utime(file, (0, 0))
     assert held(processes).count("ValueError: stuck") == 1
     assert held(processes) == ""
     text, _ = describe({1: failure})
-    assert "ValueError: stuck (its traceback stands above)" in text
+    assert "ValueError: stuck (traceback above)" in text
     assert HEAD not in text
 
 
-def test_one_place_is_shown_once_and_what_was_printed_is_not_repeated(tmp_path: Path) -> None:
+def test_failures_at_one_place_are_shown_once_and_printed_tracebacks_are_not_repeated(
+    tmp_path: Path,
+) -> None:
     made = {rank: record(tmp_path, rank, raised(f"on {rank}"), True) for rank in range(3)}
     text, status = describe(made)
     assert status == 1
@@ -102,11 +106,11 @@ def test_one_place_is_shown_once_and_what_was_printed_is_not_repeated(tmp_path: 
     assert describe(made, brief=True)[0].count("ValueError: on") == 1
     printed = {3: record(tmp_path, 3, raised("shown by a hook"), False)}
     text, _ = describe(printed)
-    assert "ValueError: shown by a hook (its traceback stands above)" in text
+    assert "ValueError: shown by a hook (traceback above)" in text
     assert HEAD not in text
 
 
-def test_a_rank_that_the_agent_ended_on_its_way_out_failed_by_its_exception(tmp_path: Path) -> None:
+def test_rank_stopped_while_exiting_is_reported_with_its_exception(tmp_path: Path) -> None:
     file = record(tmp_path, 0, raised("mine"), True).error_file
     text, status = describe({0: ProcessFailure(0, 100, -signal.SIGTERM, file)})
     assert status == 1
@@ -122,13 +126,13 @@ import torch
 from accelerate_core import Accelerator
 
 accelerator = Accelerator(cpu=True, process_group_timeout=60)
-accelerator.gather(torch.ones(3))  # the first call compares shapes, later ones do not
+accelerator.gather(torch.ones(3))  # only the first call compares shapes
 accelerator.gather(torch.ones(5000 if accelerator.process_index else 3))
 """
 
 
 @pytest.mark.dist
-def test_an_abort_in_a_collective_says_to_run_with_debug(tmp_path: Path) -> None:
+def test_abort_in_a_collective_recommends_debug_mode(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(MISMATCH)
     options = ("launch", "--cpu", "--num_processes", "2")
     done = run_cli(*options, "train.py", cwd=tmp_path)
@@ -143,7 +147,7 @@ def test_an_abort_in_a_collective_says_to_run_with_debug(tmp_path: Path) -> None
     assert "run again" not in done.stderr
 
 
-def test_a_mismatch_that_gloo_raises_says_to_run_with_debug(tmp_path: Path) -> None:
+def test_mismatch_raised_by_gloo_recommends_debug_mode(tmp_path: Path) -> None:
     text = "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] 8 vs 4."
     described, _ = describe({0: record(tmp_path, 0, raised(text), True)})
     assert "run again with --debug" in described
@@ -169,7 +173,7 @@ IMPORTS += "from accelerate_launch import notebook_launcher\n"
 
 
 @pytest.mark.parametrize("cause", BAD)
-def test_a_bad_setting_in_a_script_shows_the_users_line_alone(cause: str, tmp_path: Path) -> None:
+def test_invalid_setting_in_a_script_shows_only_the_users_line(cause: str, tmp_path: Path) -> None:
     line, environ = BAD[cause]
     script = tmp_path / "train.py"
     script.write_text(f"{IMPORTS}def main():\n    {line}\nmain()\n")
@@ -184,7 +188,7 @@ def test_a_bad_setting_in_a_script_shows_the_users_line_alone(cause: str, tmp_pa
         assert OURS.search(debug.stderr)
 
 
-def test_other_errors_keep_their_frames(tmp_path: Path) -> None:
+def test_other_errors_keep_all_frames(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"{IMPORTS}Accelerator(cpu=True).get_state_dict(3)\n")
     done = pool.run([str(script)], clean_environment(), 60)
@@ -208,7 +212,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_command_shows_a_traceback_for_a_bad_setting(command: str, tmp_path: Path) -> None:
+def test_no_command_shows_a_traceback_for_an_invalid_setting(command: str, tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("")
     (tmp_path / "bad.yaml").write_text("num_procesess: 2\n")
     environ = {"ACCELERATE_MIXED_PRECISION": "fp17", "ACCELERATE_CONFIG_FILE": "bad.yaml"}

@@ -1,4 +1,4 @@
-"""Launchers start functions: ours, and one of a third party that a notebook asks."""
+"""Launching functions with torch's agent and with a third-party launcher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import dummies
 import pytest
 from support import clean_environment
 
-#: Forks its ranks by itself, with the variables that say who each one is.
+#: A launcher that forks its ranks and sets their rank variables.
 FORKING = """
 import multiprocessing, os, socket
 
@@ -23,7 +23,7 @@ class Forking:
         return plan.num_machines == 1
 
     def launch_command(self, plan):
-        raise AssertionError("asked for functions only")
+        raise AssertionError("this launcher only starts functions")
 
     def launch_function(self, function, args, plan):
         with socket.socket() as probe:
@@ -78,7 +78,7 @@ def work(folder, fail=False):
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A folder with the launchers; `forking` is asked for by a variable, too."""
+    """Return a folder with two launcher plugins, which environment variables can request."""
     groups = {
         "launchers": {"forking": "Forking", "programs_only": "ProgramsOnly"},
         "triggers": {"FORK_IT": "Forking", "PROGRAMS_ONLY": "ProgramsOnly"},
@@ -111,7 +111,7 @@ def said(root: Path) -> list[object]:
         ("debug_launcher(work, ({0!r},), launcher='forking')", {}, "no"),
     ],
 )
-def test_a_third_partys_launcher_starts_functions(
+def test_third_party_launcher_starts_functions(
     root: Path, call: str, variables: dict[str, str], precision: str
 ) -> None:
     code = "before = dict(os.environ)\n" + call.format(str(root))
@@ -121,23 +121,23 @@ def test_a_third_partys_launcher_starts_functions(
 
 
 @pytest.mark.dist
-def test_one_that_starts_programs_only_is_passed_over(root: Path) -> None:
+def test_launcher_without_launch_function_is_skipped_for_functions(root: Path) -> None:
     code = f"notebook_launcher(work, ({str(root)!r},), 2)"
     done = run(root, code, PROGRAMS_ONLY="1")
     assert done.returncode == 0, done.stderr
     assert said(root) == [[None, 2.0, "no"]] * 2
 
 
-def test_one_that_starts_programs_only_is_refused_by_name(root: Path) -> None:
+def test_named_launcher_without_launch_function_is_refused(root: Path) -> None:
     done = run(root, "notebook_launcher(work, ('x',), 2, launcher='programs_only')")
-    assert "starts programs, and no functions: it has no launch_function" in done.stderr
-    assert "(asked for by notebook_launcher(launcher=...))" in done.stderr
+    assert "cannot start functions, because it has no launch_function" in done.stderr
+    assert "(requested by notebook_launcher(launcher=...))" in done.stderr
     done = run(root, "notebook_launcher(work, ('x',), 2, launcher='forkin')")
     assert "Did you mean 'forking'?" in done.stderr
 
 
 @pytest.mark.dist
-def test_what_it_raises_is_not_blamed_on_the_plugin(root: Path) -> None:
+def test_exception_of_the_function_is_not_attributed_to_the_launcher(root: Path) -> None:
     code = f"notebook_launcher(work, ({str(root)!r}, True), 2, launcher='forking')"
     done = run(root, code)
     assert done.stderr.strip().splitlines()[-1] == "RuntimeError: work failed on the ranks [1]"

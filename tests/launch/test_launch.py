@@ -1,4 +1,4 @@
-"""Launching: what is decided, what is started, and what is refused."""
+"""Launching: how a launch is planned, what it starts, and what it refuses."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ def shown(output: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-# --- what is decided ------------------------------------------------------------------------------
+# --- planning -------------------------------------------------------------------------------------
 
 
-def test_one_process_is_the_scripts_own_interpreter(script: Path) -> None:
+def test_single_process_runs_the_script_directly(script: Path) -> None:
     plan = plan_of(script, cpu=True)
     assert choose_launcher(plan).launch_command(plan) == [sys.executable, str(script)]
     assert plan.environment["ACCELERATE_USE_CPU"] == "true"
     assert "OMP_NUM_THREADS" not in plan.environment
 
 
-def test_two_processes_alone_start_two(script: Path) -> None:
+def test_two_processes_are_started_with_torchs_agent(script: Path) -> None:
     plan = plan_of(script, num_processes=2)
     command = choose_launcher(plan).launch_command(plan)
     assert command[1:3] == ["-m", "accelerate_launch.agent"]
@@ -75,14 +75,14 @@ def test_two_processes_alone_start_two(script: Path) -> None:
     assert int(plan.environment["OMP_NUM_THREADS"]) >= 1
 
 
-def test_threads_of_the_user_stand(script: Path) -> None:
+def test_thread_count_of_the_user_is_kept(script: Path) -> None:
     plan = plan_of(script, {"OMP_NUM_THREADS": "3"}, num_processes=2)
     assert "OMP_NUM_THREADS" not in plan.environment
     plan = plan_of(script, num_processes=2, num_cpu_threads_per_process=5)
     assert plan.environment["OMP_NUM_THREADS"] == "5"
 
 
-def test_only_the_command_line_travels_and_says_so(script: Path) -> None:
+def test_only_command_line_values_are_passed_on_with_their_source(script: Path) -> None:
     environ = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
     plan = plan_of(script, environ, cpu=True, mixed_precision="bf16")
     assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in plan.environment
@@ -92,7 +92,7 @@ def test_only_the_command_line_travels_and_says_so(script: Path) -> None:
     assert said == "environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
-def test_the_environment_of_the_launcher_is_left_alone(script: Path) -> None:
+def test_environment_of_the_launcher_is_not_changed(script: Path) -> None:
     before = dict(os.environ)
     environ = {"PATH": "/usr/bin"}
     plan = plan_of(script, environ, cpu=True, num_processes=2)
@@ -101,14 +101,14 @@ def test_the_environment_of_the_launcher_is_left_alone(script: Path) -> None:
     assert dict(os.environ) == before
 
 
-def test_dynamo_options_travel_under_the_names_the_plugin_reads(script: Path) -> None:
+def test_dynamo_options_are_passed_on_as_environment_variables(script: Path) -> None:
     given = {"dynamo_backend": "aot_eager", "dynamo_use_fullgraph": True, "cpu": True}
     made = plan_of(script, **given).environment
     assert made["ACCELERATE_DYNAMO_BACKEND"] == "aot_eager"
     assert made["ACCELERATE_DYNAMO_USE_FULLGRAPH"] == "true"
 
 
-def test_a_config_file_gives_values_with_their_line(script: Path, tmp_path: Path) -> None:
+def test_config_file_values_have_their_line_as_source(script: Path, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("use_cpu: true\nnum_processes: 2\nmixed_precision: bf16\n")
     plan = make_plan(str(script), [], {}, {}, read_config(file))
@@ -133,7 +133,9 @@ STATIC = ["--nnodes", "2", "--node_rank", "1", "--master_addr", "10.0.0.1"]
         ),
     ],
 )
-def test_several_machines(script: Path, given: dict[str, Any], expected: list[str]) -> None:
+def test_rendezvous_options_for_several_machines(
+    script: Path, given: dict[str, Any], expected: list[str]
+) -> None:
     machines = {"num_machines": 2, "num_processes": 4, "machine_rank": 1}
     plan = plan_of(script, **machines, main_process_ip="10.0.0.1", **given)
     command = choose_launcher(plan).launch_command(plan)
@@ -141,30 +143,30 @@ def test_several_machines(script: Path, given: dict[str, Any], expected: list[st
     assert command[command.index("--nproc_per_node") + 1] == "2"
 
 
-def test_every_option_has_a_help_text_and_one_place() -> None:
+def test_every_option_has_a_help_text_and_a_group() -> None:
     names = [option.name for option in LAUNCH_OPTIONS]
     assert len(set(names)) == len(names)
     assert all(option.help and option.group for option in LAUNCH_OPTIONS)
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refused launches -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"num_processes": 3, "num_machines": 2}, "cannot be shared out evenly"),
+        ({"num_processes": 3, "num_machines": 2}, "is not divisible by num_machines=2"),
         ({"num_processes": 4, "num_machines": 2}, "needs --main_process_ip"),
         ({"machine_rank": 1}, "machine_rank=1 .* must be less than"),
         ({"mixed_precision": "bf61"}, "Did you mean 'bf16'"),
         ({"backend": "dpd"}, "dpd.*Did you mean 'ddp'"),
         ({"launcher": "qsub"}, "No launcher plugin is named 'qsub'"),
         ({"multi_gpu": True, "cpu": True}, "contradicts"),
-        ({"gpu_ids": "0,x", "num_processes": 2}, "must be different numbers"),
-        ({"module": True, "no_python": True}, "exclude each other"),
+        ({"gpu_ids": "0,x", "num_processes": 2}, "must be distinct numbers"),
+        ({"module": True, "no_python": True}, "cannot be used together"),
     ],
 )
-def test_contradictions_and_unknown_names(
+def test_contradictions_and_unknown_names_are_refused(
     script: Path, given: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(AccelerateError, match=message):
@@ -186,7 +188,7 @@ def test_contradictions_and_unknown_names(
         ("use_cpu: perhaps\n", "is not a switch"),
     ],
 )
-def test_wrong_config_files_name_file_and_line(
+def test_config_file_errors_name_file_and_line(
     script: Path, tmp_path: Path, text: str, message: str
 ) -> None:
     file = tmp_path / "config.yaml"
@@ -203,12 +205,12 @@ def test_wrong_config_files_name_file_and_line(
         {"WORLD_SIZE": "2"},
     ],
 )
-def test_a_launch_inside_a_launch_is_refused(script: Path, environ: dict[str, str]) -> None:
-    with pytest.raises(ConfigurationError, match="a launch inside a launch"):
+def test_launch_inside_a_launch_is_refused(script: Path, environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match="Another launch inside it"):
         plan_of(script, environ, num_processes=2)
 
 
-def test_a_schedulers_world_size_is_no_launch(script: Path) -> None:
+def test_world_size_of_a_scheduler_is_not_mistaken_for_a_launch(script: Path) -> None:
     given = {"num_machines": 2, "num_processes": 2, "main_process_ip": "10.0.0.1"}
     assert plan_of(script, {"WORLD_SIZE": "2", "RANK": "0"}, **given).num_machines == 2
 
@@ -228,10 +230,10 @@ def test_modules_are_found_without_importing_their_packages(
         make_plan("my_package.trian", [], {"module": True, "cpu": True}, {})
 
 
-# --- what is started ------------------------------------------------------------------------------
+# --- started processes ----------------------------------------------------------------------------
 
 
-def test_arguments_reach_the_script_untouched(script: Path) -> None:
+def test_arguments_reach_the_script_unchanged(script: Path) -> None:
     done = run_cli("launch", "--cpu", script, "--num_processes", "9", "--", "-x", "a b")
     assert done.returncode == 0, done.stderr
     (ran,) = shown(done.stdout)
@@ -241,7 +243,7 @@ def test_arguments_reach_the_script_untouched(script: Path) -> None:
 
 
 @pytest.mark.dist
-def test_two_processes_run(script: Path) -> None:
+def test_launch_runs_two_processes(script: Path) -> None:
     done = run_cli("launch", "--num-processes", "2", "--mixed_precision", "bf16", script, "--x")
     assert done.returncode == 0, done.stderr
     ran = shown(done.stdout)
@@ -251,20 +253,20 @@ def test_two_processes_run(script: Path) -> None:
 
 
 @pytest.mark.dist
-def test_the_port_that_was_asked_for_is_used(script: Path) -> None:
+def test_requested_port_is_used(script: Path) -> None:
     done = run_cli("launch", "--num_processes", "2", "--main_process_port", "29731", script)
     assert done.returncode == 0, done.stderr
     assert {one["env"]["MASTER_PORT"] for one in shown(done.stdout)} == {"29731"}
 
 
-def test_module_and_program(script: Path) -> None:
+def test_modules_and_programs_are_launched(script: Path) -> None:
     done = run_cli("launch", "--cpu", "-m", "show", "1", cwd=script.parent)
     assert shown(done.stdout)[0]["argv"] == ["1"], done.stderr
     done = run_cli("launch", "--cpu", "--no_python", sys.executable, "-c", "print('ran')")
     assert done.stdout.strip() == "ran", done.stderr
 
 
-def test_the_status_of_the_script_is_the_launchers(tmp_path: Path) -> None:
+def test_launcher_exits_with_the_status_of_the_script(tmp_path: Path) -> None:
     (tmp_path / "end.py").write_text("raise SystemExit(7)")
     assert run_cli("launch", "--cpu", tmp_path / "end.py").returncode == 7
 
@@ -278,7 +280,7 @@ def test_dry_run_starts_nothing(script: Path) -> None:
     assert not shown(done.stdout)
 
 
-def test_explain_says_where_values_came_from(script: Path) -> None:
+def test_explain_shows_the_source_of_values(script: Path) -> None:
     env = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
     done = run_cli("launch", "--cpu", "--explain", script, env=env)
     assert "environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in done.stderr
@@ -298,7 +300,9 @@ def test_explain_says_where_values_came_from(script: Path) -> None:
         ([], "No script was given."),
     ],
 )
-def test_user_mistakes_are_one_message(script: Path, arguments: list[str], message: str) -> None:
+def test_user_mistakes_give_one_message_and_no_traceback(
+    script: Path, arguments: list[str], message: str
+) -> None:
     done = run_cli("launch", *arguments, cwd=script.parent)
     assert done.returncode == 2
     assert message in done.stderr
@@ -345,7 +349,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.dist
-def test_functions_of_main_run_in_several_processes() -> None:
+def test_functions_run_in_several_processes() -> None:
     done = run_python(
         FUNCTIONS
         + "before = dict(os.environ)\n"
@@ -369,14 +373,14 @@ def test_functions_of_main_run_in_several_processes() -> None:
 
 
 @pytest.mark.dist
-def test_a_failing_function_names_its_rank() -> None:
+def test_failing_function_is_reported_with_its_rank() -> None:
     done = run_python(FUNCTIONS + "debug_launcher(work, ('raise',))\n")
     assert done.returncode == 1
     said = done.stderr[done.stderr.index("ChildFailedError: Rank 1 failed: exit status 1") :]
     assert said.endswith("ValueError: only here\n")
 
 
-def test_one_process_runs_here() -> None:
+def test_function_in_one_process_runs_in_this_process() -> None:
     seen: list[Any] = []
     before = dict(os.environ)
 
@@ -388,11 +392,11 @@ def test_one_process_runs_here() -> None:
     assert dict(os.environ) == before
 
 
-def test_prepare_for_launch_runs_the_function() -> None:
+def test_prepare_for_launch_calls_the_function() -> None:
     assert PrepareForLaunch(lambda x: x + 1)(1) == 2
 
 
-def test_launching_beside_a_live_runtime_is_refused() -> None:
+def test_launching_a_function_next_to_an_accelerator_is_refused() -> None:
     done = run_python(
         "from accelerate_core.distributed.process import current_runtime\n"
         "from accelerate_launch import debug_launcher\n"
@@ -403,7 +407,7 @@ def test_launching_beside_a_live_runtime_is_refused() -> None:
     assert "end_training" in done.stderr
 
 
-def test_launching_after_the_device_was_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forking_after_the_device_was_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     class Device:
@@ -420,7 +424,7 @@ def test_launching_after_the_device_was_used_is_refused(monkeypatch: pytest.Monk
         notebook_launcher(print, num_processes=2)
 
 
-def test_signal_handlers_are_put_back() -> None:
+def test_signal_handlers_are_restored() -> None:
     from accelerate_launch.functions import _signal_handlers_kept
 
     before = signal.getsignal(signal.SIGTERM)
@@ -429,7 +433,7 @@ def test_signal_handlers_are_put_back() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_plans_compare_by_value() -> None:
+def test_launch_plans_compare_by_value() -> None:
     assert LaunchPlan(Target("a.py")) == LaunchPlan(Target("a.py"))
 
 
@@ -495,7 +499,7 @@ def no_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_runtime")
-def test_a_logger_needs_no_accelerator(
+def test_logger_works_without_an_accelerator(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logger = get_logger("tests.rank", "INFO")
@@ -511,7 +515,7 @@ def test_a_logger_needs_no_accelerator(
 
 
 @pytest.mark.usefixtures("no_runtime")
-def test_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_once_logs_each_text_once(caplog: pytest.LogCaptureFixture) -> None:
     logger = get_logger("tests.once", "INFO")
     for number in (1, 1, 2):
         logger.warning_once("seen %d", number)
@@ -520,12 +524,12 @@ def test_warning_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.usefixtures("no_runtime")
-def test_a_record_names_the_line_that_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_records_name_the_calling_line(caplog: pytest.LogCaptureFixture) -> None:
     logger = get_logger("tests.line", "INFO")
 
     def told(*texts: str) -> None:
         for text in texts:
-            logger.info(text, stacklevel=3)  # as the original counts: 2 is this line
+            logger.info(text, stacklevel=3)  # counted as in Accelerate, where 2 is this line
 
     first = told.__code__.co_firstlineno + 5
     logger.info("by itself")
@@ -533,10 +537,10 @@ def test_a_record_names_the_line_that_logged(caplog: pytest.LogCaptureFixture) -
     logger.warning_once("once", stacklevel=2)
     told("for", "another")
     found = [(record.lineno - first, record.funcName) for record in caplog.records]
-    assert found == [(line, "test_a_record_names_the_line_that_logged") for line in (0, 1, 2, 3, 3)]
+    assert found == [(line, "test_log_records_name_the_calling_line") for line in (0, 1, 2, 3, 3)]
 
 
-def test_log_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_level_is_read_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "error")
     assert get_logger("tests.level").logger.level == logging.ERROR
     with pytest.raises(ConfigurationError, match="Did you mean 'WARNING'"):
@@ -558,13 +562,13 @@ def work(kind):
 
 if __name__ == "__main__":
     from accelerate_core.distributed.process import current_runtime
-    current_runtime()  # which a forked process could not use
+    current_runtime()  # a forked process could not use it
     debug_launcher(work, ("spawned",), start_method="spawn")
 """
 
 
 @pytest.mark.dist
-def test_spawned_processes_do_not_mind_what_this_one_has_used(tmp_path: Path) -> None:
+def test_spawn_works_next_to_an_accelerator(tmp_path: Path) -> None:
     (tmp_path / "spawned.py").write_text(SPAWNED)
     done = subprocess.run(
         [sys.executable, "spawned.py"],
@@ -580,8 +584,8 @@ def test_spawned_processes_do_not_mind_what_this_one_has_used(tmp_path: Path) ->
     assert sorted(said) == ["spawned 0 2.0", "spawned 1 2.0"]
 
 
-def test_what_cannot_be_spawned_says_why() -> None:
-    with pytest.raises(ConfigurationError, match="cannot be pickled"):
+def test_function_that_cannot_be_spawned_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigurationError, match="needs to pickle function"):
         notebook_launcher(lambda: None, num_processes=2, start_method="spawn")
     with pytest.raises(ConfigurationError, match="Did you mean 'spawn'"):
         notebook_launcher(print, num_processes=2, start_method="spwan")
@@ -610,10 +614,10 @@ accelerator.reduce(torch.ones(3))
     ("how", "status", "said"),
     [
         ("raise", 1, "failed: exit status 1"),
-        ("kill", 137, "failed: killed by SIGKILL, as the system does when memory runs out"),
+        ("kill", 137, "failed: killed by SIGKILL, possibly because memory ran out"),
     ],
 )
-def test_the_rank_that_failed_is_named_with_its_traceback_and_log(
+def test_failed_rank_is_reported_with_traceback_and_log(
     tmp_path: Path, how: str, status: int, said: str
 ) -> None:
     (tmp_path / "train.py").write_text(FAILING)
@@ -621,22 +625,22 @@ def test_the_rank_that_failed_is_named_with_its_traceback_and_log(
     done = run_cli("launch", "--cpu", "--num_processes", "2", *more, "train.py", how, cwd=tmp_path)
     assert done.returncode == status
     assert f"Rank 1 on {socket.gethostname()} {said}" in done.stderr
-    assert "Ended after it: rank 0" in done.stderr
-    assert "torch/distributed/run.py" not in done.stderr  # the agent's own traceback helps nobody
+    assert "Stopped afterwards: rank 0" in done.stderr
+    assert "torch/distributed/run.py" not in done.stderr  # no traceback of the agent itself
     if how == "raise":
         log = Path(done.stderr.split("Log: ")[1].splitlines()[0])
         assert "ValueError: only here" in (tmp_path / log).read_text()
         first = done.stderr.split("Traceback", 1)[1].split("File", 2)[1]
-        assert "ValueError" in first  # raised in the file that is named first
-        assert done.stderr.count("Traceback (most recent call last)") == 1  # as it happened
-        assert "ValueError: only here (its traceback stands above)" in done.stderr
+        assert "ValueError" in first  # the first file in the traceback is the one that raised
+        assert done.stderr.count("Traceback (most recent call last)") == 1  # printed by the rank
+        assert "ValueError: only here (traceback above)" in done.stderr
 
 
-def test_machines_that_do_not_meet_are_one_error(script: Path) -> None:
+def test_failed_rendezvous_is_one_error(script: Path) -> None:
     machines = ["--num_machines", "2", "--num_processes", "2", "--machine_rank", "1"]
     address = ["--main_process_ip", "127.0.0.9", "--main_process_port", "29519"]
     how = ["--rdzv_backend", "c10d", "--rdzv_conf", "read_timeout=2,join_timeout=2,is_host=0"]
     done = run_cli("launch", "--cpu", *machines, *address, *how, script)
     assert done.returncode == 1
-    assert "This machine did not meet machine 0 at 127.0.0.9, port 29519" in done.stderr
+    assert "This machine could not connect to machine 0 at 127.0.0.9, port 29519" in done.stderr
     assert "Traceback" not in done.stderr

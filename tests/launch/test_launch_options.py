@@ -1,4 +1,4 @@
-"""Options that plugins contribute, those of Accelerate's launcher, and launchers of plugins."""
+"""Launch options of plugins, the options of Accelerate's launcher, and launcher plugins."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ attention_softmax_in_fp32 expert_tensor_parallel_size calculate_per_token_loss
 use_rotary_position_embeddings
 """
 
-#: Every option of Accelerate's launcher, 1.15, and a value it takes; None for a flag.
-PEER: dict[str, str | None] = {
+#: Every option of Accelerate 1.15's launcher with a valid value; None for a flag.
+ACCELERATE_OPTIONS: dict[str, str | None] = {
     "quiet": None, "cpu": None, "multi_gpu": None, "tpu": None, "mixed_precision": "bf16",
     "num_processes": "2", "num_machines": "1", "num_cpu_threads_per_process": "1",
     "enable_cpu_affinity": None, "dynamo_backend": "inductor", "dynamo_mode": "default",
@@ -75,11 +75,11 @@ PEER: dict[str, str | None] = {
     "megatron_lm_attention_backend": "true",
 }  # fmt: skip
 
-#: What cannot be shown by a dry run alone: it needs accelerators, a module, a file of hosts.
+#: Options that a dry run alone can't test: they need accelerators, a module or a host file.
 APART = {"multi_gpu", "module", "no_python", "mpirun_hostfile"}
 
 
-def test_whose_an_option_is_stands_in_the_catalogue_alone() -> None:
+def test_only_the_catalog_maps_options_to_plugins() -> None:
     owners = {
         name: accelerate_options.owner_of_option(name)
         for name in ("tpu", "vm", "fp8_format", "num_machines")
@@ -88,12 +88,12 @@ def test_whose_an_option_is_stands_in_the_catalogue_alone() -> None:
     assert not re.search("megatron|xla|fp8", Path(accelerate_options.__file__).read_text())
 
 
-@pytest.mark.parametrize("name", sorted(PEER.keys() - APART))
-def test_every_option_of_the_peer_is_taken_or_refused_with_the_reason(
+@pytest.mark.parametrize("name", sorted(ACCELERATE_OPTIONS.keys() - APART))
+def test_every_accelerate_option_is_accepted_or_refused_with_a_reason(
     name: str, tmp_path: Path
 ) -> None:
     (tmp_path / "s.py").write_text("")
-    value = [PEER[name]] if PEER[name] is not None else []
+    value = [ACCELERATE_OPTIONS[name]] if ACCELERATE_OPTIONS[name] is not None else []
     owner = accelerate_options.owner_of_option(name)
     asked = name in catalog.SWITCHES or owner not in {one.name for one in installed().plugins}
     kind = "--mixed_precision" if owner == "fp8" else "--backend"
@@ -102,14 +102,14 @@ def test_every_option_of_the_peer_is_taken_or_refused_with_the_reason(
     result = CliRunner().invoke(cli, [text for text in arguments if text is not None])
     if result.exit_code == 0:
         return
-    reasons = ('pip install "accelerate-core[', "is not offered. ")
+    reasons = ('pip install "accelerate-core[', "is not supported. ")
     reasons += ("The host file 'h' is not there", "needs a host file", "name it with --tpu_name")
     assert result.exit_code == 2, result.output
     assert any(reason in result.output for reason in reasons), result.output
     assert not result.output.startswith("Traceback")
 
 
-def test_the_rest_of_the_peers_options(tmp_path: Path) -> None:
+def test_accelerate_options_for_modules_programs_and_gpus(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     (tmp_path / "s.py").write_text("")
     launch = ["launch", "--cpu", "--dry_run"]
@@ -119,7 +119,7 @@ def test_the_rest_of_the_peers_options(tmp_path: Path) -> None:
     assert "contradicts" in run("--multi_gpu", str(tmp_path / "s.py")).output
 
 
-def test_plugins_options_stand_under_their_names() -> None:
+def test_plugin_options_are_listed_under_the_plugins_name() -> None:
     text = CliRunner().invoke(cli, ["launch", "--help"]).output
     assert "Backend fsdp2 (accelerate-fsdp2" in text
     assert "Backend ddp (accelerate-ddp" in text
@@ -128,7 +128,7 @@ def test_plugins_options_stand_under_their_names() -> None:
     assert "default: 25" in text
 
 
-def test_help_lists_each_option_once_and_nothing_of_fsdp1_alone(tmp_path: Path) -> None:
+def test_help_lists_each_option_once_and_no_fsdp1_options(tmp_path: Path) -> None:
     text = CliRunner().invoke(cli, ["launch", "--help"]).output
     rows = re.findall(r"^  (-.*?)(?:  |$)", text, re.M)
     listed = [name for row in rows for name in re.findall(r"--[\w-]+", row)]
@@ -165,18 +165,20 @@ def test_help_lists_each_option_once_and_nothing_of_fsdp1_alone(tmp_path: Path) 
         (["--fp8_format", "HYBRID"], "Add --mixed_precision fp8, or leave the option out"),
         (["--mixed_precision", "fp8", "--fp8_backend", "tee"], "Did you mean 'TE'?"),
         (["--mixed_precision", "fp8", "--fp8_opt_lvl", "O1"], "Did you mean '--fp8_opt_level'?"),
-        (["--tpu_nam", "a"], "the plugin 'xla' does not have it. Did you mean '--tpu_name'?"),
+        (["--tpu_nam", "a"], "The plugin 'xla' has none. Did you mean '--tpu_name'?"),
         (["--aws_access_key_id", "k"], "Don't pass credentials on a command line"),
     ],
 )
-def test_wrong_options_of_plugins(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_invalid_plugin_options_are_refused(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
     (tmp_path / "s.py").write_text("")
     result = CliRunner().invoke(cli, ["launch", *arguments, str(tmp_path / "s.py")])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
 
 
-def test_a_switch_of_a_plugin_may_stand_alone(tmp_path: Path) -> None:
+def test_boolean_plugin_option_needs_no_value(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("")
     for value in ([], ["true"]):
         arguments = ["launch", "--use-fsdp", "--fsdp-offload-params", *value, "--dry_run"]
@@ -186,9 +188,9 @@ def test_a_switch_of_a_plugin_may_stand_alone(tmp_path: Path) -> None:
         assert "s.py --fsdp_y" in "".join(result.output.splitlines())
 
 
-def test_options_of_fp8_travel_as_its_variables(tmp_path: Path) -> None:
+def test_fp8_options_are_passed_on_as_environment_variables(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("")
-    # Two classes of it have a field `recipe`.
+    # Two settings classes of fp8 have a field `recipe`.
     said = {"backend": "ao", "recipe": "rowwise", "te_recipe": "current", "amax_history_len": "8"}
     options = [word for name, value in said.items() for word in (f"--fp8_{name}", value)]
     arguments = ["launch", "--cpu", "--mixed_precision", "fp8", "--fp8_pad_inner_dim", *options]
@@ -199,7 +201,7 @@ def test_options_of_fp8_travel_as_its_variables(tmp_path: Path) -> None:
         assert re.search(line, result.output), (name, result.output)
 
 
-def test_sizes_of_the_mesh_ask_for_a_mesh(tmp_path: Path) -> None:
+def test_mesh_sizes_request_a_mesh(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("")
     arguments = ["launch", "--cpu", "--parallelism_config_tp_size", "2", "--dry_run"]
     output = CliRunner().invoke(cli, [*arguments, str(tmp_path / "s.py")]).output
@@ -207,7 +209,7 @@ def test_sizes_of_the_mesh_ask_for_a_mesh(tmp_path: Path) -> None:
     assert "PARALLELISM_CONFIG_TP_SIZE" in output
 
 
-# --- plugins that are asked once ------------------------------------------------------------------
+# --- plugins are imported once --------------------------------------------------------------------
 
 RING = """
 import sys
@@ -274,7 +276,7 @@ def halo(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 
-def test_a_plugin_is_imported_once_for_its_options(halo: dict[str, str], tmp_path: Path) -> None:
+def test_plugin_is_imported_only_once_for_its_options(halo: dict[str, str], tmp_path: Path) -> None:
     for _ in range(2):
         done = run_cli("launch", "--help", env=halo, forked=True)
         assert "--halo_chunk_mb N" in done.stdout, done.stderr
@@ -288,15 +290,15 @@ def test_a_plugin_is_imported_once_for_its_options(halo: dict[str, str], tmp_pat
     assert "--halo_piece_mb N" in run_cli("launch", "--help", env=halo, forked=True).stdout
 
 
-def test_a_plain_launch_imports_no_plugin(halo: dict[str, str], tmp_path: Path) -> None:
+def test_launch_without_plugin_options_imports_no_plugin(
+    halo: dict[str, str], tmp_path: Path
+) -> None:
     done = run_cli("launch", "--cpu", "s.py", env=halo, cwd=tmp_path)
     assert done.stdout == "plain\n"
     assert not (tmp_path / "log").exists()
 
 
-def test_a_plugins_launcher_starts_what_its_option_asks_for(
-    halo: dict[str, str], tmp_path: Path
-) -> None:
+def test_launcher_plugin_is_selected_by_its_option(halo: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("halo_config:\n  hostfile: there\n")
     asked = {
         ("--use_halo", "--halo_hostfile", "here"): "here",
@@ -311,9 +313,7 @@ def test_a_plugins_launcher_starts_what_its_option_asks_for(
     assert done.stdout == "started by halo on around\n", done.stderr
 
 
-def test_the_switch_of_an_extension_asks_for_no_backend(
-    halo: dict[str, str], tmp_path: Path
-) -> None:
+def test_switch_of_an_extension_selects_no_backend(halo: dict[str, str], tmp_path: Path) -> None:
     script = (
         "import os; print(os.environ['ACCELERATE_USE_GLOW'], os.environ['ACCELERATE_GLOW_EVERY'])"
     )
@@ -326,13 +326,13 @@ def test_the_switch_of_an_extension_asks_for_no_backend(
     assert "ACCELERATE_USE_GLOW" in done.stdout
 
 
-def test_a_plugins_command_is_one_of_ours(halo: dict[str, str]) -> None:
+def test_command_of_a_plugin_appears_in_the_help(halo: dict[str, str]) -> None:
     shown = run_cli("--help", env=halo, forked=True).stdout
-    assert re.search(r"^  halo +of dummy-halo 1", shown, re.M), shown  # without importing it
+    assert re.search(r"^  halo +from dummy-halo 1", shown, re.M), shown  # without importing it
     assert run_cli("halo", env=halo, forked=True).stdout == "halo drawn\n"
 
 
-def test_a_broken_plugin_and_a_damaged_cache_harm_nobody(tmp_path: Path) -> None:
+def test_broken_plugin_and_damaged_cache_do_not_affect_other_plugins(tmp_path: Path) -> None:
     dummies.distribution(tmp_path, "torn", "raise OSError('no wafer')", {"backends": {"torn": "X"}})
     cache = tmp_path / "cache" / "accelerate-core" / "plugins.json"
     cache.parent.mkdir(parents=True)
@@ -352,9 +352,7 @@ def test_a_broken_plugin_and_a_damaged_cache_harm_nobody(tmp_path: Path) -> None
     assert json.loads(done.stdout)["torn"] == "OSError: no wafer"
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_cache_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "accelerate-core").write_text("a file, not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_directory() == tmp_path / "accelerate-core"

@@ -1,4 +1,4 @@
-"""An agent whose rendezvous is silent gives up; one that waits for good reason does not."""
+"""An agent gives up on a silent rendezvous, but not while waiting is justified."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def wait(left: list[int], seconds: float) -> list[int]:
     return left
 
 
-def test_silence_ends_the_agent_once_a_rank_has_ended(
+def test_silent_rendezvous_stops_the_agent_once_a_rank_has_ended(
     left: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rank = subprocess.Popen([sys.executable, "-c", ""])
@@ -37,9 +37,9 @@ def test_silence_ends_the_agent_once_a_rank_has_ended(
     rank.wait()
 
 
-def test_an_agent_with_living_ranks_waits(left: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_waits_while_its_ranks_run(left: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
-    # This process has other children, too: what earlier tests have left.
+    # Earlier tests may have left other children of this process.
     monkeypatch.setattr(
         "accelerate_launch.lost_rendezvous._ranks", lambda: [psutil.Process(rank.pid)]
     )
@@ -52,7 +52,7 @@ def test_an_agent_with_living_ranks_waits(left: list[int], monkeypatch: pytest.M
     rank.wait()
 
 
-def test_answers_in_time_are_no_silence(left: list[int]) -> None:
+def test_answers_in_time_keep_the_agent_running(left: list[int]) -> None:
     watch = LostRendezvous("there", left.append)
     for _ in range(10):
         watch.waiting(0.5)

@@ -1,4 +1,4 @@
-"""A wrong address of machine 0 is an error within seconds; a machine 0 that starts late is waited for."""
+"""A wrong address of machine 0 is an error within seconds, but a late start is not an error."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from accelerate_launch.planning import make_plan
 from accelerate_launch.torchrun import TorchrunLauncher
 
 SOURCE = "main_process_ip from config.yaml line 3"
-#: What made a machine number 0, as the launcher says it.
+#: The setting that made a machine number 0, as the launcher describes it.
 CLAIM = "command line --machine_rank 0"
-#: An address for documentation (RFC 5737), so that of no machine that tests run on.
+#: An address that is reserved for documentation (RFC 5737), so no test machine has it.
 ELSEWHERE = "198.51.100.1"
-#: How the launcher is started on one of two machines.
+#: The launch command on one of two machines.
 LAUNCH = [sys.executable, "-m", "accelerate_core.cli", "launch", "--cpu"]
 LAUNCH += ["--num_machines", "2", "--num_processes", "2"]
 
@@ -56,7 +56,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_name_that_does_not_resolve_is_an_error_at_once(tmp_path: Path, backend: str) -> None:
+def test_unresolvable_address_is_an_immediate_error(tmp_path: Path, backend: str) -> None:
     began = time.monotonic()
     address = ["--main_process_ip", "no-such-host.invalid", "--main_process_port", "29511"]
     run = start(tmp_path, "--machine_rank", "1", *address, "--rdzv_backend", backend)
@@ -68,7 +68,7 @@ def test_name_that_does_not_resolve_is_an_error_at_once(tmp_path: Path, backend:
     assert "Traceback" not in said
 
 
-def test_rank_of_a_scheduler_does_not_wait_for_an_unknown_name(tmp_path: Path) -> None:
+def test_scheduler_rank_does_not_wait_for_an_unresolvable_name(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     size = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     rank = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
@@ -95,7 +95,7 @@ def test_silent_name_service_is_an_error_within_seconds(monkeypatch: pytest.Monk
 
 @contextlib.contextmanager
 def silent_port() -> Iterator[int]:
-    """Yield a port that lets connections wait: its queue is full and nothing is accepted."""
+    """Yield a port on which connections hang, because its queue is full and nothing accepts them."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
@@ -108,7 +108,7 @@ def silent_port() -> Iterator[int]:
         yield port
 
 
-def test_machine_that_does_not_answer_is_an_error_that_says_where_its_address_came_from() -> None:
+def test_silent_machine_0_is_an_error_with_the_source_of_the_address() -> None:
     began = time.monotonic()
     with silent_port() as port, pytest.raises(ConfigurationError) as failure:
         find_machine_0(machine(port), is_machine_0=False)
@@ -118,7 +118,7 @@ def test_machine_that_does_not_answer_is_an_error_that_says_where_its_address_ca
     )
 
 
-def test_silent_machine_is_waited_for_if_that_is_asked_for() -> None:
+def test_explicit_timeout_makes_machines_wait_for_a_silent_machine_0() -> None:
     began = time.monotonic()
     with silent_port() as port, pytest.raises(ConfigurationError):
         find_machine_0(machine(port, timeout="9"), is_machine_0=False)
@@ -126,11 +126,11 @@ def test_silent_machine_is_waited_for_if_that_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("backend", "key"), [("static", "timeout"), ("c10d", "join_timeout")])
-def test_waiting_for_a_listener_is_announced_and_ends(
+def test_waiting_for_machine_0_is_announced_and_limited(
     capfd: pytest.CaptureFixture[str], backend: str, key: str
 ) -> None:
     nowhere = machine(get_free_port(), backend=backend, **{key: "3"})
-    with pytest.raises(ConfigurationError, match="nothing listens there yet; tried for 3 s"):
+    with pytest.raises(ConfigurationError, match=r"nothing listens there yet \(tried for 3 s\)"):
         find_machine_0(nowhere, is_machine_0=False)
     said = capfd.readouterr().err
     assert f"Waiting for {nowhere}: nothing listens there yet" in said
@@ -155,7 +155,7 @@ def test_another_service_on_the_port_is_an_error(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("libuv", [True, False])
-def test_store_of_torch_is_recognised_and_goes_on_working(libuv: bool) -> None:
+def test_torchs_store_is_recognised_and_keeps_working(libuv: bool) -> None:
     from torch.distributed import TCPStore
 
     wait = timedelta(seconds=30)
@@ -166,7 +166,7 @@ def test_store_of_torch_is_recognised_and_goes_on_working(libuv: bool) -> None:
     assert other.get("key") == b"value"
 
 
-def test_machine_0_with_the_address_of_another_host_is_an_error_within_seconds(
+def test_machine_0_with_another_hosts_address_is_a_quick_error(
     tmp_path: Path,
 ) -> None:
     began = time.monotonic()
@@ -176,11 +176,11 @@ def test_machine_0_with_the_address_of_another_host_is_an_error_within_seconds(
     assert run.returncode == 1
     assert time.monotonic() - began < 15
     assert f"This is machine 0 at {ELSEWHERE}, port {address[-1]} (main_process_ip from" in said
-    assert "cannot reach itself under that address: " in said
+    assert "cannot reach itself at that address: " in said
     assert "Traceback" not in said
 
 
-def test_port_of_machine_0_that_is_in_use_is_an_error_that_says_where_it_came_from(
+def test_used_port_of_machine_0_is_an_error_with_its_source(
     tmp_path: Path,
 ) -> None:
     with socket.create_server(("", 0)) as server:
@@ -190,13 +190,11 @@ def test_port_of_machine_0_that_is_in_use_is_an_error_that_says_where_it_came_fr
         said, _ = run.communicate(timeout=60)
     assert run.returncode == 1
     assert f"machine 0 at 127.0.0.1, port {port} (main_process_ip from command line" in said
-    assert "another process of it uses the port" in said
+    assert "another process on it uses the port" in said
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_of_a_scheduler_does_not_wait_for_an_address_of_another_host(
-    tmp_path: Path, rank: int
-) -> None:
+def test_scheduler_rank_does_not_wait_for_a_wrong_address(tmp_path: Path, rank: int) -> None:
     (tmp_path / "train.py").write_text("import accelerate_core; accelerate_core.Accelerator()")
     size = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     here = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
@@ -232,7 +230,7 @@ def test_machine_0_that_cannot_reach_itself_is_an_error(monkeypatch: pytest.Monk
         find_machine_0(machine(port, host=ELSEWHERE), is_machine_0=True)
 
 
-def test_number_0_with_the_address_of_another_host_is_an_error_under_c10d_too(
+def test_machine_rank_0_with_another_hosts_address_is_an_error_with_c10d(
     tmp_path: Path,
 ) -> None:
     began = time.monotonic()
@@ -241,9 +239,9 @@ def test_number_0_with_the_address_of_another_host_is_an_error_under_c10d_too(
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 1
     assert time.monotonic() - began < 15
-    assert "was called machine 0 by command line --machine_rank 0" in said
+    assert "command line --machine_rank 0 makes this machine, " in said
     assert f"{ELSEWHERE}, port {address[-1]} (main_process_ip from command line" in said
-    assert "is not an address of it" in said
+    assert "is not an address of this machine" in said
     assert "leave out --machine_rank" in said
     assert "Traceback" not in said
 
@@ -257,25 +255,25 @@ def agent_options(port: int, *conf: str) -> Any:
 
 @pytest.fixture
 def other_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every address look like that of another host that is up."""
+    """Make every address look like the address of another host that is up."""
     monkeypatch.setattr(agent, "is_here", lambda host: False)
     monkeypatch.setattr(agent, "is_reached_by", lambda machine: False)
     monkeypatch.setattr(machine_0, "_ANOTHER", 1.0)
 
 
 @pytest.mark.usefixtures("other_host")
-def test_number_0_waits_a_few_seconds_for_a_host_that_is_up_and_names_its_own_address() -> None:
+def test_machine_rank_0_with_a_wrong_address_suggests_its_own() -> None:
     with pytest.raises(ConfigurationError) as failure:
         agent._find_machine_0(agent_options(get_free_port(), "is_host=false"), SOURCE, CLAIM)
     said = str(failure.value)
-    assert f"was called machine 0 by {CLAIM}" in said
-    assert "nothing listens there yet; tried for 1 s" in said
+    assert f"{CLAIM} makes this machine, " in said
+    assert "nothing listens there yet (tried for 1 s)" in said
     assert "--main_process_ip 10.0.0.7" in said
     assert "--rdzv_conf join_timeout=SECONDS" in said
 
 
 @pytest.mark.usefixtures("other_host")
-def test_number_0_waits_for_another_machine_0_as_long_as_asked() -> None:
+def test_machine_rank_0_waits_for_another_machine_0_until_the_timeout() -> None:
     began = time.monotonic()
     options = agent_options(get_free_port(), "is_host=false", "join_timeout=3")
     with pytest.raises(ConfigurationError, match="tried for 3 s"):
@@ -284,14 +282,14 @@ def test_number_0_waits_for_another_machine_0_as_long_as_asked() -> None:
 
 
 @pytest.mark.usefixtures("other_host")
-def test_number_0_joins_another_machine_that_opened_the_port() -> None:
+def test_machine_rank_0_joins_another_machine_that_opened_the_port() -> None:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options = agent_options(store.port, "is_host=false")
     agent._find_machine_0(options, SOURCE, CLAIM)
     assert options.rdzv_conf == "is_host=false"
 
 
-def test_number_0_opens_the_port_if_the_address_is_forwarded_to_it(
+def test_machine_rank_0_opens_the_port_if_the_address_is_forwarded_to_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine_0, "is_here", lambda host: False)  # as behind NAT
@@ -310,20 +308,20 @@ def test_number_0_opens_the_port_if_the_address_is_forwarded_to_it(
         ({"rdzv_backend": "static", "machine_rank": 0}, False),
     ],
 )
-def test_agent_is_told_of_a_number_0_that_was_typed(
+def test_machine_rank_0_on_the_command_line_is_passed_to_the_agent(
     tmp_path: Path, given: dict[str, Any], told: bool
 ) -> None:
     command = TorchrunLauncher().launch_command(plan_of(tmp_path, **given))
     assert ("--claim" in command) == told
 
 
-def test_number_0_in_a_config_file_may_be_that_of_all_machines(tmp_path: Path) -> None:
+def test_machine_rank_0_in_a_config_file_is_not_passed_to_the_agent(tmp_path: Path) -> None:
     config = parse_config("machine_rank: 0", tmp_path / "config.yaml")
     plan = plan_of(tmp_path, config, rdzv_backend="c10d")
     assert "--claim" not in TorchrunLauncher().launch_command(plan)
 
 
-def test_loopback_address_of_the_own_name_is_not_passed_to_other_machines(tmp_path: Path) -> None:
+def test_loopback_address_is_not_passed_to_other_machines(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, rdzv_backend="c10d", main_process_ip="127.0.1.1")
     assert plan.local_addr is None
     assert "is_host" not in plan.rdzv_conf
@@ -344,13 +342,13 @@ def plan_of(folder: Path, config: ConfigFile | None = None, **given: Any) -> Lau
         ("[fe80::1]:4000", ("fe80::1", 4000)),
     ],
 )
-def test_endpoints_are_split(text: str, expected: tuple[str, int]) -> None:
+def test_endpoints_are_split_into_host_and_port(text: str, expected: tuple[str, int]) -> None:
     assert split_endpoint(text) == expected
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("first", [1, 0], ids=["machine 1 first", "machine 0 first"])
-def test_machines_that_start_one_after_the_other_meet(tmp_path: Path, first: int) -> None:
+def test_machines_that_start_at_different_times_connect(tmp_path: Path, first: int) -> None:
     port = str(get_free_port())
     address = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
     early = start(tmp_path, "--machine_rank", str(first), *address)

@@ -1,4 +1,4 @@
-"""What people see: lines that fit their terminal, in a pipe whole ones, and colour only where asked."""
+"""Output fits the terminal, is complete in a pipe, and has colours only where they are wanted."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ LISTINGS = (
     f"checkpoints show {LONG}",
     "runs show .",
     "launch --config_file config.yaml --num_processes 2 --mixed_precision bf16 --dry_run script.py",
-    # The last: the script takes the place of the command.
+    # Must be last, because the script replaces the process.
     "launch --explain --config_file config.yaml script.py",
 )
-#: Runs each line of the input as a command: one interpreter for all.
+#: Runs each argument as a command, all in one interpreter.
 MAIN = """
 import shlex, sys
 from accelerate_launch.cli import cli
@@ -58,7 +58,7 @@ for line in sys.argv[1:]:
     sys.stderr.flush()
 """
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-#: Of foreground and background, which NO_COLOR is about; bold and dim are none.
+#: Foreground and background colours, which NO_COLOR forbids. Bold and dim are allowed.
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")
 
 
@@ -103,7 +103,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 def on_terminal(
     folder: Path, code: str = MAIN, arguments: Sequence[str] = LISTINGS, **more: str
 ) -> str:
-    """Run Python code, all listings, in a pseudo-terminal and return what is written to it."""
+    """Run Python code, by default all listings, in a pseudo-terminal and return its output."""
     command = [sys.executable, "-c", code, *arguments]
     environ = environment(folder, TERM="xterm-256color", **more)
     return support.on_terminal(command, folder, environ, COLUMNS)
@@ -120,7 +120,7 @@ with byte_bar("Reading [a] " + "name" * 30, 9_000_000) as advance:
 
 
 @pytest.mark.parametrize(("rank", "bar"), [("0", True), ("1", False)])
-def test_one_rank_has_a_bar_with_rate_and_time_left(tmp_path: Path, rank: str, bar: bool) -> None:
+def test_only_one_rank_shows_a_progress_bar(tmp_path: Path, rank: str, bar: bool) -> None:
     said = ANSI.sub("", on_terminal(tmp_path, BAR, (), LOCAL_RANK=rank))
     if not bar:
         assert said == ""
@@ -132,16 +132,17 @@ def test_one_rank_has_a_bar_with_rate_and_time_left(tmp_path: Path, rank: str, b
 
 @pytest.fixture(scope="module")
 def shown(folder: Path) -> str:
-    """Return what all listings write to a terminal that wants no colours."""
+    """Return the output of all listings in a terminal with NO_COLOR."""
     return on_terminal(folder, NO_COLOR="1")
 
 
-def test_a_terminal_gets_lines_that_fit_and_every_fact(shown: str) -> None:
+def test_listings_fit_the_terminal_and_cut_nothing(shown: str) -> None:
     said = ANSI.sub("", shown)
     parts = dict(part.split("\r\n", 1) for part in said.split("##### ")[1:])
     assert [*parts] == [*LISTINGS]
     lines = [(what, line.split("\r")[-1]) for what in parts for line in parts[what].split("\r\n")]
-    lines = [one for one in lines if " -m accelerate_launch.agent " not in one[1]]  # to be copied
+    # The command of a dry run isn't wrapped, so that it can be copied.
+    lines = [one for one in lines if " -m accelerate_launch.agent " not in one[1]]
     assert {what: line for what, line in lines if cell_len(line) > COLUMNS} == {}
     usage = re.compile(r"\]\.\.\.|SIZE,\.\.\.|num_items=\.\.\.")
     cut = {what: line for what, line in lines if "…" in line or "..." in usage.sub("", line)}
@@ -151,12 +152,12 @@ def test_a_terminal_gets_lines_that_fit_and_every_fact(shown: str) -> None:
     assert "accelerate-checkpoint 0." in parts["plugins"]
 
 
-def test_no_color_is_obeyed(folder: Path, shown: str) -> None:
+def test_no_color_turns_colours_off(folder: Path, shown: str) -> None:
     assert not COLOUR.search(shown)
     assert COLOUR.search(on_terminal(folder, arguments=["plugins"]))
 
 
-def test_a_pipe_gets_whole_lines_and_no_escapes(folder: Path) -> None:
+def test_pipe_gets_complete_lines_without_escapes(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", MAIN, *LISTINGS],
         cwd=folder,
@@ -169,7 +170,7 @@ def test_a_pipe_gets_whole_lines_and_no_escapes(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     assert "\r" not in done.stdout + done.stderr
-    assert "━" not in done.stderr  # a bar
+    assert "━" not in done.stderr  # a progress bar
     rows = [line.split() for line in done.stdout.splitlines()]
     tracker = next(row for row in rows if row[:2] == ["tracker", "jsonl"])
     assert "accelerate-tracking" in tracker
@@ -182,7 +183,7 @@ def test_a_pipe_gets_whole_lines_and_no_escapes(folder: Path) -> None:
         assert not any(line.endswith(" ") for line in lines), listing
 
 
-def test_dry_run_leaves_names_of_variables_whole_and_internals_out(shown: str) -> None:
+def test_dry_run_shows_complete_variable_names_and_no_internals(shown: str) -> None:
     said = ANSI.sub("", shown).split("--dry_run script.py\r\n")[1].split("##### ")[0]
     rows = [line.split() for line in said.split("\r\n")]
     assert ["ACCELERATE_MIXED_PRECISION", "bf16", "command", "line"] in [row[:4] for row in rows]

@@ -1,9 +1,8 @@
-"""How processes are started: from the command line, from a notebook, from a test.
+"""Start processes from the command line, a notebook or a test.
 
-`make_plan` decides what is to run and why, a launcher turns the plan into a
-command and `start` runs it; `notebook_launcher` and `debug_launcher` start a
-function instead. Nothing here imports torch before a function is launched.
-A launcher of a plugin needs `LaunchPlan`, `Target` and `target_command`.
+`make_plan` decides what to run and why. A launcher turns the plan into a command, and `start` runs
+it. `notebook_launcher` and `debug_launcher` start a function instead. Nothing here imports torch
+until a function is launched. A launcher plugin needs `LaunchPlan`, `Target` and `target_command`.
 """
 
 from accelerate_launch.notebook import PrepareForLaunch, debug_launcher, notebook_launcher

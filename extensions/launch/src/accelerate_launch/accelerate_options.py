@@ -29,15 +29,15 @@ OBSOLETE_KEYS = {
     "use_xpu": REFUSED_OPTIONS["use_xpu"],
 }
 
-#: Keys that every file has and that have no effect here.
+#: Keys that every file of Accelerate has and that have no effect here, with the reason.
 IGNORED_KEYS = {
-    "main_training_function": "the script is run as a program, so no function has to be named; "
-    "only the launcher tpu calls it",
+    "main_training_function": "the script runs as a program, so it needs no function name; only the "
+    "launcher tpu uses it",
     "same_network": "main_process_ip decides how machines reach each other",
 }
 
 
-def said_by(config: Mapping[str, Any]) -> dict[str, Any]:
+def effective_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a config file without the keys that have no effect."""
     return {k: config[k] for k in config if k not in (*OBSOLETE_KEYS, *IGNORED_KEYS)}
 

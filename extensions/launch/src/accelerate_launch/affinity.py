@@ -1,6 +1,6 @@
-"""Binding a process to the CPUs beside its accelerator: what `launch --enable_cpu_affinity` asks for.
+"""Bind each process to the CPUs nearest to its accelerator (`launch --enable_cpu_affinity`).
 
-The extension runs in the ranks; the launcher sets the variable that has it asked.
+The extension runs in the ranks. The launcher sets the environment variable that activates it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from accelerate_core.booleans import env_flag, parse_bool
 
 logger = logging.getLogger(__name__)
 
-#: What `launch` sets for its children.
+#: The variable that `launch` sets for its child processes.
 VARIABLE = "ACCELERATE_CPU_AFFINITY"
 
 
 class CpuAffinity:
-    """Binds each process to the CPUs beside its accelerator when its Accelerator is made."""
+    """Binds each process to the CPUs nearest to its accelerator when its Accelerator is created."""
 
     name = "cpu_affinity"
     api_version = (1, 0)
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
-        """Claim the run unless the variable says no; a word that is neither is refused later."""
+        """Claim the run unless the variable is false; `on_start` refuses a value that is no boolean."""
         text = request.environ.get(VARIABLE, "")
         if not text or parse_bool(text) is False:
             return None
@@ -34,26 +34,25 @@ class CpuAffinity:
 
     @hookimpl
     def on_start(self, accelerator: AcceleratorView) -> None:
-        """Bind this process; named in ACCELERATE_PLUGINS it needs no variable.
+        """Bind this process. If ACCELERATE_PLUGINS names this plugin, the variable may be unset.
 
         Raises:
-            ConfigurationError: the variable is neither yes nor no.
+            ConfigurationError: the value of the variable is not a boolean.
         """
         if env_flag(os.environ, VARIABLE, default=True):
             set_numa_affinity(accelerator.local_process_index)
 
 
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to the CPUs beside its accelerator, where the system tells which.
+    """Bind this process to the CPUs nearest to its accelerator.
 
-    Without an accelerator, or where the kernel does not publish the topology, nothing
-    happens.
+    This does nothing without an accelerator, or if the kernel does not publish the topology.
 
     Args:
-        local_process_index: which accelerator of this machine.
-        verbose: log what was set.
+        local_process_index: the index of the accelerator on this machine.
+        verbose: log the chosen CPUs at level INFO instead of DEBUG.
     """
-    cpus = _cpus_beside(local_process_index)
+    cpus = _nearest_cpus(local_process_index)
     if not cpus:
         logger.debug("No NUMA node is known for local process %d.", local_process_index)
         return
@@ -64,7 +63,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
         logger.log(level, "Local process %d runs on the CPUs %s.", local_process_index, allowed)
 
 
-def _cpus_beside(index: int) -> list[int]:
+def _nearest_cpus(index: int) -> list[int]:
     import torch
 
     if not torch.accelerator.is_available() or index >= torch.accelerator.device_count():
@@ -86,7 +85,7 @@ def _cpus_beside(index: int) -> list[int]:
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """Read the kernel's notation for sets of CPUs: `0-3,8` is 0, 1, 2, 3, 8."""
+    """Parse the kernel's notation for sets of CPUs: `0-3,8` is 0, 1, 2, 3, 8."""
     cpus: list[int] = []
     for part in text.strip().split(","):
         if part:

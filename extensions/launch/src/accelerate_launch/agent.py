@@ -1,4 +1,4 @@
-"""torch's agent, with the exit status of a run that was preempted, and its signals passed on."""
+"""torch's elastic agent, extended to pass signals on to the ranks and to report preemption."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from accelerate_launch.machine_0 import (
     split_endpoint,
 )
 
-#: Stands between the agent's options and the program.
+#: Separates the agent's options from the program.
 _TARGET = "--"
 
-#: Seconds of waiting for the other machines after which the agent says so.
+#: After waiting this many seconds for the other machines, the agent prints that it is waiting.
 _SILENCE = 8.0
 
-#: `EX_TEMPFAIL`: the ranks have saved and want to be started again.
+#: `EX_TEMPFAIL`: the ranks have saved their state and the run should be started again.
 _AGAIN = 75
 
 
 def main(arguments: list[str]) -> int:
-    """Run `torch.distributed.run`; return the status of the rank that failed first, which is shown.
+    """Run `torch.distributed.run`, print the first failure, and return that rank's exit status.
 
-    Three options of ours precede torchrun's. `--quiet` prints nothing about the other ranks,
-    `--address_source TEXT` is the source of machine 0's address, and `--claim TEXT` is the source of
-    the claim that this is machine 0 under a rendezvous that numbers the machines itself.
+    Three options come before those of torchrun. `--quiet` prints nothing about the other ranks.
+    `--address_source TEXT` says where machine 0's address came from. `--claim TEXT` says where this
+    machine was called machine 0, for a rendezvous that numbers the machines itself.
     """
     at = arguments.index(_TARGET)
     ours, theirs = _own_options().parse_known_args(arguments[:at])
@@ -56,11 +56,11 @@ def main(arguments: list[str]) -> int:
     _Agent.quiet = quiet
     torchrun: Any = agent
     parsed = torchrun.parse_args([*theirs, "target"])
-    # Not parsed by anybody: it may begin with a dash, or have a "--" of its own.
+    # The script isn't parsed: its name may begin with a dash, and its arguments may contain "--".
     script, *script_arguments = arguments[at + 1 :]
     parsed.training_script = script
     parsed.training_script_args = script_arguments
-    if not {"2", "3"} & set(parsed.tee):  # else what ranks print goes into their logs, too
+    if not {"2", "3"} & set(parsed.tee):  # otherwise tracebacks must also go to the ranks' logs
         os.environ[AGENT_VARIABLE] = str(os.getpid())
     try:
         machine = _find_machine_0(parsed, ours.address_source, ours.claim)
@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
         if status != _AGAIN:
             sys.stderr.write(text)
         return status
-    except SignalException as error:  # Ctrl-C: the ranks have been ended
+    except SignalException as error:  # Ctrl-C: the ranks have been stopped
         return 128 + int(error.sigval)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -88,9 +88,9 @@ def main(arguments: list[str]) -> int:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         where = f" at {machine}" if machine is not None else ""
         sys.stderr.write(
-            f"Error: this machine did not meet the others{where}: {reason}\n"
-            "Look at --main_process_ip and --main_process_port, which must be those of machine 0 "
-            "on every machine, at --num_machines, and at firewalls between them.\n"
+            f"Error: this machine could not connect to the others{where}: {reason}\n"
+            "Check that --main_process_ip, --main_process_port and --num_machines are the same on "
+            "every machine, and that no firewall blocks the port.\n"
         )
         return 1
     return 0
@@ -105,7 +105,7 @@ def _own_options() -> argparse.ArgumentParser:
 
 
 def _find_machine_0(parsed: Any, source: str, claim: str) -> MachineZero | None:
-    """Wait for machine 0 if there are several machines; say so, or what is wrong with its address."""
+    """Wait for machine 0 if the run has several machines; return None otherwise."""
     if parsed.standalone or parsed.nnodes in ("1", "1:1"):
         return None
     conf = dict(pair.split("=", 1) for pair in parsed.rdzv_conf.split(",") if pair)
@@ -135,10 +135,10 @@ def _send_on(number: int, frame: Any) -> None:
 
 
 def _pass_signals_on(parsed: Any) -> None:
-    """Send signals on to the ranks; at a second SIGTERM the agent ends them.
+    """Pass signals on to the ranks. A second SIGTERM makes the agent stop them.
 
-    By itself it would end alone at the user's signals, and kill the ranks 30 seconds after a
-    SIGTERM, in the middle of a save, and forget with what status they left.
+    torch's own agent would exit on SIGUSR1 and SIGUSR2 and leave the ranks running. 30 seconds after
+    a SIGTERM it would kill the ranks, even in the middle of a save, and lose their exit statuses.
     """
     for name in ("SIGUSR1", "SIGUSR2"):
         number = getattr(signal, name, None)
@@ -146,7 +146,7 @@ def _pass_signals_on(parsed: Any) -> None:
             signal.signal(number, _send_on)
     handled = getattr(parsed, "signals_to_handle", None)
     if handled is None or "SIGTERM" not in handled:
-        return  # an older torch, which cannot be told
+        return  # an older torch, in which the handled signals cannot be configured
     parsed.signals_to_handle = ",".join(s for s in handled.split(",") if s != "SIGTERM")
     said: list[int] = []
 
@@ -159,13 +159,13 @@ def _pass_signals_on(parsed: Any) -> None:
     signal.signal(signal.SIGTERM, send)
 
 
-def _say_what_it_waits_for() -> None:
+def _print_waiting() -> None:
     sys.stderr.write(f"Still waiting for {_Agent.meeting}.\n")
     sys.stderr.flush()
 
 
 def _add_ended(failures: dict[int, ProcessFailure], processes: Any, group: WorkerGroup) -> None:
-    """Add the ranks that ended after the first failure: torch 2.8 forgets them, and what they left."""
+    """Add the ranks that failed after the first one, because torch 2.8 does not report them."""
     for local_rank, handler in getattr(processes, "subprocess_handlers", {}).items():
         rank, status = group.workers[local_rank].global_rank, handler.proc.returncode
         if status and rank not in failures:
@@ -174,18 +174,18 @@ def _add_ended(failures: dict[int, ProcessFailure], processes: Any, group: Worke
 
 
 class _Agent(LocalElasticAgent):
-    """An agent whose ranks may be preempted, and whose rendezvous may be lost."""
+    """An agent that handles preempted ranks and a lost rendezvous."""
 
-    #: Ends the agent where the store on another machine has stopped to answer.
+    #: Ends the agent if the store on another machine stops answering.
     watch: ClassVar[LostRendezvous | None] = None
     quiet: ClassVar[bool] = False
-    #: What several machines wait for when they start, for a message; empty for one machine.
+    #: What the machines wait for at the start, as printed; empty if there is only one machine.
     meeting: ClassVar[str] = ""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self.watch is not None:
             self.watch.answered()
-        processes = self._pcontext  # torch lets go of it when a rank has failed
+        processes = self._pcontext  # torch drops the reference when a rank fails
         result: RunResult = super()._monitor_workers(worker_group)
         if processes is not None:
             if result.failures:
@@ -194,14 +194,14 @@ class _Agent(LocalElasticAgent):
             else:
                 sys.stderr.write(held(processes))
         if any(failure.exitcode == _AGAIN for failure in (result.failures or {}).values()):
-            self._remaining_restarts = 0  # it is the machine that is taken away
+            self._remaining_restarts = 0  # the machine is being preempted, so don't restart on it
         if result.failures and self._remaining_restarts:
             said, _ = describe(result.failures, brief=self.quiet)
-            sys.stderr.write(f"{said}All processes are started again.\n")
+            sys.stderr.write(f"{said}Restarting all processes.\n")
         if self.watch is not None:
             limits = {
                 WorkerState.HEALTHY: None,
-                # It waits for the other machines to end, too.
+                # The agent also waits for the other machines to finish.
                 WorkerState.SUCCEEDED: self._exit_barrier_timeout + LONG_PATIENCE,
             }
             self.watch.waiting(limits.get(result.state, LONG_PATIENCE))
@@ -212,7 +212,7 @@ class _Agent(LocalElasticAgent):
             settings = getattr(worker_group.spec.rdzv_handler, "_settings", None)
             join = settings.timeout.join.total_seconds() if settings is not None else 600.0
             self.watch.waiting(join + LONG_PATIENCE)
-        reminder = threading.Timer(_SILENCE, _say_what_it_waits_for)
+        reminder = threading.Timer(_SILENCE, _print_waiting)
         reminder.daemon = True
         if self.meeting:
             reminder.start()
@@ -225,12 +225,12 @@ class _Agent(LocalElasticAgent):
                 self.watch.answered()
 
     def _use_highest_restart_count(self, group: Any) -> None:
-        """Let the agents of all machines agree on how often the group was started again.
+        """Set the restart count of all agents to the highest one.
 
-        Each counts its own failures: after one on another machine the ranks would otherwise look for
-        each other under the numbers of different attempts, and wait until they give up.
+        Each agent counts only the failures on its own machine. Without this, ranks on different
+        machines would look for each other under different attempt numbers and time out.
         """
-        # The store of a static rendezvous is the same in every round: it would remember the last.
+        # A static rendezvous keeps one store for all rounds, so it would return old counts.
         if group.group_world_size == 1 or group.spec.rdzv_handler.get_backend() == "static":
             return
         limit = group.spec.max_restarts

@@ -1,4 +1,7 @@
-"""Is what was chosen possible, and does it fit together? Each error names value, source and way out."""
+"""Check the values of a launch, alone and against each other.
+
+Each error names the value, where it came from, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ from accelerate_launch.schemas import WITH_SETTINGS
 
 logger = logging.getLogger(__name__)
 
-#: Begins the origin of a value that follows from another key of the config file.
+#: How the origin begins if a value follows from another key of the config file.
 FOLLOWS = "follows from "
 
-#: Keys of files for launch that no option of its own has.
+#: Keys of config files that have no launch option.
 _MORE_KEYS = ["backend", "compute_environment", "distributed_type", "torch_device"]
 _RENDEZVOUS = ("static", "c10d", "etcd", "etcd-v2")
-#: Option -> the texts it may have, and how an error says so.
+#: For each option, the pattern that its value must match and the words for it in an error.
 _FORMS = {
     "rdzv_conf": (
         r"[^=,\s]+=[^=,]*(,[^=,\s]+=[^=,]*)*",
@@ -40,7 +43,7 @@ _FORMS = {
 
 
 def known_keys() -> list[str]:
-    """Return the top-level keys of a config file that somebody here reads, or knows."""
+    """Return all top-level keys that a config file may have."""
     ours = [key.split(".")[0] for option in LAUNCH_OPTIONS for key in option.yaml]
     ours += (key for key in installed().triggers if key == key.lower())
     ours += (f"{one.name}_config" for one in installed().plugins if one.kind in WITH_SETTINGS)
@@ -55,14 +58,14 @@ def known_keys() -> list[str]:
 
 
 def check_keys(config: ConfigFile) -> None:
-    """Refuse keys that nobody reads, here or in the one section of launch's own.
+    """Refuse unknown keys at the top of a config file and in the section `mpirun_config`.
 
-    Those that no version of anything reads any more are warned of.
+    Obsolete keys cause a warning.
 
     Raises:
-        ConfigurationError: with file, line and the nearest right name.
+        ConfigurationError: a key is unknown; the text has file, line and the most similar key.
     """
-    _check_environment(config)  # first: files for a cloud have keys of their own
+    _check_environment(config)  # first, because files for a cloud have other keys
     check_known(config, list(config), known_keys())
     section = "mpirun_config"
     if config.get(section) is not None:
@@ -73,13 +76,13 @@ def check_keys(config: ConfigFile) -> None:
     if old := [
         f"{key}: {why}" for key, why in accelerate_options.OBSOLETE_KEYS.items() if key in config
     ]:
-        logger.warning("%s has keys that say nothing today. %s", config.path, "; ".join(old))
+        logger.warning("%s has obsolete keys without effect. %s", config.path, "; ".join(old))
 
 
 def check_known(
     config: ConfigFile, keys: Iterable[object], known: Sequence[str], section: str = ""
 ) -> None:
-    """Refuse keys, of a section or of the top of a file, that are not among those known."""
+    """Refuse keys of a section, or of the top of a file, that are not in `known`."""
     mistakes = Mistakes()
     for key in map(str, keys):
         with mistakes:
@@ -92,7 +95,7 @@ def check_known(
 
 
 def check_mapping(config: ConfigFile, section: str) -> None:
-    """Refuse a section that is something else."""
+    """Refuse a section that is not a mapping."""
     if not isinstance(config[section], dict):
         raise ConfigurationError(
             f"{section}: {config[section]!r} ({config.where(section)}) must be a mapping of keys "
@@ -115,10 +118,10 @@ def _check_environment(config: ConfigFile) -> None:
 
 
 def backend_of(config: ConfigFile, backend: SourcedValue) -> SourcedValue:
-    """Take the backend that a file's `distributed_type` asks for, unless one is named.
+    """Return the backend for the file's `distributed_type`, unless another setting names one.
 
     Raises:
-        ConfigurationError: it is no type that is known.
+        ConfigurationError: the type is unknown.
     """
     said = config.get("distributed_type")
     if said is None:
@@ -128,7 +131,7 @@ def backend_of(config: ConfigFile, backend: SourcedValue) -> SourcedValue:
     where = config.where("distributed_type")
     if kind not in known and not re.fullmatch(r"MULTI_[A-Z]+", kind):
         raise ConfigurationError(
-            f"distributed_type: {said!r} ({where}) is not known; known are {listing(known)}."
+            f"distributed_type: {said!r} ({where}) is not one of {listing(known)}."
             f"{did_you_mean(kind, known)}"
         )
     if backend.value is not None or kind not in catalog.DISTRIBUTED_TYPES:
@@ -137,14 +140,14 @@ def backend_of(config: ConfigFile, backend: SourcedValue) -> SourcedValue:
 
 
 def cpu_of(config: ConfigFile, cpu: SourcedValue) -> SourcedValue:
-    """Run on the CPU where a file's `distributed_type` says so and nothing else is said."""
+    """Return true for the file's `distributed_type: MULTI_CPU`, unless `cpu` itself is set."""
     if cpu.origin == "default" and str(config.get("distributed_type")).upper() == "MULTI_CPU":
         return SourcedValue(True, f"{FOLLOWS}{config.where('distributed_type')}")
     return cpu
 
 
 def check_formats(chosen: Mapping[str, SourcedValue]) -> None:
-    """Check texts that torch would refuse, or misread, later."""
+    """Check strings that torch would refuse or misread later."""
     backend = chosen["rdzv_backend"]
     known = [*_RENDEZVOUS, *(one.name for one in entry_points(group="torchrun.handlers"))]
     if backend.value not in known:
@@ -166,13 +169,13 @@ def check_formats(chosen: Mapping[str, SourcedValue]) -> None:
 def processes(
     chosen: Mapping[str, SourcedValue], environ: Mapping[str, str], around: ClusterEnvironment
 ) -> SourcedValue:
-    """Return how many processes there are on all machines together, and why."""
+    """Return the number of processes on all machines together, and where it came from."""
     said = chosen["num_processes"]
     machines = chosen["num_machines"].value
     if around.ranks and said.value != int(around.ranks["WORLD_SIZE"]):
         raise ConfigurationError(
-            f"num_processes={said} contradicts what is around: "
-            f"{around.values['num_processes'].origin}. Leave it out."
+            f"num_processes={said} contradicts {around.values['num_processes'].origin}, which has "
+            "already started the ranks. Leave num_processes out."
         )
     on_cpu = parse_bool(chosen["cpu"].value)
     ids = gpu_ids(chosen["gpu_ids"])
@@ -190,8 +193,8 @@ def processes(
     if said.value is not None:
         if said.value % machines:
             raise ConfigurationError(
-                f"num_processes={said} cannot be shared out evenly over num_machines={machines}; "
-                "it counts the processes of all machines together."
+                f"num_processes={said} is not divisible by num_machines={machines}. num_processes "
+                "counts the processes on all machines together."
             )
         return said
     if on_cpu:
@@ -207,31 +210,31 @@ def processes(
 
 
 def gpu_ids(sourced: SourcedValue) -> list[str]:
-    """Return the numbers of the devices to use; empty for all."""
+    """Return the indices of the devices to use; empty means all."""
     if sourced.value is None or str(sourced.value).lower() == "all":
         return []
     ids = [part.strip() for part in str(sourced.value).split(",") if part.strip()]
     if len(set(ids)) != len(ids) or not all(part.isdigit() for part in ids):
         raise ConfigurationError(
-            f"gpu_ids={sourced} must be different numbers joined by commas, such as 0,2, or 'all'."
+            f"gpu_ids={sourced} must be distinct numbers joined by commas, such as 0,2, or 'all'."
         )
     return ids
 
 
 def check_machines(chosen: Mapping[str, SourcedValue], around: ClusterEnvironment) -> None:
-    """Check what is said about processes and machines against each other."""
+    """Check the options for processes and machines against each other."""
     launcher, processes = chosen["launcher"], chosen["num_processes"]
     if around.ranks:
         if launcher.value == "torchrun" and int(around.ranks["WORLD_SIZE"]) > 1:
             raise ConfigurationError(
-                f"launcher={launcher} inside of {around.ranks['WORLD_SIZE']} ranks that "
-                "are started already would make as many worlds of them: leave it out."
+                f"launcher={launcher} cannot be used here: {around.ranks['WORLD_SIZE']} ranks are "
+                "already running, and each of them would start a separate run. Leave it out."
             )
         return
     if launcher.value == "simple" and processes.value > 1:
         raise ConfigurationError(
-            f"launcher={launcher} starts one process, and num_processes={processes}: leave it out, "
-            "or name torchrun."
+            f"launcher={launcher} starts one process, but num_processes={processes}. Leave the "
+            "launcher out, or use torchrun."
         )
     rank, machines, address = (
         chosen[name] for name in ("machine_rank", "num_machines", "main_process_ip")
@@ -240,23 +243,23 @@ def check_machines(chosen: Mapping[str, SourcedValue], around: ClusterEnvironmen
         raise ConfigurationError(f"machine_rank={rank} must be less than num_machines={machines}.")
     if machines.value > 1 and not address.value:
         raise ConfigurationError(
-            f"num_machines={machines.value} needs --main_process_ip: the address of machine 0."
+            f"num_machines={machines.value} needs --main_process_ip, the address of machine 0."
         )
     alone = machines.value == 1 and processes.value > 1
     if alone and address.value and not is_here(str(address.value)):
         raise ConfigurationError(
-            f"main_process_ip={address} is no address of this machine, the only one of this launch. "
-            "Leave it out, or give --num_machines."
+            f"main_process_ip={address} is not an address of this machine, and num_machines is 1. "
+            "Leave main_process_ip out, or set --num_machines."
         )
 
 
 def check_port(plan: LaunchPlan) -> None:
-    """Refuse a port of this machine that somebody listens on already."""
+    """Refuse a port that is already in use on this machine."""
     port = plan.main_process_port
     alone = plan.num_machines == 1
     several = plan.num_processes > 1 and "RANK" not in plan.environment
     if port and several and alone and devices.is_port_in_use(port):
         raise ConfigurationError(
             f"Port {port} ({plan.provenance['main_process_port'].origin}) is in use on this machine. "
-            "Choose another, or leave it out and a free one is taken."
+            "Choose another port, or leave it out to use a free one."
         )

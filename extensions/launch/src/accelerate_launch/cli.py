@@ -1,7 +1,7 @@
-"""The command line, `accelerate-core`: every command is a plugin. No `--help` imports torch.
+"""The command `accelerate-core`. Every subcommand is a plugin, and no `--help` imports torch.
 
-A command is an entry point of the group `accelerate_core.commands` and a `click.Command`; the command
-`GROUP.NAME` is a subcommand of another one.
+A command is a `click.Command` with an entry point in the group `accelerate_core.commands`. The entry
+point `GROUP.NAME` adds a subcommand to the command GROUP.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from accelerate_core.errors import AccelerateError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import disabled_names, find, installed
 
-#: What the help lists of the packages that are not installed.
+#: The kinds of plugins for which the help lists packages that are not installed.
 _LISTED_KINDS = ("command", "backend", "precision", "tracker")
 
 
-class Mistake(click.ClickException):
-    """What the user asked for cannot be done: the message alone, and exit status 2."""
+class UserError(click.ClickException):
+    """A request that cannot be fulfilled: prints only the message and exits with status 2."""
 
     exit_code = 2
 
 
 class Commands(click.Group):
-    """A group whose commands are entry points, imported when they are used.
+    """A group of commands from entry points, each imported only when it is used.
 
     Args:
-        prefix: of their names: "" for the commands themselves, `plugins.` for those of `plugins`.
+        prefix: how the names of the entry points begin: "" for top-level commands, `plugins.` for
+            the subcommands of `plugins`.
     """
 
     def __init__(self, *args: Any, prefix: str = "", **kwargs: Any) -> None:
@@ -47,7 +48,7 @@ class Commands(click.Group):
         record = find("command", self.prefix + name, source="the command line")
         made = record.load()
         if not isinstance(made, click.Command):
-            raise record.broken("it is no click.Command")
+            raise record.broken("it is not a click.Command")
         return made
 
     def resolve_command(
@@ -57,21 +58,21 @@ class Commands(click.Group):
         if args and args[0] not in known and not args[0].startswith("-"):
             extra = catalog.extra_for("command", self.prefix + args[0])
             if extra is not None:
-                raise Mistake(
+                raise UserError(
                     f"The command {args[0]!r} comes with a plugin that is not installed. "
                     f"Install it with: {catalog.pip_command(extra)}"
                 )
             raise click.UsageError(
-                f"There is no command {args[0]!r}; there are {listing(known)}."
+                f"There is no command {args[0]!r}. The commands are {listing(known)}."
                 f"{did_you_mean(args[0], known)}",
                 ctx,
             )
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        # Importing a third-party command may import all there is: what is not known names its owner.
+        # A third-party command isn't imported for its summary, because that may import torch.
         rows = [
-            (name, catalog.SUMMARIES.get(one.name, f"of {one.distribution} {one.version}"))
+            (name, catalog.SUMMARIES.get(one.name, f"from {one.distribution} {one.version}"))
             for name in self.list_commands(ctx)
             for one in installed().of_kind("command")
             if one.name == self.prefix + name
@@ -80,16 +81,16 @@ class Commands(click.Group):
             formatter.write_dl(rows)
         missing = self._not_installed()
         if missing:
-            with formatter.section(f"Not installed; {catalog.pip_command('NAME')} adds them"):
+            with formatter.section(f"Not installed (add with {catalog.pip_command('NAME')})"):
                 formatter.write_dl(missing)
 
     def _not_installed(self) -> list[tuple[str, str]]:
-        """Return, for each kind, the names that packages of ours would add.
+        """Return, for each kind, the plugins that our packages would add.
 
-        A name whose extra is called otherwise has that extra in brackets.
+        If the pip extra has another name, it follows in brackets.
         """
         rows = []
-        # Inside a group of commands, only its own commands are of interest.
+        # A group of commands lists only its own subcommands.
         for kind in ("command",) if self.prefix else _LISTED_KINDS:
             known = catalog.known_names(kind)
             here = {one.name for one in installed().of_kind(kind)}
@@ -109,7 +110,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except AccelerateError as error:
-            raise Mistake(str(error)) from error
+            raise UserError(str(error)) from error
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -1,4 +1,4 @@
-"""What is around the launcher: an mpirun, or an allocation of SLURM. Nothing of it has to be told."""
+"""Detect an mpirun or a SLURM allocation around the launcher, and read its settings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from accelerate_launch.plan import LOOPBACK
 
 @dataclass(frozen=True)
 class ClusterEnvironment:
-    """What a scheduler has decided already.
+    """The settings that a scheduler or mpirun has already made.
 
     Attributes:
-        values: options of `launch` that follow from it.
-        ranks: variables of the rank this process is to be; empty if it is to start ranks itself.
+        values: the options of `launch` that follow from them.
+        ranks: the rank variables of this process; empty if this process starts the ranks.
     """
 
     name: str = ""
@@ -26,13 +26,13 @@ class ClusterEnvironment:
 
 
 def detect_cluster(environ: Mapping[str, str]) -> ClusterEnvironment:
-    """Recognise an mpirun that started this process, or SLURM's allocation.
+    """Return the mpirun or the SLURM allocation that this process runs in.
 
     Raises:
         ConfigurationError: the variables contradict each other.
     """
     if "TORCHELASTIC_RUN_ID" in environ or {"RANK", "LOCAL_RANK"} <= environ.keys():
-        return ClusterEnvironment()  # already a rank, which is refused elsewhere
+        return ClusterEnvironment()  # already a rank; `planning` refuses that
     flavour = mpi.around(environ)
     if flavour is not None:
         return _mpi(flavour, environ)
@@ -47,9 +47,9 @@ def _mpi(flavour: mpi.Flavour, environ: Mapping[str, str]) -> ClusterEnvironment
     machines = max(1, size // max(1, local_size))
     if machines > 1 and "MASTER_ADDR" not in environ:
         raise ConfigurationError(
-            f"{origin} started {size} ranks on {machines} machines, but not where rank 0 is: set "
-            "MASTER_ADDR to the address of the first host, for example by mpirun -x MASTER_ADDR "
-            "(Open MPI) or -genv MASTER_ADDR (others), or let launch start mpirun: "
+            f"{origin} started {size} ranks on {machines} machines, but the address of rank 0 is "
+            "unknown. Set MASTER_ADDR to the address of the first host and pass it on with mpirun -x "
+            "MASTER_ADDR (Open MPI) or -genv MASTER_ADDR (others). Or let launch start mpirun: "
             "--mpirun_hostfile FILE."
         )
     address = environ.get("MASTER_ADDR", LOOPBACK)
@@ -90,7 +90,7 @@ def _slurm(environ: Mapping[str, str]) -> ClusterEnvironment:
             rank = _number(environ, "SLURM_NODEID")
             values["machine_rank"] = SourcedValue(rank, f"{origin}, SLURM_NODEID")
         else:
-            why = f"{origin}: outside of srun, which starts the other nodes"
+            why = f"{origin}: srun starts all of its nodes"
             values["launcher"] = SourcedValue("srun", why)
     return ClusterEnvironment("SLURM", values)
 
@@ -98,11 +98,12 @@ def _slurm(environ: Mapping[str, str]) -> ClusterEnvironment:
 def _slurm_rank(
     environ: Mapping[str, str], tasks: int, nodes: int, hosts: list[str], origin: str
 ) -> ClusterEnvironment:
-    """Every task is a rank: `srun --ntasks-per-node` with more than one."""
+    """Return the rank of this task: with several tasks per node, each task is one rank."""
     rank, local = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID")
     if tasks % nodes:
         raise ConfigurationError(
-            f"{origin} has {tasks} tasks on {nodes} nodes; every node needs as many as the others."
+            f"{origin} has {tasks} tasks on {nodes} nodes, but every node needs the same number. Set "
+            "--ntasks-per-node."
         )
     why = f"{origin}: each of {tasks} tasks is a rank (SLURM_PROCID={rank})"
     values = {"num_processes": SourcedValue(tasks, why), "launcher": SourcedValue("simple", why)}

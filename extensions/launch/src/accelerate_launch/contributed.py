@@ -1,4 +1,4 @@
-"""Options and config sections that plugins bring: checked against what each says about its settings."""
+"""Launch options and config sections of plugins, checked against the plugins' settings."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from accelerate_launch.checks import check_mapping
 from accelerate_launch.options import LAUNCH_OPTIONS
 from accelerate_launch.schemas import PluginSchema, plugin_schemas
 
-#: Asks for a mesh whose sizes stand in the environment.
+#: The variable that requests a device mesh, with sizes from other environment variables.
 MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
 class UnaskedOptionError(ConfigurationError):
-    """An option of `launch` belongs to a backend or precision that the launch does not ask for.
+    """An option of `launch` belongs to a backend or precision that the launch does not use.
 
-    Cause: the option without the switch of its plugin, or with another one.
-    Mend: add what the text names, or leave the option out.
+    Cause: the option was given without selecting its plugin, or with another plugin.
+    Mend: add the option that the error names, or leave this one out.
     """
 
     #: The option's names, without dashes.
@@ -43,37 +43,37 @@ class UnaskedOptionError(ConfigurationError):
 
 @dataclass(frozen=True)
 class Contributed:
-    """One option of a plugin: a field of its settings, or the switch that asks for it."""
+    """One option of a plugin: a field of its settings, or the switch that selects the plugin."""
 
     schema: PluginSchema
     field: SettingField
 
     @property
     def key(self) -> str:
-        """The option's name among those the command line hands to `make_plan`."""
-        # Not the field's: several classes of a plugin may have one of that name.
+        """The key of the option in the `given` mapping of `make_plan`."""
+        # The field's name isn't enough: several settings classes of a plugin may have it.
         return f"plugin:{self.schema.kind}:{self.schema.name}:{self.env}"
 
     @property
     def env(self) -> str:
-        """The variable in which its value travels."""
+        """The environment variable that carries the value to the processes."""
         return self.field.env[0]
 
     @property
     def switch(self) -> bool:
-        """Whether it asks for the plugin, and sets nothing."""
+        """Whether the option only selects the plugin and sets nothing."""
         return self.env in self.schema.switches
 
 
 def contributed_options(environ: Mapping[str, str]) -> tuple[Contributed, ...]:
-    """Return the options of all installed plugins; a name that two bring belongs to the first."""
+    """Return the options of all installed plugins. If two have the same name, the first has it."""
     made: list[Contributed] = []
     taken = {name for option in LAUNCH_OPTIONS for name in option.cli}
     for schema in plugin_schemas(environ):
         for field in (*_switches(schema), *schema.fields):
             names = tuple(name for name in field.cli if name not in taken)
             taken.update(names)
-            if names and field.env:  # an option's value travels as a variable
+            if names and field.env:  # the value reaches the processes as an environment variable
                 made.append(Contributed(schema, replace(field, cli=names)))
     return tuple(made)
 
@@ -84,14 +84,12 @@ def _switches(schema: PluginSchema) -> Iterable[SettingField]:
         if schema.kind == "launcher":
             option = option.removeprefix("use_")
         yield SettingField(
-            name, "bool", None, f"ask for {schema.name}: {schema.summary}", (name,), (option,), ()
+            name, "bool", None, f"use {schema.name}: {schema.summary}", (name,), (option,), ()
         )
 
 
-def said_by_environment(
-    names: Iterable[str], environ: Mapping[str, str]
-) -> dict[str, SourcedValue]:
-    """Return those of the variables that are set here."""
+def set_in_environment(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, SourcedValue]:
+    """Return the variables among `names` that are set in `environ`."""
     return {
         name: SourcedValue(environ[name], f"environment variable {name}")
         for name in sorted(names)
@@ -99,23 +97,23 @@ def said_by_environment(
     }
 
 
-def said_to_plugins(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
-    """Return the variables that are set here for settings of installed plugins."""
-    return said_by_environment({one.env for one in contributed_options(environ)}, environ)
+def plugin_variables(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
+    """Return the variables in `environ` that set options of installed plugins."""
+    return set_in_environment({one.env for one in contributed_options(environ)}, environ)
 
 
 def refuse_unknown(name: str, known: Iterable[str]) -> None:
-    """Raise an error that says why an option of Accelerate's launcher is not accepted.
+    """Raise an error that explains why an option of Accelerate's launcher is not accepted.
 
-    A name that is not one of its options raises nothing.
+    Other names raise nothing.
 
     Raises:
         MissingPluginError: its plugin is not installed; the text has the pip command.
-        ConfigurationError: nobody will take it, or its plugin has no such option.
+        ConfigurationError: no plugin accepts it, or its plugin has no such option.
     """
     if name in accelerate_options.REFUSED_OPTIONS:
         raise ConfigurationError(
-            f"--{name} is not offered. {accelerate_options.REFUSED_OPTIONS[name]}"
+            f"--{name} is not supported. {accelerate_options.REFUSED_OPTIONS[name]}"
         )
     extra = accelerate_options.owner_of_option(name)
     if extra is None:
@@ -126,7 +124,7 @@ def refuse_unknown(name: str, known: Iterable[str]) -> None:
             f"Install it with: {catalog.pip_command(extra)}"
         )
     raise ConfigurationError(
-        f"No such option: --{name}; the plugin {extra!r} does not have it.{did_you_mean(name, known)}"
+        f"No such option: --{name}. The plugin {extra!r} has none.{did_you_mean(name, known)}"
     )
 
 
@@ -136,11 +134,11 @@ def take(
     precision: SourcedValue,
     environ: Mapping[str, str],
 ) -> tuple[dict[str, SourcedValue], SourcedValue]:
-    """Return what the options of plugins put into the environment, and the backend they ask for.
+    """Return the variables that the options of plugins set, and the backend that they select.
 
     Raises:
-        ConfigurationError: a value does not fit, or the option's backend or precision is not the one
-            asked for.
+        ConfigurationError: a value is invalid, or an option belongs to a backend or precision that is
+            not selected.
     """
     wanted = {
         key: value
@@ -151,7 +149,9 @@ def take(
         return {}, backend
     options = [one for one in contributed_options(environ) if one.key in wanted]
     made: dict[str, SourcedValue] = {}
-    for one in sorted(options, key=lambda one: not one.switch):  # those say which backend is meant
+    for one in sorted(
+        options, key=lambda one: not one.switch
+    ):  # switches first: they set `backend`
         option, schema = f"--{one.field.cli[0]}", one.schema
         origin = f"command line {option}"
         if one.switch:
@@ -176,7 +176,7 @@ def take(
 def _single_backend(backend: SourcedValue, asked: SourcedValue) -> SourcedValue:
     if backend.value not in (None, asked.value):
         raise ConfigurationError(
-            f"{asked.origin} asks for the backend {asked.value!r}, but {backend.origin} asks for "
+            f"{asked.origin} selects the backend {asked.value!r}, but {backend.origin} selects "
             f"{backend.value!r}. Leave one of them out."
         )
     return backend if backend.value is not None else asked
@@ -192,20 +192,20 @@ def _check_asked_for(one: Contributed, asked: SourcedValue) -> None:
     option = "--backend" if schema.kind == "backend" else "--mixed_precision"
     way = f"--{switch} or {option} {schema.name}" if switch else f"{option} {schema.name}"
     given = asked.value is not None and asked.origin != "default"
-    other = f"; {asked.origin} asks for {asked.value!r}" if given else ""
+    other = f" ({asked.origin} selects {asked.value!r})" if given else ""
     error = UnaskedOptionError(
-        f"--{one.field.cli[0]} belongs to the {schema.kind} {schema.name!r}, which this launch does not ask "
-        f"for{other}. Add {way}, or leave the option out."
+        f"--{one.field.cli[0]} belongs to the {schema.kind} {schema.name!r}, which this launch does "
+        f"not use{other}. Add {way}, or leave the option out."
     )
     error.names = one.field.cli
     raise error
 
 
 def check_value(field: SettingField, value: Any, where: str) -> None:
-    """Check one value against what its field takes.
+    """Check that a value is valid for its field.
 
     Raises:
-        ConfigurationError: with `where`, what is allowed and the nearest right value.
+        ConfigurationError: it is not; the text has `where`, the allowed values and the most similar.
     """
     for one in value if isinstance(value, list | tuple) and field.kind == "list" else [value]:
         if str(one).lower() not in ("none", "null", ""):
@@ -213,15 +213,15 @@ def check_value(field: SettingField, value: Any, where: str) -> None:
 
 
 def check_sections(config: ConfigFile, environ: Mapping[str, str]) -> dict[str, SourcedValue]:
-    """Check the sections of plugins in a config file; return what they say, by variable.
+    """Check the sections of plugins in a config file, and return their values by variable.
 
-    Of a plugin that is not installed only the form is known.
+    If a plugin is not installed, only the form of its section is checked.
 
     Raises:
-        ConfigurationError: a section that is no mapping, a key its plugin does not have, a value
-            that does not fit; with file, line and the nearest right name.
+        ConfigurationError: a section is not a mapping, a key is unknown, or a value is invalid. The
+            text has file, line and the most similar name.
     """
-    # `get`: a key with a dot in it, which is a mistake reported elsewhere, is no path to a value.
+    # `get` returns None for a key with a dot, which is an error that is reported elsewhere.
     named = [key for key in config if key and config.get(key) is not None]
     here = [key for key in named if isinstance(config[key], dict) or key.endswith("_config")]
     here += [key for key in catalog.KEYS if config.get(key)]
@@ -264,12 +264,12 @@ def _check_section(
                     said[field.env[0]] = SourcedValue(value, where)
                 continue
             if catalog.OPTIONS.get(str(key)) not in (None, *(one.name for one in schemas)):
-                continue  # another plugin reads it out of this section
+                continue  # another plugin reads this key from the section
             fields = [each for one in schemas for each in one.fields]
             known = [name for each in fields for name in each.yaml]
             raise ConfigurationError(
-                f"Unknown key {str(key)!r} in {section} of {where}.{did_you_mean(str(key), known)} "
-                f"Keys are {listing(dict.fromkeys(key for f in fields for key in f.yaml[:1]))}."
+                f"Unknown key {str(key)!r} in {section} of {where}.{did_you_mean(str(key), known)} The "
+                f"keys are {listing(dict.fromkeys(key for f in fields for key in f.yaml[:1]))}."
             )
     mistakes.report()
     return said

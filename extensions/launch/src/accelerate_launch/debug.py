@@ -1,4 +1,4 @@
-"""What debug mode looks at while a model trains: whether the ranks train one model."""
+"""Debug mode's check that all ranks train the same model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _STEPS = 2
 
 
 class CompareParameters:
-    """Compares what an optimizer trains over the ranks that read different data, once, after two steps.
+    """Compares an optimizer's parameters between the data-parallel ranks, once, after two steps.
 
-    A backend that forgets to reduce gradients trains every rank on its own, and nothing fails.
-    Sharded parameters are left out: each rank has another part.
+    If a backend does not reduce gradients, each rank silently trains a different model. Sharded
+    parameters are not compared, because each rank holds a different part of them.
     """
 
     name = "debug_parameters"
@@ -34,7 +34,7 @@ class CompareParameters:
         """Compare after the second step of each optimizer.
 
         Raises:
-            DistributedOperationException: on every rank, with the first parameter that differs.
+            DistributedOperationException: a parameter differs; raised on every rank.
         """
         steps = self._steps.get(id(optimizer), 0) + 1
         self._steps[id(optimizer)] = steps
@@ -49,16 +49,17 @@ class CompareParameters:
             differing = [name for name in ranks[0] if theirs.get(name) != ranks[0][name]]
             if differing:
                 raise DistributedOperationException(
-                    f"After {_STEPS} steps {differing[0]!r} and {len(differing) - 1} other parameter(s) "
-                    f"of data rank {rank} are not those of data rank 0: the ranks train different "
-                    f"models. The backend {backend.name!r} says reduces_gradients="
-                    f"{backend.reduces_gradients!r}; parameters that were used on some ranks only, "
-                    "or changed outside of the optimizer, do the same."
+                    f"After {_STEPS} steps, {differing[0]!r} and {len(differing) - 1} other "
+                    f"parameter(s) differ between data rank {rank} and data rank 0, so the ranks "
+                    f"train different models. Possible causes: the backend {backend.name!r} (which "
+                    f"declares reduces_gradients={backend.reduces_gradients!r}) does not reduce the "
+                    "gradients, a parameter is used on some ranks only, or something other than the "
+                    "optimizer changes it."
                 )
 
 
 def _checksums(accelerator: AcceleratorView, optimizer: Any) -> dict[str, tuple[float, float]]:
-    """Return sum and norm of each whole parameter of an optimizer, by its name."""
+    """Return, by name, the sum and norm of each unsharded parameter of an optimizer."""
     names = {
         id(parameter): name
         for model in accelerator.models

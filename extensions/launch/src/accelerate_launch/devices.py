@@ -1,4 +1,4 @@
-"""What this machine has, found out without importing torch into the launcher."""
+"""Find out about this machine's devices, addresses and ports, without importing torch here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK
 _BUILD = re.compile(r"^(cuda|hip|rocm|xpu)\b[^=]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 _COUNT = "import torch; a = torch.accelerator; print(a.device_count() if a.is_available() else 0)"
 
-#: The variable that hides devices, by what torch was built for. ROCm reads CUDA's.
+#: For each build of torch, the variable that selects visible devices. ROCm reads CUDA's.
 _VISIBLE = {
     "cuda": "CUDA_VISIBLE_DEVICES",
     "hip": "CUDA_VISIBLE_DEVICES",
@@ -42,10 +42,10 @@ def torch_build() -> dict[str, str]:
 
 
 def count_accelerators(environ: Mapping[str, str]) -> int:
-    """Return how many accelerators torch sees, 0 on a CPU machine.
+    """Return how many accelerators torch sees, 0 if there are none.
 
-    A CPU build without device extensions is answered at once; else torch itself
-    is asked in a process of its own, so that no device is touched by this one.
+    For a CPU build without device extensions, the answer needs no process. Otherwise a separate
+    process asks torch, so that this one touches no device.
     """
     if not torch_build() and not metadata.entry_points(group="torch.backends"):
         return 0
@@ -67,13 +67,13 @@ def visible_devices_variable() -> str:
     """Return the environment variable that selects devices for this build of torch.
 
     Raises:
-        ConfigurationError: the build has no such variable that we know of.
+        ConfigurationError: no such variable is known for this build.
     """
     for name in torch_build():
         return _VISIBLE[name]
     raise ConfigurationError(
-        "gpu_ids was given, but the installed torch is a CPU build. Leave gpu_ids out, or select "
-        "the devices with your vendor's own environment variable."
+        "gpu_ids is set, but the installed torch is a CPU build. Leave gpu_ids out, or select the "
+        "devices with the environment variable of your device's vendor."
     )
 
 
@@ -87,9 +87,9 @@ def threads_for(processes: int) -> int:
 
 
 def local_address(peer: str, port: int | None) -> str | None:
-    """Return the address of this machine under which `peer` reaches it; None if nothing is known.
+    """Return the address at which `peer` can reach this machine, None if it is unknown.
 
-    No packet is sent: the system only looks up its route.
+    No packet is sent. The system only looks up its route.
     """
     try:
         found = resolve(peer, port or 1, socket.SOCK_DGRAM)
@@ -102,7 +102,7 @@ def local_address(peer: str, port: int | None) -> str | None:
 
 
 def is_address_of(address: str, name: str) -> bool:
-    """Tell whether a host name, or an address, is that of `address`."""
+    """Return whether a host name or address resolves to `address`."""
     try:
         return address in {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
     except (OSError, UnicodeError):
@@ -110,7 +110,7 @@ def is_address_of(address: str, name: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has an address."""
+    """Return the network interface with this address, None if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.split("%")[0] == address for one in addresses):
             return str(name)
@@ -118,13 +118,13 @@ def interface_of(address: str) -> str | None:
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Say whether something listens on a port of this host; 29500, torch's own, by default."""
+    """Return whether something listens on a port of this host. The default is torch's port, 29500."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex((LOOPBACK, DEFAULT_PORT if port is None else port)) == 0
 
 
 def get_free_port() -> int:
-    """Return a port that nothing used a moment ago."""
+    """Return a port that is free at the moment of the call."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])

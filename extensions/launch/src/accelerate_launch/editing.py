@@ -1,4 +1,4 @@
-"""Change one value in the text of a config file and leave all else as it is."""
+"""Change one value in the text of a config file and keep the rest unchanged."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ruamel.yaml.util import load_yaml_guess_indent
 
 from accelerate_core.errors import ConfigurationError
 
-#: The first key inside of a section, for its indentation.
+#: Matches the first key inside a section, to find out the indentation.
 _SECTION = re.compile(r"^[^\s#].*\n( +)[^\s#-]", re.MULTILINE)
 
 
 def with_value(text: str, key: str, value: str) -> str:
-    """Return the text with `key`, or `section.key`, set to a value written as in YAML.
+    """Return the text with `key`, or `section.key`, set to a value in YAML notation.
 
-    Comments, quotes, the order of keys and the words of other values stay.
+    Comments, quotes, the order of keys and the spelling of other values are kept.
 
     Raises:
-        ConfigurationError: the value is no YAML, or the section is no mapping.
+        ConfigurationError: the value is not valid YAML, or the section is not a mapping.
     """
     try:
         yaml.safe_load(value)
@@ -35,11 +35,11 @@ def with_value(text: str, key: str, value: str) -> str:
             f"The value {value!r} for {key} is not valid YAML: {str(error).splitlines()[0]}."
         ) from None
     if "\n" in value or "\n" in key or not key.strip():
-        raise ConfigurationError(f"{key!r} and its value must each be one line.")
+        raise ConfigurationError(f"The key {key!r} and its value must each be a single line.")
     editor = _editor(text)
     root = editor.load(text)
     head = ""
-    if root is None:  # nothing, or comments alone
+    if root is None:  # the file is empty, or has only comments
         root = CommentedMap()
         head = text if text.endswith("\n") else f"{text}\n".lstrip()
     if not isinstance(root, CommentedMap):
@@ -47,7 +47,7 @@ def with_value(text: str, key: str, value: str) -> str:
     section, _, name = key.rpartition(".")
     inside = _section(root, section) if section else root
     new = editor.load(value)
-    # A bare str would be given the quotes of the value before it.
+    # ruamel would put a plain str into the quotes of the old value.
     inside[name] = PlainScalarString(new) if type(new) is str else new
     out = io.StringIO()
     editor.dump(root, out)
@@ -55,7 +55,7 @@ def with_value(text: str, key: str, value: str) -> str:
 
 
 class _Words(VersionedResolver):
-    """Takes every plain scalar as the word it is: `True`, `~` and `1e-4` are written as read."""
+    """Keeps every plain scalar as text, so that `True`, `~` and `1e-4` are written as they were."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         return (
@@ -74,15 +74,15 @@ def _editor(text: str) -> YAML:
     if (found := _SECTION.search(text)) is not None:
         editor.indent(mapping=len(found[1]))
     _, indent, offset = load_yaml_guess_indent(text)
-    if offset is not None:  # there is a list
+    if offset is not None:  # the file has a list
         editor.indent(sequence=indent, offset=offset)
     return editor
 
 
 def _section(root: CommentedMap, name: str) -> Any:
-    """Return a section, made if it is not there or empty."""
+    """Return a section. If it is missing or empty, create it."""
     if root.get(name) in (None, "", "null", "~"):
         root[name] = CommentedMap()
     if not isinstance(root[name], CommentedMap):
-        raise ConfigurationError(f"{name} is no section of keys and values.")
+        raise ConfigurationError(f"{name} is not a section of keys and values.")
     return root[name]

@@ -1,4 +1,4 @@
-"""What is said when ranks have failed: each traceback once, and where they ran."""
+"""Report failed ranks: each traceback once, with rank, host and exit status."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from typing import Any
 
 from accelerate_core.booleans import env_flag
 
-#: Names the agent to its ranks, which then leave their tracebacks to it.
+#: Holds the agent's process ID. Ranks that see it let the agent print their tracebacks.
 AGENT_VARIABLE = "ACCELERATE_AGENT_PID"
-#: Seconds after which a rank that has failed and goes on is shown.
+#: If a failed rank has not exited after this many seconds, its traceback is shown.
 _PATIENCE = 5.0
 
 _SOME_COLLECTIVE = (
-    "If this happened in a collective (gather, reduce, broadcast ...), the ranks gave it tensors that "
-    "do not fit together."
+    "If this happened in a collective (gather, reduce, broadcast ...), the ranks passed tensors of "
+    "different shapes or types to it."
 )
 _RUN_WITH_DEBUG = "To see which rank differs, run again with --debug (or ACCELERATE_DEBUG_MODE=1)."
-#: One frame of what `faulthandler` writes; the most recent call comes first.
+#: One frame in the output of `faulthandler`, which lists the most recent call first.
 _FRAME = re.compile(r'  File "([^"]+)", line (\d+) in (\S+)')
-#: What gloo raises for it, when it raises.
+#: Matches gloo's errors for tensors that differ between ranks.
 _MISMATCH = re.compile(r"EnforceNotMet|enforce fail at .*gloo")
 
-#: Files with the frames between a process that was started and the function that it runs.
+#: Files whose frames lie between the start of a process and the launched function.
 _CALLERS = (
     "torch/distributed/elastic/multiprocessing/errors/__init__.py",
     "accelerate_launch/functions.py",
     "accelerate_launch/notebook.py",
 )
 
-#: Process -> the file it was to write its error into; torch forgets the name of one not written.
+#: The error file of each process. torch drops the name of a file that was not written.
 _files: dict[int, str] = {}
 #: Tracebacks that were shown before their ranks had ended.
 _shown: list[str] = []
 
 
 def remember(processes: Any) -> None:
-    """Note where each of the agent's processes keeps its error and its output."""
+    """Remember the error file of each of the agent's processes."""
     files = getattr(processes, "error_files", None) or {}
     for local_rank, pid in processes.pids().items():
         if files.get(local_rank):
@@ -51,28 +51,28 @@ def remember(processes: Any) -> None:
 
 
 def held(processes: Any) -> str:
-    """Return a text about ranks that have failed a while ago and do not end."""
+    """Describe ranks that failed a while ago but have not exited."""
     lines = []
     for local_rank, file in (getattr(processes, "error_files", None) or {}).items():
         try:
             late = time.time() - os.path.getmtime(file) > _PATIENCE
             message = json.loads(Path(file).read_text(encoding="utf-8"))["message"] if late else ""
-        except (OSError, ValueError, KeyError):  # it has not failed
+        except (OSError, ValueError, KeyError):  # this rank has not failed
             continue
         trace = _left(message)
         if trace and trace not in _shown:
             _shown.append(trace)
             where = f"local rank {local_rank} on {socket.gethostname()}"
-            lines += ["", f"The failure of {where}, whose process has not ended yet:", trace]
+            lines += ["", f"Failure of {where} (the process has not exited yet):", trace]
     return "\n".join([*lines, ""]) if lines else ""
 
 
 def describe(failures: Mapping[int, Any], *, brief: bool = False) -> tuple[str, int]:
-    """Return a text about the ranks that failed, the first one last, and the status to leave with.
+    """Describe the failed ranks, the first failure last, and return the exit status for the agent.
 
     Args:
-        failures: torch's `ProcessFailure` of each rank that did not end well.
-        brief: leave out what became of the other ranks.
+        failures: torch's `ProcessFailure` of each failed rank.
+        brief: describe only the rank that failed first.
     """
     rank = min(failures, key=lambda one: failures[one].timestamp)
     failure = failures[rank]
@@ -95,7 +95,7 @@ def describe(failures: Mapping[int, Any], *, brief: bool = False) -> tuple[str, 
             lines += ["", f"Rank {other} failed as well: {_how(failures[other])}.", its]
     lines += ["", f"Rank {rank} on {socket.gethostname()} failed: {_how(failure)}."]
     said = _said(failure)
-    above = f"{said} (its traceback stands above)" if said else "What it printed stands above."
+    above = f"{said} (traceback above)" if said else "See its output above."
     if failure.exitcode < 0 and (stacks := _stacks(failure)):
         above = stacks
     lines.append(above if trace in ("", *_shown) else trace)
@@ -104,24 +104,24 @@ def describe(failures: Mapping[int, Any], *, brief: bool = False) -> tuple[str, 
     log = _log(failure)
     lines.append(f"Log: {log}" if log else "Keep logs: --log_dir DIR")
     if alike:
-        lines.append(f"Failed alike: rank {', '.join(alike)}.")
+        lines.append(f"Failed with the same traceback: rank {', '.join(alike)}.")
     if ended:
-        lines.append(f"Ended after it: rank {', '.join(ended)}.")
-    _shown.clear()  # they may be started again
+        lines.append(f"Stopped afterwards: rank {', '.join(ended)}.")
+    _shown.clear()  # the ranks may be restarted
     return "\n".join(lines) + "\n", status if status > 0 else 128 - status
 
 
 def _status(failure: Any) -> int:
-    """Return how a rank ended; minus the signal's number if one killed it."""
-    # A rank that wrote down its exception was on its way out when the agent ended all of them.
+    """Return the exit status of a rank, or minus the signal number if a signal killed it."""
+    # A rank that recorded its exception was already exiting when the agent stopped all ranks.
     left = failure.exitcode == -signal.SIGTERM and _said(failure)
     return 1 if left else int(failure.exitcode)
 
 
 def describe_function(failures: Mapping[int, Any]) -> str:
-    """Return a text about the ranks of a function that failed; the line that raised comes last.
+    """Describe the failed ranks of a launched function; the line that raised comes last.
 
-    Frames of torch and of the launcher, which lie between the function and its process, are left out.
+    Frames of torch and of the launcher are left out.
     """
     first = min(failures, key=lambda one: failures[one].timestamp)
     lines = []
@@ -137,7 +137,7 @@ def describe_function(failures: Mapping[int, Any]) -> str:
 
 
 def _without_launcher(trace: str) -> str:
-    """Leave the frames out that every function has above it when a launcher calls it."""
+    """Remove the frames of the launcher, which calls the function, from a traceback."""
     kept: list[str] = []
     ours = False
     for line in trace.rstrip().splitlines():
@@ -152,10 +152,10 @@ def _without_launcher(trace: str) -> str:
 
 
 def _aborted_in_collective(failures: Mapping[int, Any]) -> bool:
-    """Tell whether a rank ended as ranks do whose tensors do not fit those of the others.
+    """Return whether a rank probably failed because ranks passed different tensors to a collective.
 
-    The library of collectives then ends the process from a thread of its own, so that there is no
-    Python exception, or raises an error that says nothing about the tensors.
+    In that case, the collectives library aborts the process from its own thread without a Python
+    exception, or raises an error that does not mention the tensors.
     """
     return any(
         _status(one) == -signal.SIGABRT or _MISMATCH.search(_said(one)) for one in failures.values()
@@ -163,7 +163,7 @@ def _aborted_in_collective(failures: Mapping[int, Any]) -> bool:
 
 
 def _stacks(failure: Any) -> str:
-    """Return the stacks of the threads of a rank that a signal ended, as `faulthandler` wrote them."""
+    """Return the thread stacks that `faulthandler` wrote for a rank killed by a signal."""
     file = Path(f"{_files.get(failure.pid) or failure.error_file}.stacks")
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
@@ -173,7 +173,7 @@ def _stacks(failure: Any) -> str:
 
 
 def _collective(failures: Mapping[int, Any]) -> str:
-    """Return a text about the collective in which the ranks aborted, "" if no stack shows one."""
+    """Describe the collective in which the ranks aborted, "" if no stack shows one."""
     for failure in failures.values():
         for thread in _stacks(failure).split("\n\n"):
             frames = _FRAME.findall(thread)
@@ -184,8 +184,8 @@ def _collective(failures: Mapping[int, Any]) -> str:
             ):
                 verb, (file, line, _) = frames[calls[0] - 1][2], frames[calls[0]]
                 return (
-                    f"This happened in {verb}, called at {file} line {line}: the ranks gave it tensors "
-                    "that do not fit together."
+                    f"This happened in {verb}, called at {file} line {line}: the ranks passed tensors "
+                    "of different shapes or types to it."
                 )
     return ""
 
@@ -195,32 +195,32 @@ def _how(failure: Any) -> str:
     if status >= 0:
         return f"exit status {status}, process {failure.pid}"
     name = signal.Signals(-status).name
-    hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+    hint = ", possibly because memory ran out" if name == "SIGKILL" else ""
     return f"killed by {name}{hint}; process {failure.pid}"
 
 
 def _left(message: Any) -> str:
-    """Return the traceback that a rank has left to be shown, "" for one that has shown it."""
+    """Return the traceback that a rank left for the agent to print, "" if it printed it itself."""
     said = message.get("extraInfo", {}) if isinstance(message, dict) else {}
     return str(said["py_callstack"]).rstrip() if said.get("left") else ""
 
 
 def _place(trace: str) -> list[str]:
-    """Return the lines of the code that a traceback names."""
+    """Return the lines of a traceback that name files and line numbers."""
     return [line for line in trace.splitlines() if line.startswith('  File "')]
 
 
 def _said(failure: Any) -> str:
-    """Return the error that a rank wrote down, without its traceback."""
+    """Return the error that a rank recorded, without its traceback."""
     message = failure.message
     if isinstance(message, dict):
         return str(message.get("message", "")).rstrip()
-    # Of a rank that wrote nothing torch says no more than the status.
+    # If the rank recorded nothing, torch's message is only about the exit status.
     return "" if failure.exitcode < 0 or "traceback" in str(message) else str(message).rstrip()
 
 
 def _log(failure: Any) -> str:
-    """Return the log file of the rank: torch keeps it beside the file with the error."""
+    """Return the rank's log file, which torch keeps in the folder of the error file, or ""."""
     written = _files.get(failure.pid) or failure.error_file or ""
     folder = Path(written).parent
     if str(folder) in ("", "."):

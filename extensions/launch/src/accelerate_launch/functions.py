@@ -1,4 +1,4 @@
-"""Run a function in several processes of torch's elastic agent, which lives in this process."""
+"""Run a function in several processes, with torch's elastic agent in this process."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from accelerate_launch.failures import describe_function
 from accelerate_launch.machine_0 import MachineZero, find_machine_0, split_endpoint
 from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK, LaunchPlan
 
-#: Tells a child that it was forked by us; Accelerate's name for the same thing.
+#: Set in processes that this package forked. Accelerate uses the same name.
 FORK_VARIABLE = "FORK_LAUNCHED"
 
-#: What torch's agent writes into the environment when it starts.
+#: The signals that torch's agent handles, as it sets them in the environment.
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
 def run_elastic(function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan) -> None:
-    """Run `function(*args)` in the processes of `plan` on this machine, and wait for their end.
+    """Run `function(*args)` in the processes of `plan` on this machine, and wait until they end.
 
     Raises:
         ConfigurationError: the address of machine 0 does not resolve, or nothing answers there.
-        RuntimeConflictError: this process uses a device, an Accelerator or a process group, which
-            forked processes could not use.
+        RuntimeConflictError: this process uses a device, an Accelerator or a process group, which a
+            forked process can't use.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed.
     """
     if plan.start_method == "fork":
@@ -71,21 +71,21 @@ def run_elastic(function: Callable[..., Any], args: Sequence[Any], plan: LaunchP
             if env_flag(os.environ, "ACCELERATE_DEBUG_MODE"):
                 raise
             error.args = (describe_function(error.failures),)
-            # torch's own frames are not shown: the text has the function's traceback.
+            # torch's frames are dropped: the text already has the function's traceback.
             raise error.with_traceback(None) from None
 
 
 def _find_machine_0(plan: LaunchPlan, endpoint: str, conf: Mapping[str, Any]) -> None:
     host, port = split_endpoint(endpoint)
     given = "rdzv_endpoint" if plan.rdzv_endpoint else "master_addr and use_port"
-    source = f"{given} of the function that launches"
+    source = f"{given} of notebook_launcher"
     is_machine_0 = plan.machine_rank == 0 if plan.rdzv_backend == "static" else None
     machine = MachineZero(host, port, source, plan.rdzv_backend, conf)
     find_machine_0(machine, is_machine_0=is_machine_0)
 
 
 class _Rank:
-    """What a child runs; an object and not a closure, so that it can be sent to a fresh one."""
+    """The function that a child process runs. It is an object so that it can be pickled."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -96,21 +96,21 @@ class _Rank:
     def __call__(self, *arguments: Any) -> None:
         import torch
 
-        # The parent's OpenMP threads did not come along: a forked child that waits for
-        # them would hang in its first large operation.
+        # A forked child doesn't have the parent's OpenMP threads, and would wait for them forever in
+        # its first large operation.
         torch.set_num_threads(1)
         with patch_environment(**{FORK_VARIABLE: "1"}):
             self.function(*arguments)
 
 
 def _check_forkable() -> None:
-    """Raise RuntimeConflictError for what forked processes could not use."""
+    """Raise RuntimeConflictError if this process uses something that a forked process can't use."""
     from accelerate_core.distributed.process import running
 
-    again = "Restart the notebook's kernel and launch first."
+    again = "restart the notebook's kernel and launch before anything else."
     if os.name == "nt":
         raise RuntimeConflictError(
-            "Forking processes is what Windows cannot do: use start_method='spawn'."
+            "start_method='fork' is not available on Windows. Use start_method='spawn'."
         )
     if "torch" not in sys.modules:
         return
@@ -122,32 +122,31 @@ def _check_forkable() -> None:
         module = torch.get_device_module(accelerator)
         if getattr(module, "is_initialized", lambda: False)():
             raise RuntimeConflictError(
-                f"This process has already used the {accelerator.type} device, and a forked one "
-                "cannot use it again. Keep models, tensors and device queries inside the function "
-                f"that is launched. {again} Or give it a function of a module and "
-                "start_method='spawn'."
+                f"This process has already used the {accelerator.type} device, so forked processes "
+                "cannot use it. Keep models, tensors and device queries inside the launched function "
+                f"and {again} Or pass a function from a module and start_method='spawn'."
             )
     if running() is not None:
         raise RuntimeConflictError(
-            f"This process already has an Accelerator (or PartialState). Make it inside the "
-            f"function that is launched; end this one with accelerator.end_training(). Or: {again}"
+            "This process already has an Accelerator (or PartialState). Create it inside the launched "
+            f"function instead, and end this one with accelerator.end_training(), or {again}"
         )
     if dist.is_available() and dist.is_initialized():
         raise RuntimeConflictError(
-            "This process is already in a torch.distributed process group; end it with "
+            "This process is already in a torch.distributed process group. Call "
             "torch.distributed.destroy_process_group() before launching."
         )
 
 
 class _ShortLogs(logging.Filter):
-    """Shortens what torch logs when a rank fails: its traceback is that of the error at the end."""
+    """Shortens torch's log records about failed ranks, whose traceback is shown at the end anyway."""
 
     def __init__(self, restarts: int) -> None:
         super().__init__()
         self.restarts = restarts
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Keep one line per failure if the ranks are started again, and none if they are not."""
+        """Keep one line per failure if the ranks are restarted, otherwise none."""
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
             last = str(error).rstrip().splitlines()[-1:]
@@ -178,7 +177,7 @@ def _short_logs(restarts: int) -> Iterator[None]:
 
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """Put back the handlers that torch's agent replaces and leaves replaced."""
+    """Restore the signal handlers that torch's agent replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -193,7 +192,7 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 @contextmanager
 def patch_environment(**kwargs: object) -> Iterator[None]:
-    """Set variables (names in capitals) for the length of the block, then restore them.
+    """Set environment variables, with upper-cased names, inside the block and restore them after it.
 
     Example:
         import subprocess

@@ -1,4 +1,4 @@
-"""`ACCELERATE_DEBUG_HOOKS`: every call of a hook, logged as it happens or counted for a table."""
+"""`ACCELERATE_DEBUG_HOOKS`: log every call of a hook, or count the calls for a table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VARIABLE = "ACCELERATE_DEBUG_HOOKS"
 
 @dataclass
 class HookCount:
-    """The calls of one hook in one plugin; `seconds` includes the hooks that it called itself."""
+    """The calls of one hook in one plugin. `seconds` includes nested hook calls."""
 
     hook: str
     kind: str
@@ -36,8 +36,8 @@ class HookCount:
 class HookTrace:
     """Logs every call of a hook to stderr, with rank, nesting, plugin and duration.
 
-    A folder in `ACCELERATE_DEBUG_HOOKS`, which `plugins hooks --trace` sets, gets a file per rank at
-    exit instead: one `HookCount` for each hook and plugin, in the order of their first calls.
+    If `ACCELERATE_DEBUG_HOOKS` is a folder, which `plugins hooks --trace` sets, each rank writes a
+    file there at exit instead: one `HookCount` for each hook and plugin, ordered by first call.
     """
 
     name = "hook_trace"
@@ -61,11 +61,11 @@ class HookTrace:
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
-        """Claim runs with the variable; a false value sets off no trigger."""
+        """Claim runs in which the variable is set. The trigger ignores false values."""
         return Claim(0, f"{VARIABLE} is set") if request.environ.get(VARIABLE) else None
 
     def wrap_hook(self, hook: str, plugin: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what is called instead of a plugin's hook."""
+        """Return a function that traces the call of a plugin's hook."""
 
         @functools.wraps(call)
         def traced(*arguments: Any) -> Any:
@@ -97,12 +97,12 @@ class HookTrace:
 
     def _log(self, depth: int, text: str) -> None:
         if self._logs:
-            # One write per line, so that lines of several ranks do not mix.
+            # A single write per line keeps the lines of several ranks apart.
             sys.stderr.write(f"[rank {self._rank}] {'  ' * depth}{text}\n")
             sys.stderr.flush()
 
     def _write(self, folder: Path) -> None:
-        # A process may have several Accelerators, each with a trace of its own.
+        # A process may have several Accelerators, and each writes its own trace.
         number = len(list(folder.glob(f"rank-{self._rank}-*.json")))
         counts = [asdict(one) for one in self._counts.values()]
         said = {"rank": self._rank, "hooks": counts}

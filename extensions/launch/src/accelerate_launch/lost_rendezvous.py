@@ -1,4 +1,4 @@
-"""End an agent whose rendezvous has stopped to answer: torch's would wait for it for ever."""
+"""Stop an agent whose rendezvous no longer answers, because torch's agent would wait forever."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 import psutil
 
-#: Seconds without an answer after which an agent whose ranks have ended gives up.
+#: An agent whose ranks have ended gives up after this many seconds without an answer.
 PATIENCE = 15.0
-#: The same while the agent ends, or waits for other machines beyond its own time limit.
+#: The same limit while the agent exits, or waits for other machines beyond its own time limit.
 LONG_PATIENCE = 60.0
 
 
 class LostRendezvous:
-    """Watches that the agent's loop comes round, which asks the store on machine 0 each time.
+    """Watches that the agent's loop keeps running; each round asks the store on machine 0.
 
-    A cut link leaves the connection open and silent. The ranks have time limits of their own and
-    end by them; then nobody is left who would notice that the agent waits.
+    If the network link is cut, the connection stays open but silent. The ranks exit at their own
+    time limits, but the agent would keep waiting.
     """
 
     def __init__(self, where: str, leave: Callable[[int], Any] = os._exit) -> None:
@@ -33,14 +33,14 @@ class LostRendezvous:
         threading.Thread(target=self._watch, name="accelerate-lost", daemon=True).start()
 
     def waiting(self, limit: float | None = None) -> None:
-        """The agent is about to ask the store; without a limit as long as its ranks live."""
+        """Call this before the agent asks the store. Without a limit, it may wait while ranks run."""
         with self._changed:
             self._since = time.monotonic()
             self._limit = limit
             self._changed.notify()
 
     def answered(self) -> None:
-        """The agent goes on."""
+        """Call this when the store has answered."""
         with self._changed:
             self._since = None
             self._changed.notify()
@@ -63,8 +63,9 @@ class LostRendezvous:
 
     def _give_up(self, silent: float) -> None:
         sys.stderr.write(
-            f"\nError: the rendezvous at {self.where} has not answered for {silent:.0f} s: that "
-            "machine is gone, or the link to it is cut. The processes of this machine are ended.\n"
+            f"\nError: the rendezvous at {self.where} has not answered for {silent:.0f} s. That "
+            "machine is down, or the network link to it is cut. Stopping the processes on this "
+            "machine.\n"
         )
         sys.stderr.flush()
         for rank in _ranks():

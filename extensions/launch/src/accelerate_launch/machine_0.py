@@ -1,4 +1,4 @@
-"""Find machine 0 before torch's rendezvous does, which waits for minutes and says nothing."""
+"""Check the connection to machine 0 before torch's rendezvous, which waits for minutes silently."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from typing import Any
 from accelerate_core.errors import ConfigurationError
 from accelerate_launch.plan import DEFAULT_PORT
 
-#: Seconds for a name service that does not answer.
+#: How many seconds to wait for a name service.
 _RESOLVE = 5.0
-#: Seconds after which a machine that does not answer at all is taken for a wrong address.
+#: If a machine does not answer at all for this many seconds, the address is considered wrong.
 UNANSWERED = 6.0
-#: Seconds in which a connection to itself reaches this machine.
+#: How many seconds a connection from this machine to itself may take.
 _SELF = 4.0
-#: Seconds in which another machine may open the port that a machine called number 0 did not open.
+#: How many seconds to wait for another machine 0, if this machine was called machine 0 as well.
 _ANOTHER = 4.0
-#: Seconds without a listener after which a waiting machine says that it waits.
+#: After waiting this many seconds for a listener, a machine prints that it is waiting.
 _QUIET = 2.0
-#: Per rendezvous backend: the key of `rdzv_conf` for how long to wait, and torch's default for it.
+#: For each rendezvous backend, the timeout's key in `rdzv_conf` and torch's default for it.
 _TIMEOUTS = {"static": ("timeout", 900.0), "c10d": ("join_timeout", 600.0)}
 
 
 @dataclass(frozen=True)
 class MachineZero:
-    """Where machine 0 listens.
+    """The address of machine 0.
 
     Attributes:
         source: where host and port came from, for messages.
         conf: settings of the rendezvous, as in `rdzv_conf`.
-        claim: where this machine was explicitly called machine 0, although its rendezvous numbers
-            the machines itself; empty if it was not.
-        own_address: the address of this machine on the way to that host, if known.
+        claim: the setting that called this machine number 0 although the rendezvous numbers the
+            machines itself; empty if there is none.
+        own_address: the address of this machine on the route to that host, if known.
     """
 
     host: str
@@ -58,21 +58,22 @@ class MachineZero:
 def find_machine_0(machine: MachineZero, *, is_machine_0: bool | None = None) -> None:
     """Return once the rendezvous can start: machine 0 listens, or this is machine 0.
 
-    A machine that is up and does not listen yet is waited for as long as `rdzv_conf` says: `timeout`
-    for static (default 900 seconds), `join_timeout` for c10d (600). A machine that does not answer is
-    waited for only if `rdzv_conf` has that key, else the address is taken to be wrong. The same holds
-    for a machine that is up, if this one was explicitly called machine 0 and has another address.
+    If machine 0 is up but does not listen yet, this waits as long as `rdzv_conf` says: `timeout` for
+    static (default 900 seconds), `join_timeout` for c10d (600). If machine 0 does not answer at all,
+    this waits that long only if `rdzv_conf` has the key. Otherwise the address is considered wrong
+    after a few seconds. The same applies if this machine was explicitly called machine 0 but has
+    another address.
 
     Args:
-        is_machine_0: whether this machine opens the port; None finds out by its addresses.
+        is_machine_0: whether this machine opens the port; None decides by its addresses.
 
     Raises:
         ConfigurationError: the name does not resolve, nothing answered in time, or this is machine 0
-            and has another address or cannot open the port.
+            but has another address or can't open the port.
     """
     check_resolves(machine.host, machine.port, machine.source)
     if machine.backend not in _TIMEOUTS:
-        return  # a service of its own, such as etcd, whose client has time limits
+        return  # a separate service such as etcd, whose client has time limits
     if is_machine_0 is None and is_here(machine.host):
         return  # under c10d, another agent of this machine may have opened the port already
     if is_machine_0:
@@ -84,40 +85,41 @@ def find_machine_0(machine: MachineZero, *, is_machine_0: bool | None = None) ->
 
 
 def check_hosts(machine: MachineZero) -> None:
-    """Check that this machine, which is machine 0, can open its port and reaches it by its address.
+    """Check that this machine, as machine 0, can open its port and reach it at its address.
 
     Raises:
-        ConfigurationError: the port is in use, or the address is that of another machine.
+        ConfigurationError: the port is in use, or the address belongs to another machine.
     """
     here = socket.gethostname()
     with _listening(machine) as listener:
         why = "" if is_here(machine.host) else _why_not_reached(machine, listener)
     if why:
         raise ConfigurationError(
-            f"This is {machine}, but {here} cannot reach itself under that address: {why}. Give the "
-            "address under which the other machines reach this one, or, if this is not machine 0, "
-            "its own number (--machine_rank)."
+            f"This is {machine}, but {here} cannot reach itself at that address: {why}. Set the "
+            "address at which the other machines reach this one. If this is not machine 0, set its "
+            "number with --machine_rank."
         )
 
 
 def is_reached_by(machine: MachineZero) -> bool:
-    """Tell whether a connection to machine 0 ends here, although no interface has its address.
+    """Return whether a connection to machine 0 reaches this machine.
 
-    This is so behind NAT and for a forwarded port of a container.
+    Behind NAT, or with a forwarded container port, it can do so even though no network interface of
+    this machine has the address.
     """
     try:
         listener = _listening(machine)
     except ConfigurationError:
-        return False  # another process has the port, or it cannot be opened at all
+        return False  # the port is in use or can't be opened
     with listener:
         return not _why_not_reached(machine, listener)
 
 
 def check_answers(machine: MachineZero) -> None:
-    """Check that machine 0 answers at all; it may not listen yet.
+    """Check that machine 0 is up, even if it does not listen yet.
 
     Raises:
-        ConfigurationError: nothing answers under that address.
+        ConfigurationError: nothing answers at that address.
     """
     began = time.monotonic()
     while True:
@@ -131,7 +133,7 @@ def check_answers(machine: MachineZero) -> None:
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """Return host and port of `HOST:PORT`; the host of an IPv6 address may be in brackets."""
+    """Return the host and port of `HOST:PORT`. An IPv6 address may be in brackets."""
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit():
         return endpoint.strip("[]"), DEFAULT_PORT
@@ -146,16 +148,16 @@ def check_resolves(host: str, port: int, source: str) -> None:
         reason = error.strerror or str(error)
         raise ConfigurationError(
             f"The host name {host!r} of machine 0, port {port} ({source}), does not resolve on "
-            f"{socket.gethostname()}: {reason}. Give a name that every machine resolves, or an IP "
+            f"{socket.gethostname()}: {reason}. Use a name that every machine can resolve, or an IP "
             "address."
         ) from None
 
 
 def resolve(host: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> list[Any]:
-    """Return what `getaddrinfo` does, within a few seconds.
+    """Call `getaddrinfo` with a time limit of a few seconds.
 
     Raises:
-        OSError: the name is not known, or no name service answers.
+        OSError: the name is unknown, or no name service answers.
     """
     found: list[Any] = []
     problems: list[OSError] = []
@@ -179,7 +181,7 @@ def resolve(host: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM) 
 
 
 def is_here(host: str) -> bool:
-    """Tell whether a host name or address is one of this machine; an unknown name is not."""
+    """Return whether a host name or address belongs to this machine. An unknown name does not."""
     try:
         found = resolve(host, 0)
     except OSError:
@@ -225,11 +227,11 @@ def _wait_for_listener(machine: MachineZero, role: str = "") -> None:
 
 
 class _OtherService(OSError):
-    """Something listens on the port that is not torch's store."""
+    """Something other than torch's store listens on the port."""
 
 
 def _try(machine: MachineZero) -> OSError | None:
-    """Connect once; return what went wrong."""
+    """Connect once, and return the error, or None for a connection to torch's store."""
     try:
         with socket.create_connection((machine.host, machine.port), timeout=2.0) as connection:
             return _other_service(connection)
@@ -238,9 +240,9 @@ def _try(machine: MachineZero) -> OSError | None:
 
 
 def _other_service(connection: socket.socket) -> _OtherService | None:
-    """Ask what torch's store answers with the same number; return an error for a text.
+    """Send torch's store a ping, and return an error if the reply is readable text.
 
-    Anything else is left to torch, whose protocol may change.
+    Any other reply is left to torch, because its protocol may change.
     """
     validate = 0
     magic = 0x3C85F7CE
@@ -268,26 +270,26 @@ def _reason(error: OSError) -> str:
 def _gave_up(
     machine: MachineZero, error: OSError, waited: float, key: str | None = None
 ) -> ConfigurationError:
-    later = f" If machine 0 starts later, wait longer for it with --rdzv_conf {key}=SECONDS."
+    later = f" If machine 0 starts later, allow more time with --rdzv_conf {key}=SECONDS."
     if machine.claim:
         own = machine.own_address
         return ConfigurationError(
-            f"This machine, {socket.gethostname()}, was called machine 0 by {machine.claim}, but "
-            f"{machine.host}, port {machine.port} ({machine.source}), is not an address of it, and "
-            f"no machine 0 answers there: {_reason(error)}; tried for {waited:.0f} s. If this is "
-            f"machine 0, give its own address to every machine: --main_process_ip {own or 'ADDRESS'}. "
-            "If it is not, leave out --machine_rank: under c10d the machines number themselves."
-            f"{later}"
+            f"{machine.claim} makes this machine, {socket.gethostname()}, machine 0. But "
+            f"{machine.host}, port {machine.port} ({machine.source}), is not an address of this "
+            f"machine, and no machine 0 answers there: {_reason(error)} (tried for {waited:.0f} s). "
+            "If this is machine 0, use its own address on every machine: --main_process_ip "
+            f"{own or 'ADDRESS'}. If it is not, leave out --machine_rank, because with c10d the "
+            f"machines number themselves.{later}"
         )
     return ConfigurationError(
-        f"This machine did not meet {machine}: {_reason(error)}; tried for {waited:.0f} s. Check "
-        "address and port, which must be the same on every machine, and firewalls."
-        f"{later if key else ''}"
+        f"This machine could not connect to {machine}: {_reason(error)} (tried for {waited:.0f} s). "
+        "Check that the address and port are the same on every machine, and that no firewall blocks "
+        f"the port.{later if key else ''}"
     )
 
 
 def _listening(machine: MachineZero) -> socket.socket:
-    """Open the port for a moment, on all addresses of this machine, as torch's store will."""
+    """Open the port on all addresses of this machine, as torch's store does later."""
     family = resolve(machine.host, machine.port)[0][0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -298,18 +300,18 @@ def _listening(machine: MachineZero) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            why = "another process of it uses the port. End that process, or choose another port"
+            why = "another process on it uses the port. Stop that process, or choose another port"
         else:
             why = f"it cannot open the port: {error.strerror or error}. Choose another port"
         raise ConfigurationError(
-            f"{socket.gethostname()} is {machine}, but {why} on every machine "
+            f"{socket.gethostname()} is {machine}, but {why} for every machine "
             "(--main_process_port)."
         ) from None
     return listener
 
 
 def _why_not_reached(machine: MachineZero, listener: socket.socket) -> str:
-    """Connect to `listener` by the address that the others use; return what went wrong, if anything."""
+    """Connect to `listener` at machine 0's address, and return what went wrong, or ""."""
     try:
         caller = socket.create_connection((machine.host, machine.port), timeout=_SELF)
     except ConnectionRefusedError:

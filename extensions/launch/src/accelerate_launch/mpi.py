@@ -1,4 +1,4 @@
-"""MPI: ranks that an mpirun around us has made, and starting them by an mpirun of our own."""
+"""Detect that an mpirun started this process, or start the ranks with mpirun."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from accelerate_core.errors import ConfigurationError
 from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK, LaunchPlan
 from accelerate_launch.simple import target_command
 
-#: Variables of the launcher that ranks on other hosts must get.
+#: The launcher's environment variables that are passed on to ranks on other hosts.
 _CARRIED = ("ACCELERATE_", "MASTER_", "OMP_NUM_THREADS", "PARALLELISM_CONFIG_", "GLOO_")
 
 
 @dataclass(frozen=True)
 class Flavour:
-    """How one MPI spells things: (rank, size, local rank, local size) and its options."""
+    """The options of one MPI, and its variables for (rank, size, local rank, local size)."""
 
     name: str
     ranks: tuple[str, str, str, str]
@@ -35,7 +35,7 @@ def _ompi(name: str) -> str:
     return f"OMPI_COMM_WORLD_{name}"
 
 
-#: In the order their variables are looked for; `marks` are found in `mpirun --version`.
+#: In the order in which their variables are tried. `marks` are found in `mpirun --version`.
 FLAVOURS = (
     Flavour(
         "Open MPI",
@@ -65,7 +65,7 @@ FLAVOURS = (
 
 
 def around(environ: Mapping[str, str]) -> Flavour | None:
-    """Return the MPI whose mpirun started this process as one of several, None if none did."""
+    """Return the MPI that started this process as one of several, None if there is none."""
     for flavour in FLAVOURS:
         rank, size, _, _ = flavour.ranks
         if rank in environ and environ.get(size, "1") != "1":
@@ -74,17 +74,17 @@ def around(environ: Mapping[str, str]) -> Flavour | None:
 
 
 def port_of_run(environ: Mapping[str, str]) -> int:
-    """Return a port that all ranks of one mpirun agree on and that two runs hardly share."""
+    """Return a port that is the same on all ranks of one mpirun and rarely the same for two runs."""
     names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT", "PMI_ID", "HYDI_CONTROL_FD")
     text = next((environ[name] for name in names if environ.get(name)), "")
     return 20000 + int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) % 20000
 
 
 def hosts_of(file: str) -> list[str]:
-    """Return the hosts a host file names, in order.
+    """Return the hosts in a host file, in order.
 
     Raises:
-        ConfigurationError: the file cannot be read, or names none.
+        ConfigurationError: the file can't be read, or names no host.
     """
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
@@ -98,7 +98,7 @@ def hosts_of(file: str) -> list[str]:
 
 
 class MpirunLauncher:
-    """Starts the ranks by mpirun, on this machine or on the hosts of a file."""
+    """Starts the ranks with mpirun, on this machine or on the hosts in a file."""
 
     name = "mpirun"
     api_version = (1, 0)
@@ -112,7 +112,7 @@ class MpirunLauncher:
         """Return the command that starts the plan on all hosts.
 
         Raises:
-            ConfigurationError: there is no mpirun, or it is of a kind we do not know.
+            ConfigurationError: there is no mpirun, or its MPI is not supported.
         """
         program, flavour = _installed()
         command = [program, "-n", str(plan.num_processes)]
@@ -120,14 +120,14 @@ class MpirunLauncher:
             command += [flavour.hostfile, plan.mpirun_hostfile]
             command += [flavour.per_host, str(plan.processes_per_machine)]
         command += flavour.more
-        # What we add to the environment here does not reach other hosts by itself.
+        # mpirun passes the environment on to other hosts only if it is told to.
         for name, value in sorted({**plan.environment, **self.launch_environment(plan)}.items()):
             if name.startswith(_CARRIED):
                 command += ["-x", name] if flavour.export == "-x" else ["-genv", name, value]
         return [*command, *target_command(plan.target)]
 
     def launch_environment(self, plan: LaunchPlan) -> dict[str, str]:
-        """Return where rank 0 waits for the others."""
+        """Return the address at which the ranks connect to rank 0."""
         port = plan.main_process_port or DEFAULT_PORT
         return {"MASTER_ADDR": plan.main_process_ip or LOOPBACK, "MASTER_PORT": str(port)}
 
@@ -137,7 +137,7 @@ def _installed() -> tuple[str, Flavour]:
     if program is None:
         raise ConfigurationError(
             "Neither mpirun nor mpiexec was found on this machine. Install Open MPI, Intel MPI or "
-            "MVAPICH, or leave the launcher mpirun and --mpirun_hostfile out."
+            "MVAPICH, or leave out --launcher mpirun and --mpirun_hostfile."
         )
     done = subprocess.run(
         [program, "--version"], capture_output=True, text=True, timeout=60, check=False
@@ -148,7 +148,7 @@ def _installed() -> tuple[str, Flavour]:
             return program, flavour
     first = said.strip().splitlines()[:1]
     raise ConfigurationError(
-        f"{program} is of a kind that is not known ({first[0] if first else 'it says nothing'}); "
-        f"known are {', '.join(flavour.name for flavour in FLAVOURS)}. Start it yourself: "
-        f"mpirun -n N {sys.executable} SCRIPT."
+        f"{program} is not supported ({first[0] if first else 'it prints no version'}). Supported are "
+        f"{', '.join(flavour.name for flavour in FLAVOURS)}. Start it yourself: mpirun -n N "
+        f"{sys.executable} SCRIPT."
     )

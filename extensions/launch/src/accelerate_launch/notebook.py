@@ -22,13 +22,13 @@ from accelerate_launch.start import choose_launcher
 
 
 class PrepareForLaunch:
-    """A function as one rank runs it: with the launch's settings in its environment.
+    """A function as one rank runs it, with the settings of the launch in its environment.
 
     Args:
         launcher: the function to run.
-        distributed_type: kept for those who construct this class themselves; not read.
-        debug: kept likewise.
-        environment: variables that stand while the function runs.
+        distributed_type: accepted for compatibility with Accelerate, and ignored.
+        debug: accepted for compatibility with Accelerate, and ignored.
+        environment: environment variables that are set while the function runs.
     """
 
     def __init__(
@@ -74,32 +74,31 @@ def notebook_launcher(
 ) -> None:
     """Run `function(*args)` in several processes of this machine.
 
-    The function must itself make its Accelerator, model and data. With one process it runs right
-    here.
+    Create the Accelerator, model and data inside the function. With one process, the function runs
+    in this process.
 
     Args:
         num_processes: processes on each machine; default: one per visible accelerator, else 1.
-        mixed_precision: the default precision of Accelerators made in the function.
-        use_port, master_addr: where machine 0 listens. On a single machine the
-            default port gives way to a free one.
-        node_rank, num_nodes: this machine's number, and how many there are.
+        mixed_precision: the default precision of Accelerators that the function creates.
+        use_port, master_addr: where machine 0 listens. On a single machine, the default port is
+            replaced by a free one.
+        node_rank, num_nodes: this machine's number from 0, and the number of machines.
         rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id: as in torchrun.
-        max_restarts: how often all processes are started anew after one fails.
-        start_method: `fork`, which takes a function of a notebook's cell; or `spawn`, which starts
-            fresh interpreters, takes a function that can be imported, and does not mind what this
-            process has used.
+        max_restarts: how often all processes are restarted after one fails.
+        start_method: `fork` accepts a function from a notebook cell. `spawn` starts new interpreters
+            and needs a function that can be imported, but this process may already use a device.
         launcher: the plugin that starts the processes; default: torch's agent in this process, or
-            a launcher that is asked for by a variable and takes functions.
-        monitor_interval: seconds between two looks at the processes.
+            a launcher that an environment variable requests and that supports functions.
+        monitor_interval: seconds between two checks of the processes.
         log_line_prefix_template: how lines of their output begin, as in torchrun.
 
     Raises:
-        ConfigurationError: a number or name is not possible, `spawn` cannot find the function,
-            the launcher that is named takes no functions, or machine 0 does not answer.
-        RuntimeConflictError: this process uses a device, an Accelerator or a process
-            group already, which forked processes could not use.
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank
-            failed; the text has the rank and its traceback.
+        ConfigurationError: a number or name is invalid, `spawn` can't import the function, the named
+            launcher doesn't support functions, or machine 0 does not answer.
+        RuntimeConflictError: this process already uses a device, an Accelerator or a process group,
+            which a forked process can't use.
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed; the text has
+            the rank and its traceback.
 
     Example:
         def train(lr):
@@ -124,8 +123,8 @@ def notebook_launcher(
         provenance["num_processes"] = said
     if not isinstance(args, Sequence) or isinstance(args, str):
         raise ConfigurationError(
-            f"notebook_launcher(function, args={args!r}): args are the function's arguments, as a "
-            "tuple such as (1,); the number of processes is num_processes."
+            f"args={args!r} must be a tuple of the function's arguments, such as (1,). The number of "
+            "processes is a separate argument, num_processes."
         )
     if num_processes * num_nodes > 1:
         refuse_nesting(os.environ)
@@ -161,7 +160,7 @@ def debug_launcher(
     start_method: str = "fork",
     launcher: str = "torchrun",
 ) -> None:
-    """Run `function(*args)` in several CPU processes, to try a distributed run anywhere.
+    """Run `function(*args)` in several CPU processes, to try out a distributed run on any machine.
 
     Args:
         start_method: `fork` or `spawn`; see `notebook_launcher`.
@@ -169,8 +168,8 @@ def debug_launcher(
     Raises:
         ConfigurationError: see `notebook_launcher`.
         RuntimeConflictError: see `notebook_launcher`.
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank
-            failed; the text has the rank and its traceback.
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed; the text has
+            the rank and its traceback.
 
     Example:
         def report():
@@ -202,10 +201,10 @@ def _target(function: Callable[..., Any]) -> Target:
 def _start(
     caller: str, function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan
 ) -> Exception | None:
-    """Let the launcher of `plan` run `function(*args)` in its processes, and wait for their end.
+    """Let the launcher of `plan` run `function(*args)` in its processes, and wait until they end.
 
-    Returns what that raised, without the frames of this package above the function; debug mode
-    raises it with all of them.
+    Returns the exception, if any, without this package's frames above the function. Debug mode
+    raises it with all frames instead.
     """
     if plan.num_processes < 1:
         number = plan.processes_per_machine
@@ -221,12 +220,12 @@ def _start(
     except Exception as error:
         if env_flag(os.environ, "ACCELERATE_DEBUG_MODE"):
             raise
-        return error.with_traceback(_below_ours(error.__traceback__))
+        return error.with_traceback(_outside_package(error.__traceback__))
     return None
 
 
-def _below_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that begins with the first frame outside of this package."""
+def _outside_package(trace: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback from the first frame outside of this package."""
     here = os.path.dirname(__file__)
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(here):
         trace = trace.tb_next
@@ -234,7 +233,7 @@ def _below_ours(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _check_start_method(name: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Check the name, and for `spawn` that function and arguments can be sent to a fresh process."""
+    """Check the name, and for `spawn` that the function and its arguments can be pickled."""
     known = ("fork", "spawn")
     if name not in known:
         raise ConfigurationError(
@@ -245,22 +244,21 @@ def _check_start_method(name: str, function: Callable[..., Any], args: Sequence[
     main = sys.modules.get("__main__")
     if getattr(function, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
         raise ConfigurationError(
-            f"start_method='spawn' starts fresh interpreters, which cannot find {function!r}: it "
-            "is defined in the notebook. Put it into a module and import it, or use "
-            "start_method='fork'."
+            f"start_method='spawn' starts new interpreters, which cannot import {function!r} because "
+            "it is defined in the notebook. Put it into a module, or use start_method='fork'."
         )
     for what, value in (("function", function), ("args", tuple(args))):
         try:
             pickle.dumps(value)
-        except Exception as error:  # what is pickled may raise anything
+        except Exception as error:  # objects may raise anything when they are pickled
             raise ConfigurationError(
-                f"start_method='spawn' sends the {what} to fresh interpreters, and it cannot be "
-                f"pickled: {error}. Define it at the top of a module, or use start_method='fork'."
+                f"start_method='spawn' needs to pickle {what}, but that failed: {error}. Define "
+                "everything at the top level of a module, or use start_method='fork'."
             ) from None
 
 
 def _visible_accelerators() -> int:
     import torch
 
-    # Counting does not touch the devices, so that children can still be forked.
+    # Counting does not initialize the devices, so children can still be forked.
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0

@@ -107,14 +107,14 @@ class Output:
 
 @settings(env_prefix=None, section=None)
 class Unused:
-    """What Accelerate's command line has, and nothing here needs."""
+    """Options of Accelerate's command line that have no effect here."""
 
-    same_network: bool | None = _switch("main_process_ip says how machines are reached")
-    main_training_function: str | None = _text("the script is run as a program", key="")
+    same_network: bool | None = _switch("machines connect to main_process_ip")
+    main_training_function: str | None = _text("the script runs as a program", key="")
 
 
 def _dynamo() -> Iterable[SettingField]:
-    """Return the compiler's settings under the names they have beside those of others."""
+    """Yield the compiler's settings under their option names, such as `dynamo_mode`."""
     _, section, _ = vars(TorchDynamoPlugin)["__settings_names__"]
     for one in settings_fields(TorchDynamoPlugin):
         if one.kind != "text":
@@ -122,7 +122,7 @@ def _dynamo() -> Iterable[SettingField]:
             yield replace(one, name=one.cli[0], cli=one.cli[:1], yaml=keys)
 
 
-#: What belongs to launch itself: the processes it starts do not look for it in the config file.
+#: Options that only the launcher uses. The processes don't look for them in the config file.
 OWN = frozenset(
     one.name
     for cls in (Processes, Machines, Script, Output, Unused)
@@ -138,7 +138,7 @@ LAUNCH_OPTIONS: tuple[SettingField, ...] = tuple(
         TRAINING: [one for one in CORE_SETTINGS if one.cli],
         "Compilation": _dynamo(),
         "Output": settings_fields(Output),
-        "Accepted, without effect": settings_fields(Unused),
+        "Accepted without effect": settings_fields(Unused),
     }.items()
     for one in fields
 )

@@ -1,4 +1,4 @@
-"""What is to be started: the plan that launchers turn into a command."""
+"""The plan of a launch, which launchers turn into a command."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from accelerate_core.config.provenance import SourcedValue
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
-#: Ends the origin of a number of processes that nobody gave.
+#: How the origin ends if the number of processes was not set but counted.
 COUNTED = ("no accelerator is visible", "visible accelerator(s) per machine")
 
 
 @dataclass(frozen=True)
 class Target:
-    """The program and its arguments, which are passed on untouched; or a function's name alone."""
+    """A program and its arguments, which are passed on unchanged, or the name of a function."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -24,27 +24,27 @@ class Target:
 
     @property
     def path(self) -> str:
-        """The name as Python takes it for a program, also where it begins with a dash."""
+        """The name in a form that Python accepts as a script, even if it begins with a dash."""
         return f"./{self.name}" if self.kind == "script" and self.name[:1] == "-" else self.name
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """One launch, completely decided.
+    """One launch, with every value decided.
 
     Attributes:
         num_processes: processes on all machines together.
         main_process_port: None lets the system choose a free one.
-        rdzv_id: name of the run for the rendezvous; None has one made from the port.
-        local_addr: address under which the other machines reach this one; None lets torch find it.
-        mpirun_hostfile: file with the hosts that mpirun starts the processes on.
+        rdzv_id: name of the run for the rendezvous; None derives one from the port.
+        local_addr: address at which the other machines reach this one; None lets torch find it.
+        mpirun_hostfile: file with the hosts on which mpirun starts the processes.
         launcher: name of the launcher that starts this plan; None for the first that accepts it.
-        environment: what children get on top of the parent's environment.
-        contributed: what options, variables and the config file say to plugins, by the
-            environment variable each reads; a launcher of a plugin decides by it.
-        provenance: each value that was decided, with its source.
-        rdzv_endpoint, log_line_prefix_template: of a function; as in torch's `LaunchConfig`.
-        start_method: of a function: `fork`, or `spawn` for fresh interpreters.
+        environment: variables that are added to the environment of the processes.
+        contributed: the settings of plugins from options, variables and the config file, by
+            environment variable. Launcher plugins can decide based on them.
+        provenance: each decided value with its source.
+        rdzv_endpoint, log_line_prefix_template: for functions only, as in torch's `LaunchConfig`.
+        start_method: for functions only: `fork`, or `spawn` for new interpreters.
     """
 
     target: Target
@@ -74,18 +74,18 @@ class LaunchPlan:
 
     @property
     def processes_per_machine(self) -> int:
-        """Processes started on this machine."""
+        """The number of processes on this machine."""
         return self.num_processes // self.num_machines
 
     @property
     def asked_processes(self) -> SourcedValue | None:
-        """The number of processes that was asked for; None where torch's accelerators were counted."""
+        """The number of processes if it was set; None if the accelerators were counted."""
         number = self.provenance.get("num_processes")
         counted = number is None or number.value is None or number.origin.endswith(COUNTED)
         return None if counted else number
 
 
 def counted(number: int, word: str) -> str:
-    """Return a number of things in words: "1 process", "2 processes"."""
+    """Return a number with its noun: "1 process", "2 processes"."""
     plural = word + ("es" if word.endswith("s") else "s")
     return f"{number} {word if number == 1 else plural}"

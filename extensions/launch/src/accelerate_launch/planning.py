@@ -1,4 +1,4 @@
-"""Decide what a launch does, from command line, environment and config file, and say why."""
+"""Decide every value of a launch from the command line, the environment and the config file."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from accelerate_core.plugins.discovery import find, installed
 from accelerate_core.plugins.factory import PARTS
 from accelerate_launch import checks, devices, mpi
 from accelerate_launch.cluster import ClusterEnvironment, detect_cluster
-from accelerate_launch.contributed import MESH, check_sections, said_by_environment, take
+from accelerate_launch.contributed import MESH, check_sections, set_in_environment, take
 from accelerate_launch.options import LAUNCH_OPTIONS, OWN
-from accelerate_launch.paths import default_config_path, peers_config
+from accelerate_launch.paths import accelerate_config_path, default_config_path
 from accelerate_launch.plan import LaunchPlan, Target
 from accelerate_launch.target import find_target
 
 logger = logging.getLogger(__name__)
 
 _THREADS = "OMP_NUM_THREADS"
-#: Option -> the kind of the plugin it names.
+#: For each option that names a plugin, the plugin's kind.
 _PLUGINS = {"mixed_precision": "precision", "backend": "backend", "launcher": "launcher"}
 
 
@@ -41,17 +41,17 @@ def make_plan(
     environ: Mapping[str, str],
     config: ConfigFile | None = None,
 ) -> LaunchPlan:
-    """Decide everything about a launch; nothing is started and nothing is written.
+    """Decide everything about a launch. Nothing is started and nothing is written.
 
     Args:
-        given: options from the command line; `None` stands for not given.
-        environ: the environment of the launcher, a source of values.
-        script: what is run.
-        arguments: of the script.
+        given: options from the command line; `None` means not given.
+        environ: the environment of the launcher, which may set values.
+        script: the script, module or program to run.
+        arguments: the arguments of the script.
 
     Raises:
-        ConfigurationError: a value is wrong, two contradict each other, the target
-            does not exist, or this process is already a rank of a launch.
+        ConfigurationError: a value is invalid, two values contradict each other, the script does not
+            exist, or this process is already a rank of a launch.
     """
     plan = draft_plan(given, environ, config)
     flags = {name: bool(plan.provenance[name].value) for name in ("module", "no_python")}
@@ -63,18 +63,18 @@ def make_plan(
 
 
 def _with_address(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
-    """Say under which address and on which interface the other machines reach this one."""
+    """Add the address and the network interface at which the other machines reach this one."""
     host = str(plan.main_process_ip)
     address = devices.local_address(host, plan.main_process_port)
     if address is None:
         return plan
     here = devices.is_address_of(address, host)
     if ip_address(address).is_loopback and not here:
-        return plan  # Debian's hosts file gives a machine's own name 127.0.1.1; others resolve it
+        return plan  # Debian's hosts file maps a machine's own name to 127.0.1.1
     conf = plan.rdzv_conf
     environment = dict(plan.environment)
     if plan.rdzv_backend == "c10d" and "is_host=" not in conf:
-        # Whether this machine is where the store is: torch asks a name service for it.
+        # Says whether the store is on this machine. torch itself would ask a name service.
         conf = ",".join(filter(None, (conf, f"is_host={str(here).lower()}")))
     if "GLOO_SOCKET_IFNAME" not in environ:
         interface = devices.interface_of(address)
@@ -86,10 +86,10 @@ def _with_address(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
 def draft_plan(
     given: Mapping[str, Any], environ: Mapping[str, str], config: ConfigFile | None = None
 ) -> LaunchPlan:
-    """Decide what `make_plan` would, of whatever script and without a look at ports and addresses.
+    """Make the same plan as `make_plan`, but without a script and without checking ports.
 
     Raises:
-        ConfigurationError: as `make_plan`.
+        ConfigurationError: as for `make_plan`.
     """
     made = decide(given, environ, config)
     chosen = made.chosen
@@ -113,11 +113,11 @@ def draft_plan(
 
 @dataclass(frozen=True)
 class Decision:
-    """Every option of a launch with its value, before anything is said about a script.
+    """Every option of a launch with its value, independent of the script.
 
     Attributes:
-        plugins: what options of plugins put into the environment.
-        contributed: what variables and the config file say to plugins.
+        plugins: the variables that command-line options of plugins set.
+        contributed: the settings of plugins from variables and the config file.
     """
 
     chosen: Mapping[str, SourcedValue]
@@ -132,7 +132,7 @@ def decide(
     """Choose the value of every option and check them against each other.
 
     Raises:
-        ConfigurationError: a value is wrong, or two contradict each other.
+        ConfigurationError: a value is invalid, or two values contradict each other.
     """
     contributed: dict[str, SourcedValue] = {}
     mistakes = Mistakes()
@@ -141,11 +141,11 @@ def decide(
             checks.check_keys(config)
         with mistakes:
             contributed |= check_sections(config, environ)
-    # The children's own variables are stronger than the file.
-    contributed |= said_by_environment(contributed, environ)
+    # Environment variables take precedence over the file.
+    contributed |= set_in_environment(contributed, environ)
     contributed |= asks_launchers(environ)
     sources = Sources(environ, config)
-    around = _heeded(detect_cluster(environ), given, sources)
+    around = _used_cluster(detect_cluster(environ), given, sources)
     chosen = {}
     for option in LAUNCH_OPTIONS:
         with mistakes:
@@ -154,9 +154,9 @@ def decide(
         if "mixed_precision" in chosen:
             _check_plugin(chosen, "mixed_precision")
     if mistakes.found and "backend" in chosen:
-        with mistakes:  # it is checked below, but belongs in the same message
+        with mistakes:  # it is also checked below, but all mistakes belong in one message
             _check_plugin(chosen, "backend")
-    if mistakes.found:  # those that ranks look up, which may name others themselves
+    if mistakes.found:  # also report settings that otherwise only the ranks would check
         for field in CORE_SETTINGS:
             if field.name in PARTS:
                 with mistakes:
@@ -184,14 +184,14 @@ def decide(
 
 
 def _check_plugin(chosen: Mapping[str, SourcedValue], name: str, kind: str | None = None) -> None:
-    """Refuse an option that names a plugin which is not installed."""
+    """Raise an error if an option names a plugin that is not installed."""
     sourced = chosen[name]
     if sourced.value is not None and sourced.origin != "default":
         find(kind or _PLUGINS[name], str(sourced.value).lower(), source=sourced.origin)
 
 
 def find_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
-    """Return the config file: the one named, the environment's, else the default if it exists."""
+    """Return the named config file, else the environment's, else the default one if it exists."""
     if named is not None:
         return read_config(named)
     if environ.get(CONFIG_VARIABLE):
@@ -199,18 +199,18 @@ def find_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile | N
     default = default_config_path(environ)
     if default.is_file():
         return read_config(default)
-    theirs = peers_config(environ)
+    theirs = accelerate_config_path(environ)
     if theirs.is_file():
         logger.warning(
-            "There is a configuration made for another tool, %s, and none of ours. It is not used: "
-            "take it over once with accelerate-core config import, or name it with --config_file.",
+            "Found a config file of Hugging Face Accelerate, %s, but none of accelerate-core. It is "
+            "not used. Run accelerate-core config import once, or pass it as --config_file.",
             theirs,
         )
     return None
 
 
 def refuse_nesting(environ: Mapping[str, str]) -> None:
-    """Raise ConfigurationError if this process is already one rank of many."""
+    """Raise ConfigurationError if this process is already one of several ranks."""
     for name in (flavour.ranks[1] for flavour in mpi.FLAVOURS):
         if environ.get(name, "1") != "1":
             raise _nested(f"one of {environ[name]} processes of an MPI run ({name})")
@@ -221,7 +221,7 @@ def _refuse_rank(environ: Mapping[str, str], num_machines: int) -> None:
     if "TORCHELASTIC_RUN_ID" in environ or {"WORLD_SIZE", "LOCAL_RANK"} <= environ.keys():
         rank, size = environ.get("RANK", "?"), environ.get("WORLD_SIZE", "?")
         raise _nested(f"rank {rank} of {size} of a launch")
-    # Schedulers of containers set WORLD_SIZE to the number of machines, for the launcher to read.
+    # Container schedulers set WORLD_SIZE to the number of machines, which the launcher reads.
     if "WORLD_SIZE" in environ and num_machines == 1:
         size = environ["WORLD_SIZE"]
         raise _nested(f"part of a world of {size} (environment variable WORLD_SIZE)")
@@ -229,8 +229,8 @@ def _refuse_rank(environ: Mapping[str, str], num_machines: int) -> None:
 
 def _nested(outer: str) -> ConfigurationError:
     return ConfigurationError(
-        f"This process is already {outer}; a launch inside a launch would start processes "
-        "that wait for each other. Run the script itself with python here, or unset the "
+        f"This process is already {outer}. Another launch inside it would start processes that wait "
+        "for each other forever. Run the script with python instead, or unset the environment "
         "variables RANK, WORLD_SIZE and LOCAL_RANK."
     )
 
@@ -243,10 +243,10 @@ def _choose(
     return look_up(option, sources, detected=around.values)
 
 
-def _heeded(
+def _used_cluster(
     around: ClusterEnvironment, given: Mapping[str, Any], sources: Sources
 ) -> ClusterEnvironment:
-    """Leave an allocation's machines alone where their number is said, and is another."""
+    """Ignore the scheduler's allocation if `num_machines` is set to another number."""
     if around.ranks or "num_machines" not in around.values:
         return around
     option = next(one for one in LAUNCH_OPTIONS if one.name == "num_machines")
@@ -255,20 +255,20 @@ def _heeded(
     if said.value == found.value:
         return around
     logger.warning(
-        "num_machines=%s (%s) is taken, though %s has %s.",
+        "num_machines=%s (%s) overrides %s, which has %s.",
         *(said.value, said.origin, found.origin, found.value),
     )
     return ClusterEnvironment()
 
 
 def asks_launchers(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
-    """Return the variables set here by which launchers of plugins are asked for."""
+    """Return the environment variables that are set and request a launcher plugin."""
     triggers = (record.triggers for record in installed().of_kind("launcher"))
-    return said_by_environment(set().union(*triggers), environ)
+    return set_in_environment(set().union(*triggers), environ)
 
 
 def _take_hosts(chosen: dict[str, SourcedValue]) -> None:
-    """Read from a host file how many machines there are, and where rank 0 will be."""
+    """Read the number of machines and the host of rank 0 from an MPI host file."""
     file = chosen["mpirun_hostfile"]
     if file.value is None or chosen["launcher"].value not in (None, "mpirun"):
         return
@@ -286,16 +286,16 @@ def _threads(given: Mapping[str, Any], environ: Mapping[str, str], processes: in
         origin = "command line --num_cpu_threads_per_process"
         return SourcedValue(given["num_cpu_threads_per_process"], origin)
     if environ.get(_THREADS):
-        return SourcedValue(None, f"environment variable {_THREADS} stands")
+        return SourcedValue(None, f"environment variable {_THREADS} is already set")
     if processes == 1:
         return SourcedValue(None, "one process: torch decides")
     return SourcedValue(devices.threads_for(processes), f"cores shared by {processes} processes")
 
 
 def _environment(decision: Decision, config: ConfigFile | None) -> dict[str, str]:
-    """Return what children get on top of the launcher's environment.
+    """Return the variables that are added to the environment of the processes.
 
-    What the config file says is among it: libraries in the children read variables and not our file.
+    They include the values of the config file, because libraries read variables and not the file.
     """
     chosen = decision.chosen
     ours = ("command line", checks.FOLLOWS, *([str(config.path)] if config is not None else []))
@@ -327,7 +327,7 @@ def _environment(decision: Decision, config: ConfigFile | None) -> dict[str, str
 
 
 def _asking_for(backend: SourcedValue) -> list[str]:
-    """Return the variables that ask for a backend, and for what it brings."""
+    """Return the environment variables that request a backend and the parts that come with it."""
     return [n for n, extra in catalog.VARIABLES.items() if extra == backend.value and n != MESH]
 
 

@@ -1,6 +1,6 @@
-"""`is_…_available()` that ask for more than a library: versions, devices, what torch was built with.
+"""Functions `is_…_available()` that check versions, devices or the build of torch.
 
-Those that ask for a library alone are the core's. None of them raises.
+Those that only check whether a library is installed are in the core. They never raise.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ def _installed(library: str, min_version: str | None) -> bool:
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Say whether bitsandbytes is installed, not older than a version.
+    """Return whether bitsandbytes is installed.
 
     Args:
-        min_version: a version such as "0.39.0"; None: any.
+        min_version: the oldest accepted version, such as "0.39.0"; None accepts any.
     """
     return _installed("bitsandbytes", min_version)
 
 
-#: Whether bitsandbytes is installed, and new enough for what the name says.
+#: Whether bitsandbytes is installed and new enough for the named feature.
 is_8bit_bnb_available = partial(is_bnb_available, "0.37.2")
 is_4bit_bnb_available = partial(is_bnb_available, "0.39.0")
 is_bitsandbytes_multi_backend_available = partial(is_bnb_available, "0.46.0")
 
 
 def is_torchdata_stateful_dataloader_available() -> bool:
-    """Say whether torchdata is installed and new enough for its `StatefulDataLoader`."""
+    """Return whether torchdata is installed and new enough for its `StatefulDataLoader`."""
     return _installed("torchdata", "0.8.0")
 
 
 def is_weights_only_available() -> bool:
-    """Say whether `torch.load` can refuse code; every supported torch can."""
+    """Return whether `torch.load` supports `weights_only`, as every supported torch does."""
     return True
 
 
 def _device(kind: str, *_: Any, **__: Any) -> bool:
-    """Say whether torch, or an extension of it, has a device of that name here."""
+    """Return whether torch, or an extension of it, has a device of this kind here."""
     import torch
 
     try:
@@ -61,7 +61,7 @@ def _device(kind: str, *_: Any, **__: Any) -> bool:
         return False
 
 
-#: Whether torch, or an extension of it, has a device of that name here.
+#: Whether torch, or an extension of it, has a device of this kind here.
 is_cuda_available = partial(_device, "cuda")
 is_hpu_available = partial(_device, "hpu")
 is_mlu_available = partial(_device, "mlu")
@@ -73,17 +73,17 @@ is_xpu_available = partial(_device, "xpu")
 
 
 def is_rocm_available() -> bool:
-    """Say whether torch is built for ROCm and has a device."""
+    """Return whether torch is built for ROCm and has a device."""
     import torch
 
     return torch.version.hip is not None and torch.cuda.is_available()
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Say whether Apple's GPU can be used, with a torch not older than a version.
+    """Return whether torch can use Apple's GPU.
 
     Args:
-        min_version: a version such as "2.1"; None: any.
+        min_version: the oldest accepted version of torch, such as "2.1".
     """
     import torch
 
@@ -94,10 +94,10 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Say whether the current device computes in bfloat16; CPUs do.
+    """Return whether the current device supports bfloat16. CPUs do.
 
     Args:
-        ignore_tpu: accepted for Accelerate's callers.
+        ignore_tpu: accepted for compatibility with Accelerate, and ignored.
     """
     import torch
 
@@ -109,12 +109,12 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Say whether the current device computes in float16; CPUs do since torch 2.3."""
+    """Return whether the current device supports float16. CPUs do since torch 2.3."""
     return not is_habana_gaudi1()
 
 
 def is_habana_gaudi1() -> bool:
-    """Say whether the device is a first generation Gaudi."""
+    """Return whether the device is a first-generation Gaudi."""
     if not _device("hpu"):
         return False
     import torch
@@ -124,14 +124,14 @@ def is_habana_gaudi1() -> bool:
 
 
 def is_xccl_available() -> bool:
-    """Say whether torch has Intel's collectives built in."""
+    """Return whether torch was built with Intel's collectives (XCCL)."""
     import torch.distributed as dist
 
     return dist.is_available() and bool(getattr(dist, "is_xccl_available", bool)())
 
 
 def is_pippy_available() -> bool:
-    """Say whether torch has `torch.distributed.pipelining`; every supported torch does."""
+    """Return whether torch has `torch.distributed.pipelining`, as every supported torch does."""
     import torch.distributed as dist
 
     return dist.is_available()

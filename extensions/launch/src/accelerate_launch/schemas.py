@@ -1,8 +1,7 @@
-"""What plugins let users set, known without importing them.
+"""Cache the settings of plugins, so that the command line can check them without importing torch.
 
-Each plugin is asked once, in a process of its own, what its settings, commands and declarations
-are; the answer is kept in the cache directory with its distribution, version and the time its
-files were written. So the command line shows and checks options of backends without torch.
+A separate process imports each plugin once and describes its settings and declarations. The answer
+is cached with the plugin's distribution, version and the modification time of its files.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from accelerate_launch.paths import cache_directory
 
 #: Kinds of plugins that may have a section of a config file, `<name>_config`.
 WITH_SETTINGS = ("backend", "precision", "checkpointer", "loaders", "extension", "tracker")
-#: Raised with what is kept: older entries are then asked for anew.
+#: Increase this when the cached format changes, to invalidate older entries.
 _FORMAT = 6
-#: Between a plugin's target and its folder, in what is kept.
+#: Separates a plugin's target from its folder in a cache key.
 _IN = " in "
 
 #: The core's own settings that have a group of options, like a plugin's.
@@ -47,13 +46,13 @@ _CORE_CLASSES = {
 
 @dataclass(frozen=True)
 class PluginSchema:
-    """What one plugin says about itself.
+    """The settings and declarations of one plugin.
 
     Attributes:
-        section: key of the config file its fields stand under; "" for its top.
-        switches: environment variables by which it is asked for.
-        mesh: dimensions of a device mesh that it takes.
-        problem: why the plugin could not be asked; everything else is then empty.
+        section: the config file's section for its fields; "" for the top level.
+        switches: environment variables that request it.
+        mesh: the dimensions of a device mesh that it supports.
+        problem: why the plugin could not be imported; everything else is then empty.
     """
 
     kind: str
@@ -67,14 +66,14 @@ class PluginSchema:
     problem: str = ""
 
     def field_of_key(self, key: str) -> SettingField | None:
-        """Return the field a key of the section sets."""
+        """Return the field that a key of the section sets."""
         return next((one for one in self.fields if key in one.yaml), None)
 
 
 def plugin_schemas(environ: Mapping[str, str] | None = None) -> tuple[PluginSchema, ...]:
-    """Return the schemas of the core's mesh and of all installed plugins with settings.
+    """Return the schemas of all installed plugins, and of the core's mesh and compiler settings.
 
-    What the cache does not know is asked for in one process; torch is not imported by this one.
+    A separate process imports the plugins that are not in the cache, so this one needs no torch.
     """
     environ = os.environ if environ is None else environ
     off = disabled_names(environ)
@@ -98,7 +97,7 @@ def plugin_schemas(environ: Mapping[str, str] | None = None) -> tuple[PluginSche
     if missing := [record for record in records if record.target not in said]:
         answers = _ask(missing, environ)
         said |= answers
-        # A plugin that failed is asked again next time: what it lacks may be installed by then.
+        # A plugin that failed isn't cached: what it lacks may be installed next time.
         sound = {target: answer for target, answer in answers.items() if not answer.get("problem")}
         if sound:
             alive = {p: one for p, one in kept.items() if Path(p.partition(_IN)[2]).is_dir()}
@@ -135,10 +134,13 @@ def _schema(record: PluginRecord, said: Mapping[str, Any]) -> PluginSchema:
 
 
 def _place(record: PluginRecord) -> tuple[str, str]:
-    """Return where a plugin is, and what changes when it does: an editable install keeps its version."""
+    """Return the cache key of a plugin, and a stamp that changes whenever its files change.
+
+    The version alone is not enough, because an editable install keeps it.
+    """
     spec = importlib.util.find_spec(record.target.partition(":")[0].partition(".")[0])
     folder = Path(spec.origin).parent if spec is not None and spec.origin else Path()
-    # What is said depends on how the core reads settings, too.
+    # The answers also depend on how the core reads settings.
     own = Path(config.__file__).parent.glob("*.py")
     written = [Path(__file__), *own, *(() if record.kind == "core" else folder.rglob("*.py"))]
     newest = max(one.stat().st_mtime_ns for one in written)
@@ -149,12 +151,12 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
     try:
         made = json.loads(file.read_text(encoding="utf-8"))
         return {place: one for place, one in made.items() if one.keys() == {"stamp", "said"}}
-    except (OSError, ValueError, AttributeError):  # it is not there, or damaged
+    except (OSError, ValueError, AttributeError):  # the file is missing or damaged
         return {}
 
 
 def _write(file: Path, known: Mapping[str, Any]) -> None:
-    # Without a place to keep them the answers are asked for every time.
+    # If the cache can't be written, the plugins are imported every time.
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
@@ -165,13 +167,13 @@ def _write(file: Path, known: Mapping[str, Any]) -> None:
 
 
 def _ask(records: Sequence[PluginRecord], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Import the plugins in a process of its own and return what they say, by target."""
+    """Import the plugins in a separate process, and return their descriptions by target."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "answers.json"
         code = f"import sys; from {__name__} import main; main(sys.argv[1:])"
         command = [sys.executable, "-c", code, str(file)]
         command += [f"{record.name}={record.target}" for record in records]
-        if sys.stderr.isatty():  # it may take seconds: plugins import their libraries
+        if sys.stderr.isatty():  # this may take seconds, because plugins import their libraries
             sys.stderr.write("Reading the options of newly installed plugins, once ...\n")
         try:
             subprocess.run(
@@ -187,7 +189,7 @@ def _ask(records: Sequence[PluginRecord], environ: Mapping[str, str]) -> dict[st
 
 
 def describe(plugin: Any, owner: str) -> dict[str, Any]:
-    """Return what a plugin says about itself, ready for JSON."""
+    """Return the settings and declarations of a plugin, ready for JSON."""
     cls = plugin if hasattr(plugin, "__settings_names__") else getattr(plugin, "Settings", None)
     said: dict[str, Any] = {}
     text = (inspect.getdoc(plugin) or "").split("\n\n")[0]
@@ -199,12 +201,12 @@ def describe(plugin: Any, owner: str) -> dict[str, Any]:
     return said
 
 
-#: What a file of answers cannot hold.
+#: Attributes that can't be written to JSON.
 _UNSAID = ("annotation", "read")
 
 
 def _described(cls: Any, owner: str) -> dict[str, Any]:
-    """Return section and fields of one settings class; the core's own have no owner."""
+    """Return the section and the fields of a settings class. Classes of the core have no owner."""
     _, section, _ = cls.__settings_names__
     made = []
     for one in settings_fields(cls, owner=owner):
@@ -218,7 +220,7 @@ def _described(cls: Any, owner: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the answers of `name=package.module:attribute` targets into a file."""
+    """Write the descriptions of `name=package.module:attribute` targets to a file."""
     file, *targets = arguments
     answers = {}
     for named in targets:

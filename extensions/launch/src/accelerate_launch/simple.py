@@ -1,4 +1,4 @@
-"""The launcher for one process: the script's interpreter, nothing in between."""
+"""The launcher for one process, which runs the script directly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accelerate_launch.plan import LaunchPlan, Target
 
 
 class SimpleLauncher:
-    """Runs the target itself; no rank variables, no group, no torch in the launcher."""
+    """Runs the target directly, without rank variables, a process group or torch in the launcher."""
 
     name = "simple"
     api_version = (1, 0)
@@ -20,7 +20,7 @@ class SimpleLauncher:
 
     def accepts(self, plan: LaunchPlan) -> bool:
         """Whether this launcher can start the plan."""
-        if "RANK" in plan.environment:  # this process is one that somebody else has started
+        if "RANK" in plan.environment:  # a scheduler has already started this process as a rank
             return True
         watched = plan.max_restarts > 0 or plan.log_dir or plan.tee
         return plan.num_processes == 1 and not watched
@@ -30,9 +30,9 @@ class SimpleLauncher:
         return target_command(plan.target)
 
     def launch_environment(self, plan: LaunchPlan) -> dict[str, str]:
-        """Return the ranks of a process that is to train alone beside other tasks of SLURM.
+        """Return rank variables for a process that trains alone next to other SLURM tasks.
 
-        Without them the script would refuse to start, as each task might train alone by mistake.
+        Without them the script refuses to start, because each task might train alone by mistake.
         """
         if "RANK" in plan.environment or not several_slurm_tasks(os.environ):
             return {}
@@ -41,7 +41,7 @@ class SimpleLauncher:
     def launch_function(
         self, function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan
     ) -> None:
-        """Run a function right here."""
+        """Run a function in this process."""
         function(*args)
 
 

@@ -1,4 +1,4 @@
-"""SLURM: what an allocation says about machines and ranks, and starting on all of its nodes."""
+"""Read SLURM's variables, and start a run on all nodes of an allocation with srun."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from accelerate_launch.torchrun import TorchrunLauncher
 
 _PART = re.compile(r"([^\[,]+)(?:\[([^\]]*)\])?([^,\[\]]*)(?:,|$)")
 
-#: Steps above are SLURM's own: of the batch script, of an interactive shell, of `extern`.
+#: SLURM uses step numbers from here on for the batch script, interactive shells and `extern`.
 _RESERVED_STEP = 4294967280
 
 
 class SrunLauncher:
-    """Starts one of torch's agents on every node of the allocation, by one `srun`."""
+    """Starts torch's agent on every node of the allocation with a single `srun`."""
 
     name = "srun"
     api_version = (1, 0)
@@ -31,7 +31,7 @@ class SrunLauncher:
         """Return the command that starts the plan on all nodes."""
         nodes = str(plan.num_machines)
         srun = ["srun", "--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1"]
-        # The agents find out among themselves who they are, so all nodes run one command.
+        # With c10d the agents number themselves, so all nodes can run the same command.
         provenance = {name: one for name, one in plan.provenance.items() if name != "machine_rank"}
         agent = replace(
             plan, launcher=None, rdzv_backend="c10d", local_addr=None, provenance=provenance
@@ -40,29 +40,29 @@ class SrunLauncher:
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Tell whether srun started this process, once per task; a batch script is started once."""
+    """Return whether srun started this process as a task, rather than SLURM as a batch script."""
     step = environ.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) < _RESERVED_STEP and "SLURM_PROCID" in environ
 
 
 def port_of_job(job: str) -> int:
-    """Return a port that all nodes of a job agree on and that two jobs hardly share."""
+    """Return a port that is the same on all nodes of a job and rarely the same for two jobs."""
     digits = re.sub(r"\D", "", job) or "0"
     return 20000 + int(digits) % 20000
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Return the names in a node list of SLURM: `gpu[01-03,7],login` is five names.
+    """Return the names in a SLURM node list: `gpu[01-03,7],login` has five.
 
     Raises:
-        ConfigurationError: it is no node list.
+        ConfigurationError: the text is not a valid node list.
     """
     names: list[str] = []
     rest = text.strip()
     while rest:
         found = _PART.match(rest)
         if found is None:
-            raise ConfigurationError(f"{text!r} is no node list of SLURM.")
+            raise ConfigurationError(f"{text!r} is not a valid SLURM node list.")
         before, ranges, after = found.groups()
         if ranges is None:
             names.append(before + after)
@@ -77,7 +77,9 @@ def _numbers(ranges: str, text: str) -> list[str]:
     for part in ranges.split(","):
         low, _, high = part.partition("-")
         if not low.isdigit() or (high and not high.isdigit()):
-            raise ConfigurationError(f"{text!r} is no node list of SLURM: {part!r} is no range.")
+            raise ConfigurationError(
+                f"{text!r} is not a valid SLURM node list: {part!r} is not a range."
+            )
         numbers = range(int(low), int(high or low) + 1)
         made += [str(number).zfill(len(low)) for number in numbers]
     return made

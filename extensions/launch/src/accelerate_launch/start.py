@@ -1,4 +1,4 @@
-"""Turn a plan into a running program; the launcher's process becomes that program."""
+"""Choose a launcher for a plan, and replace this process by the launcher's command."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Of a launcher that states none.
+#: The priority of a launcher that does not set one.
 _PRIORITY = 100
 
 
 class Launcher(Protocol):
-    """Turns plans into commands; a plugin of kind `launcher` is a class of this form.
+    """Turns a plan into a command. A plugin of kind `launcher` is a class with these members.
 
-    It may also have `launch_environment(plan)`, a mapping of variables for the children, and
-    states `api_version`, the version of the contract it was written for. One with `Settings`, a
-    class made with `settings`, is made with an instance of them.
+    It must also have `api_version`, the version of the contract it was written for. It may have
+    `launch_environment(plan)`, which returns environment variables for the processes. If it has
+    `Settings`, a class decorated with `settings`, it is created with an instance of it.
 
-    `priority` (default 100) decides where several accept a plan; those that come with
-    accelerate-launch, which are always asked, have 10 to 40. `uses` names options that others
-    leave without an effect: `main_training_function`, `same_network`.
+    If several launchers accept a plan, the one with the highest `priority` (default 100) is used. The
+    launchers of accelerate-launch, which are always candidates, have 10 to 40. `uses` names options
+    that have no effect with other launchers: `main_training_function`, `same_network`.
 
-    One that starts functions too, for `notebook_launcher`, is a `FunctionLauncher`.
+    A launcher that also starts functions, for `notebook_launcher`, is a `FunctionLauncher`.
     """
 
     name: str
@@ -62,36 +62,36 @@ class Launcher(Protocol):
 
 
 class FunctionLauncher(Launcher, Protocol):
-    """A launcher that also starts functions: `plan.target.kind` is then `function`."""
+    """A launcher that also starts functions. `plan.target.kind` is `function` for them."""
 
     def launch_function(
         self, function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan
     ) -> None:
-        """Run `function(*args)` in every process of the plan on this machine; return at their end.
+        """Run `function(*args)` in every process of the plan on this machine, until they all end.
 
         Args:
-            function: sets the plan's environment while it runs. The variables of ranks (`RANK`,
-                `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`) are
-                the launcher's to set. It can be pickled if `plan.start_method` is `spawn`.
+            function: sets the plan's environment while it runs. The launcher must set the rank
+                variables (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`,
+                `MASTER_PORT`). The function can be pickled if `plan.start_method` is `spawn`.
 
         Raises:
-            Exception: a rank failed; the text names it.
+            Exception: a rank failed; the text should name it.
         """
         ...
 
 
 def choose_launcher(plan: LaunchPlan) -> Launcher:
-    """Return the launcher that starts `plan`: the one it names, else the strongest that accepts it.
+    """Return the launcher that the plan names, else the one with the highest priority that accepts it.
 
-    A launcher is asked if one of its triggers is `always` or among what the plan says to plugins;
-    of those that accept the plan the one of the highest `priority` starts it. One that is broken, or
-    speaks another major version of the contract, is passed over, with a warning.
+    A launcher is a candidate if one of its triggers is `always` or a key of `plan.contributed`. A
+    launcher that is broken, or was written for another major version of the contract, is skipped with
+    a warning.
 
     Raises:
-        PluginError: the one that is named is broken or has no `api_version`.
-        PluginVersionError: the one that is named speaks another major version of the contract.
-        PluginConflictError: two of equal priority accept the plan.
-        ConfigurationError: the one that is named does not take this launch, or a setting is wrong.
+        PluginError: the named launcher is broken or has no `api_version`.
+        PluginVersionError: the named launcher was written for another major version of the contract.
+        PluginConflictError: two launchers of equal priority accept the plan.
+        ConfigurationError: the named launcher does not accept the plan, or a setting is invalid.
     """
     return _choose(plan)[0]
 
@@ -100,7 +100,7 @@ def _choose(plan: LaunchPlan) -> tuple[Launcher, PluginRecord]:
     launcher, selection = consider_launchers(plan)
     for one in selection.candidates:
         if one.error is not None:
-            _warn_once(f"{one.reason} The launch goes on with {launcher.name!r}.")
+            _warn_once(f"{one.reason} The launch continues with {launcher.name!r}.")
     return launcher, selection.record
 
 
@@ -110,12 +110,12 @@ def _warn_once(text: str) -> None:
 
 
 def consider_launchers(plan: LaunchPlan) -> tuple[Launcher, Selection]:
-    """Return the launcher that starts `plan`, and how it was chosen among those installed.
+    """Return the launcher for `plan`, and the selection that chose it.
 
     Raises:
-        AccelerateError: as `choose_launcher`.
+        AccelerateError: as for `choose_launcher`.
     """
-    from accelerate_core.plugins.factory import PluginFactory  # `launch --help` needs none
+    from accelerate_core.plugins.factory import PluginFactory  # not needed for `launch --help`
 
     sources = Sources.of({**os.environ, **plan.environment})
     asking = _Asking(plan, PluginFactory(sources))
@@ -125,16 +125,16 @@ def consider_launchers(plan: LaunchPlan) -> tuple[Launcher, Selection]:
     request = Request({}, os.environ, Topology(), sources.config)
     selection = select("launcher", request, _named(plan), rule).or_raise()
     for one in selection.candidates:
-        if isinstance(one.error, ConfigurationError):  # a wrong setting is the user's to mend
+        if isinstance(one.error, ConfigurationError):  # an invalid setting, which the user can fix
             raise one.error
     if not selection.active:
-        raise PluginError("No installed launcher takes this launch; name one with --launcher.")
+        raise PluginError("No installed launcher accepts this launch. Choose one with --launcher.")
     record = selection.record
     if record not in asking.accepting and asking.claim(record) is None:
         raise _refusal(record, plan)
     for one in selection.candidates:
         if one.claim is not None and one.state != "active":
-            one.reason = f"{one.reason}; {record.name!r} goes before it"
+            one.reason = f"{one.reason}; {record.name!r} has a higher priority"
     return asking.accepting[record], selection
 
 
@@ -145,15 +145,15 @@ def _named(plan: LaunchPlan) -> SourcedValue:
 
 @dataclass
 class _Asking:
-    """Asks launchers whether they take a plan."""
+    """Asks launchers whether they accept a plan."""
 
     plan: LaunchPlan
     factory: PluginFactory
-    #: The launchers that take it.
+    #: The launchers that accept it.
     accepting: dict[PluginRecord, Launcher] = field(default_factory=dict)
 
     def claim(self, record: PluginRecord) -> Claim | None:
-        """Return a launcher's claim to start the plan, None if it does not take it."""
+        """Return a launcher's claim to start the plan, None if it does not accept the plan."""
         plan = self.plan
         with record.broken_if_raises("__init__"):
             launcher: Launcher = self.factory.create(record)
@@ -166,7 +166,7 @@ class _Asking:
             hits = sorted(record.triggers & plan.contributed.keys())
             reason = f"accepts {_size(plan)}"
             if hits:
-                reason = f"asked because of {plan.contributed[hits[0]].origin}"
+                reason = f"requested by {plan.contributed[hits[0]].origin}"
             return Claim(getattr(launcher, "priority", _PRIORITY), reason)
 
 
@@ -176,19 +176,18 @@ def _size(plan: LaunchPlan) -> str:
 
 
 def _refusal(record: PluginRecord, plan: LaunchPlan) -> ConfigurationError:
-    """Return the error for a launcher that was named and does not take the plan."""
-    asked = f"The launcher {record.label} (asked for by {_named(plan).origin})"
+    """Return the error for a launcher that was named but does not accept the plan."""
+    asked = f"The launcher {record.label} (requested by {_named(plan).origin})"
     if _takes(record.load(), plan):
-        return ConfigurationError(f"{asked} does not take this launch: {_size(plan)}.")
+        return ConfigurationError(f"{asked} does not accept this launch of {_size(plan)}.")
     return ConfigurationError(
-        f"{asked} starts programs, and no functions: it has no launch_function. Write what is to "
-        f"run into a script for accelerate-core launch --launcher {record.name}, or name another "
-        "launcher."
+        f"{asked} cannot start functions, because it has no launch_function. Put the code into a "
+        f"script for accelerate-core launch --launcher {record.name}, or choose another launcher."
     )
 
 
 def _takes(launcher: Any, plan: LaunchPlan) -> bool:
-    """Tell whether a launcher starts what the plan has: anyone a program, some a function."""
+    """Return whether a launcher supports the target: all start programs, only some functions."""
     return plan.target.kind != "function" or hasattr(launcher, "launch_function")
 
 
@@ -196,7 +195,7 @@ def command_of(plan: LaunchPlan) -> list[str]:
     """Return the command that starts `plan`.
 
     Raises:
-        PluginError: the launcher of a plugin raised.
+        PluginError: the launcher plugin raised.
     """
     launcher, record = _choose(plan)
     with record.broken_if_raises("launch_command"):
@@ -204,10 +203,10 @@ def command_of(plan: LaunchPlan) -> list[str]:
 
 
 def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the whole environment of the children; `environ` is left as it is.
+    """Return the whole environment of the processes. `environ` is not changed.
 
     Raises:
-        PluginError: the launcher of a plugin raised.
+        PluginError: the launcher plugin raised.
     """
     launcher, record = _choose(plan)
     its: Mapping[str, str] = {}
@@ -219,10 +218,10 @@ def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str,
 
 
 def start(plan: LaunchPlan, environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process by the plan's command, so that signals reach it directly.
+    """Replace this process by the plan's command, so that it receives signals directly.
 
     Raises:
-        ConfigurationError: this process is a rank, and the address of rank 0 is wrong.
+        ConfigurationError: this process is a rank of a scheduler, and rank 0's address is wrong.
     """
     command = command_of(plan)
     environment = child_environment(plan, environ)
@@ -235,7 +234,7 @@ def start(plan: LaunchPlan, environ: Mapping[str, str]) -> NoReturn:
 
 
 def _check_rank_address(plan: LaunchPlan) -> None:
-    """Check the address that a scheduler's ranks meet at: they would wait for it without a word."""
+    """Check rank 0's address for ranks of a scheduler, which would otherwise wait for it silently."""
     host = plan.environment.get("MASTER_ADDR")
     if host is None:
         return

@@ -1,4 +1,4 @@
-"""Check that what is to be launched exists, before any process is started."""
+"""Find the script, module or program to launch before any process starts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def find_target(
     module: bool = False,
     no_python: bool = False,
 ) -> Target:
-    """Return the target, or say what is missing and what is nearest to it.
+    """Return the target to launch.
 
     Raises:
-        ConfigurationError: no such script, module or program.
+        ConfigurationError: the script, module or program does not exist; the text has the most
+            similar name.
     """
     if module and no_python:
-        raise ConfigurationError("--module and --no_python exclude each other.")
+        raise ConfigurationError("--module and --no_python cannot be used together.")
     if module:
         try:
             find_module(name, first=[str(Path.cwd())])
@@ -38,8 +39,8 @@ def find_target(
     if no_python:
         if shutil.which(name, path=environ.get("PATH")) is None:
             raise ConfigurationError(
-                f"The program {name!r} was not found, or may not be executed. Without --no_python it "
-                f"is run by the Python interpreter."
+                f"The program {name!r} was not found, or is not executable. To run it with the Python "
+                "interpreter, leave out --no_python."
             )
         return Target(name, tuple(arguments), "program")
     _check_script(name)
@@ -66,13 +67,14 @@ def _check_script(name: str) -> None:
 
 
 def find_module(name: str, *, first: Sequence[str] = ()) -> ModuleSpec:
-    """Look for a module as an import would, without importing its packages.
+    """Find a module as an import would, without importing its packages.
 
     Args:
-        first: folders that are looked into before those of `sys.path`.
+        first: folders to search before `sys.path`.
 
     Raises:
-        ModuleNotFoundError: with the part that is missing, and the nearest name there.
+        ModuleNotFoundError: it does not exist; the text has the missing part and the most similar
+            name.
     """
     found = None
     package = ""
@@ -80,7 +82,7 @@ def find_module(name: str, *, first: Sequence[str] = ()) -> ModuleSpec:
     for part in name.split("."):
         found = PathFinder.find_spec(part, places)
         if found is None and not package:
-            found = importlib.util.find_spec(part)  # built in, or found by a finder of its own
+            found = importlib.util.find_spec(part)  # a built-in module, or one with a custom finder
         if found is None:
             near = did_you_mean(part, {info.name for info in iter_modules(places)})
             where = f" in package {package!r}" if package else ""

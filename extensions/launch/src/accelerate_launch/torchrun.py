@@ -1,4 +1,4 @@
-"""The launcher for many processes: torch's elastic agent, `torch.distributed.run`."""
+"""The launcher for several processes, which uses torch's elastic agent."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from accelerate_launch.functions import run_elastic
 from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK, LaunchPlan
 
-#: torch's agent, with the exit status of a run that saved itself and is to be started again.
+#: The extended version of torch's agent.
 _AGENT_MODULE = "accelerate_launch.agent"
 
 
 class TorchrunLauncher:
-    """Starts one agent per machine, which starts, watches and restarts the ranks."""
+    """Starts one agent per machine. The agent starts, monitors and restarts the ranks."""
 
     name = "torchrun"
     api_version = (1, 0)
@@ -41,19 +41,19 @@ class TorchrunLauncher:
             if value is not None:
                 command += [f"--{option}", str(value)]
         if plan.log_dir is not None and plan.tee is None:
-            command += ["--tee", "3"]  # without it torch makes the folder and writes nothing
+            command += ["--tee", "3"]  # otherwise torch creates the folder but writes nothing to it
         flags = {"script": [], "module": ["--module"], "program": ["--no_python"]}
         return [*command, *flags[plan.target.kind], "--", plan.target.path, *plan.target.arguments]
 
     def launch_function(
         self, function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan
     ) -> None:
-        """Run a function in the plan's processes on this machine, with the agent in this process."""
+        """Run a function in the plan's processes on this machine. The agent runs in this process."""
         run_elastic(function, args, plan)
 
 
 def address_source(plan: LaunchPlan) -> str:
-    """Return where the address and port of machine 0 came from, for messages of the agent."""
+    """Return where machine 0's address and port came from, for the agent's messages."""
     address, port = (plan.provenance.get(name) for name in ("main_process_ip", "main_process_port"))
     port_source = "default" if port is None or port.value is None else port.origin
     address_source = "default" if address is None else address.origin
@@ -61,9 +61,10 @@ def address_source(plan: LaunchPlan) -> str:
 
 
 def _claim(plan: LaunchPlan) -> list[str]:
-    """Tell the agent if this machine was called machine 0 where torch does not ask for its number.
+    """Return an agent option if the command line calls this machine number 0 with c10d.
 
-    A number in a config file is not meant for one machine: the file may be the same on all of them.
+    c10d ignores the number. A number in a config file doesn't count, because all machines may share
+    the file.
     """
     rank = plan.provenance.get("machine_rank")
     if plan.rdzv_backend != "c10d" or rank is None or rank.value != 0:
@@ -77,12 +78,12 @@ def _claim(plan: LaunchPlan) -> list[str]:
 def _rendezvous(plan: LaunchPlan) -> list[str]:
     conf = ["--rdzv_conf", plan.rdzv_conf] if plan.rdzv_conf else []
     if plan.num_machines == 1 and plan.main_process_port is None and not plan.main_process_ip:
-        # The system picks a free port, and the loopback address needs no name service.
+        # The system chooses a free port, and the loopback address needs no name service.
         return ["--standalone", "--local_addr", LOOPBACK, *conf]
     address = plan.main_process_ip or LOOPBACK
     port = plan.main_process_port or DEFAULT_PORT
     machines = ["--nnodes", str(plan.num_machines)]
-    # Machines without a name service reach each other by address.
+    # An address works even without a name service.
     local = ["--local_addr", plan.local_addr] if plan.local_addr else []
     if plan.rdzv_backend == "static":
         static = ["--node_rank", str(plan.machine_rank), "--master_addr", address]

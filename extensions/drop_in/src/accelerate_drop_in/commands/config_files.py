@@ -20,9 +20,9 @@ _DEFAULTS = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "
 def default_config() -> Path:
     """Return the config file where none is named: the original's, unless there is ours alone."""
     from accelerate_launch import default_config_path
-    from accelerate_launch.paths import peers_config
+    from accelerate_launch.paths import accelerate_config_path
 
-    theirs = peers_config(os.environ)
+    theirs = accelerate_config_path(os.environ)
     ours = default_config_path(os.environ)
     return ours if ours.is_file() and not theirs.is_file() else theirs
 

@@ -19,8 +19,8 @@ from accelerate_launch import accelerate_options
 from accelerate_launch.commands.dialogue import ask_everything
 from accelerate_launch.commands.options import CONTEXT
 from accelerate_launch.commands.tables import print_table, shown
-from accelerate_launch.contributed import said_to_plugins
-from accelerate_launch.paths import default_config_path, peers_config
+from accelerate_launch.contributed import plugin_variables
+from accelerate_launch.paths import accelerate_config_path, default_config_path
 from accelerate_launch.planning import decide, find_config
 from accelerate_launch.schemas import WITH_SETTINGS
 
@@ -28,7 +28,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 def _file_option(function: C) -> C:
-    """Add `--config_file`, which may stand before the name of a sub-command, too."""
+    """Add `--config_file`, which is accepted before the name of a subcommand, too."""
 
     def remembered(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
         file: str | None = value or ctx.obj
@@ -39,19 +39,19 @@ def _file_option(function: C) -> C:
         "--config_file",
         metavar="FILE",
         callback=remembered,
-        help="The file; default: config.yaml in the cache directory.",
+        help="The config file; default: config.yaml in the cache directory.",
     )(function)
 
 
 @click.group("config", invoke_without_command=True, context_settings=CONTEXT)
 @_file_option
-@click.option("--yes", "-y", is_flag=True, help="Ask nothing: take what fits this machine.")
+@click.option("--yes", "-y", is_flag=True, help="Use the suggested values without asking.")
 @click.pass_context
 def command(ctx: click.Context, config_file: str | None, yes: bool) -> None:
-    """Set up this machine by a few questions, and write a config file.
+    """Ask a few questions about this machine, and write a config file.
 
-    Only what the installed plugins need is asked. Without a terminal the answers are read from
-    the input, one per line; an empty line takes what is offered.
+    Only questions that the installed plugins need are asked. Without a terminal, the answers are
+    read from standard input, one per line. An empty line accepts the suggested answer.
     """
     if ctx.invoked_subcommand is None:
         _write(_path(config_file), ask_everything(os.environ, ask=not yes))
@@ -59,9 +59,9 @@ def command(ctx: click.Context, config_file: str | None, yes: bool) -> None:
 
 @command.command("default", context_settings=CONTEXT)
 @_file_option
-@click.option("--mixed_precision", metavar="NAME", help="Precision of the runs.")
+@click.option("--mixed_precision", metavar="NAME", help="The precision to write into the file.")
 def default_command(config_file: str | None, mixed_precision: str | None) -> None:
-    """Write what fits this machine, without questions."""
+    """Write a config file that suits this machine, without asking questions."""
     values = ask_everything(os.environ, ask=False)
     if mixed_precision is not None:
         find("precision", mixed_precision.lower(), source="command line --mixed_precision")
@@ -73,25 +73,25 @@ def default_command(config_file: str | None, mixed_precision: str | None) -> Non
 @click.argument("file", required=False)
 @_file_option
 def import_command(file: str | None, config_file: str | None) -> None:
-    """Take over a config FILE of Hugging Face Accelerate.
+    """Import a config FILE of Hugging Face Accelerate.
 
-    Without FILE it is the one that its own launches use. What it says is written into a file of
-    ours, which launches use from then on.
+    The default is the file that `accelerate launch` reads. Its values are written to a config file of
+    accelerate-core, which later launches use.
     """
     path = _path(config_file)
     if path.exists():
         raise ConfigurationError(
-            f"There is {path} already. Remove it, or name another one with --config_file."
+            f"{path} already exists. Remove it, or choose another file with --config_file."
         )
-    source = Path(file) if file is not None else peers_config(os.environ)
+    source = Path(file) if file is not None else accelerate_config_path(os.environ)
     if file is None and not source.is_file():
         raise ConfigurationError(
-            f"Hugging Face Accelerate has no config file here ({source}). Name the file to import: "
-            "accelerate-core config import FILE."
+            f"There is no config file of Hugging Face Accelerate at {source}. Name the file to "
+            "import: accelerate-core config import FILE."
         )
     config = read_config(source)
-    _check(config)  # so that a mistake is reported with its line in the file that has it
-    values = accelerate_options.said_by(config)
+    _check(config)  # here, so that errors name lines of the original file
+    values = accelerate_options.effective_values(config)
     click.echo(f"Read {source}: {', '.join(map(str, values)) or 'no setting'}.")
     left_out = {**accelerate_options.OBSOLETE_KEYS, **accelerate_options.IGNORED_KEYS}
     for key in config:
@@ -105,13 +105,13 @@ def import_command(file: str | None, config_file: str | None) -> None:
 @click.argument("value")
 @_file_option
 def set_command(key: str, value: str, config_file: str | None) -> None:
-    """Set KEY, or SECTION.KEY, to VALUE. All else stays, comments too."""
+    """Set KEY, or SECTION.KEY, to VALUE. The rest of the file stays as it is, with its comments."""
     from accelerate_launch.editing import with_value
 
     path = _path(config_file)
     before = path.read_text(encoding="utf-8") if path.is_file() else ""
     if before:
-        parse_config(before, path)  # what is wrong already is said as such
+        parse_config(before, path)  # raises for errors that were in the file before
     _store(path, with_value(before, key, value))
     click.echo(f"{key}: {value} in {path}")
 
@@ -120,10 +120,10 @@ def set_command(key: str, value: str, config_file: str | None) -> None:
 @_file_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def show_command(config_file: str | None, as_json: bool) -> None:
-    """Show every value a launch would take, and why."""
+    """Show every value that a launch would use, and its source."""
     environ = dict(os.environ)
     made = decide({}, environ, find_config(config_file, environ))
-    rows = {**made.chosen, **said_to_plugins(environ), **made.contributed}
+    rows = {**made.chosen, **plugin_variables(environ), **made.contributed}
     if as_json:
         said = {name: {"value": one.value, "from": one.origin} for name, one in rows.items()}
         click.echo(json.dumps(said, indent=2, default=str))
@@ -134,14 +134,14 @@ def show_command(config_file: str | None, as_json: bool) -> None:
         if one.value is not None
     )
     columns = ("setting", "value", "from")
-    print_table(columns, cells, title="what a launch would take", names_whole=True)
+    print_table(columns, cells, title="what a launch would use", names_whole=True)
 
 
 @command.command("validate", context_settings=CONTEXT)
 @click.argument("file", required=False)
 @_file_option
 def validate_command(file: str | None, config_file: str | None) -> None:
-    """Check FILE as a run would. Status 2 if anything is wrong."""
+    """Check FILE as a run would. Exits with status 2 if anything is wrong."""
     path = Path(file or _path(config_file))
     config = read_config(path)
     _check(config)
@@ -151,27 +151,27 @@ def validate_command(file: str | None, config_file: str | None) -> None:
         if key in config and extra not in names:
             way = catalog.pip_command(extra)
             click.echo(f"note: {key} belongs to a plugin that is not installed: {way}", err=True)
-    click.echo(f"{path}: fine")
+    click.echo(f"{path}: valid")
 
 
 @command.command("update", context_settings=CONTEXT)
 @_file_option
 def update_command(config_file: str | None) -> None:
-    """Rewrite an older file in today's keys. The old one is kept beside it."""
+    """Rewrite an older file with current keys, and keep a backup next to it."""
     path = _path(config_file)
     config = read_config(path)
     _check(config)
-    values = accelerate_options.said_by(config)
+    values = accelerate_options.effective_values(config)
     gone = [key for key in config if key not in values]
     kept = path.with_name(path.name + ".bak")
     number = 1
-    while kept.exists():  # the oldest one has what a person wrote
+    while kept.exists():  # never overwrite a backup: the oldest one is what a person wrote
         number += 1
         kept = path.with_name(f"{path.name}.bak{number}")
     kept.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
     _write(path, values)
     left = f" Left out: {', '.join(gone)}." if gone else ""
-    click.echo(f"The old file is {kept}.{left}")
+    click.echo(f"Saved the old file as {kept}.{left}")
 
 
 def _path(named: str | None) -> Path:
@@ -184,7 +184,7 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _store(path: Path, text: str) -> None:
-    """Write a config file, if it is one that would launch."""
+    """Write a config file after checking that a launch would accept it."""
     _check(parse_config(text, path))
     beside = path.with_name(path.name + ".new")
     try:
@@ -196,13 +196,13 @@ def _store(path: Path, text: str) -> None:
 
 
 def _check(config: ConfigFile) -> None:
-    """Check a file by itself: neither variables nor what is around have a say."""
+    """Check a file alone, without the environment's settings or a surrounding scheduler."""
     kept = ("PATH", "HOME", "XDG_CACHE_HOME", "PYTHONPATH", "ACCELERATE_DISABLED_PLUGINS")
     decide({}, {name: text for name, text in os.environ.items() if name in kept}, config)
 
 
 def _check_deeply(config: ConfigFile) -> None:
-    """Build the settings of every section, as the plugin itself would."""
+    """Check every section by creating its settings, as the plugin would in a run."""
     import torch
 
     from accelerate_core.builtin.no_checkpointer import NoCheckpointer

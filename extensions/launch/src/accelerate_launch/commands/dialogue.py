@@ -1,4 +1,4 @@
-"""The questions of `accelerate-core config`, with what this machine suggests as answers."""
+"""The questions of `accelerate-core config`, with suggested answers for this machine."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from accelerate_core.plugins.discovery import disabled_names, installed
 from accelerate_launch import accelerate_options, devices
 from accelerate_launch.cluster import detect_cluster
 from accelerate_launch.contributed import check_value
-from accelerate_launch.paths import peers_config
+from accelerate_launch.paths import accelerate_config_path
 from accelerate_launch.schemas import PluginSchema, plugin_schemas
 
-#: What is offered as a compiler; any that torch knows may be typed.
+#: The compilers that are suggested.
 _COMPILERS = ("no", "inductor", "aot_eager", "eager")
 
 
 class Asker:
-    """Puts questions: with arrow keys on a terminal, line by line elsewhere, or not at all."""
+    """Asks questions: with a menu on a terminal, line by line elsewhere, or not at all."""
 
     def __init__(self, ask: bool = True) -> None:
         self.ask = ask
         here = sys.stdin.isatty() and sys.stdout.isatty()
-        self.keys = ask and here and os.environ.get("TERM") != "dumb"  # which cannot draw a menu
+        # A dumb terminal can't draw a menu.
+        self.keys = ask and here and os.environ.get("TERM") != "dumb"
 
     def text(self, question: str, default: str, read: Callable[[str], Any] = str) -> Any:
-        """Return what `read` makes of a line; what it refuses is asked again."""
+        """Return the answer as parsed by `read`; ask again if `read` refuses it."""
         while True:
             said = self._line(question, default)
             try:
@@ -57,12 +58,12 @@ class Asker:
             return str(click.prompt(question, default=default, show_default=bool(default))).strip()
         except click.Abort:
             raise ConfigurationError(
-                f"The input ended at the question {question!r}. Without a terminal give one answer "
-                "per line, or none at all: accelerate-core config --yes."
+                f"The input ended at the question {question!r}. Without a terminal, give one answer "
+                "per line, or run accelerate-core config --yes to accept all suggested answers."
             ) from None
 
     def choose(self, question: str, options: Sequence[str], default: str) -> str:
-        """Return one of the options, which may be told by its number, too."""
+        """Return one of the options. Without a menu, the user may also type its index from 0."""
         if not self.ask or len(options) == 1:
             return default
         default = default if default in options else options[0]
@@ -83,13 +84,13 @@ class Asker:
         return str(self.text(f"{question} ({', '.join(options)})", default, read))
 
     def confirm(self, question: str, default: bool) -> bool:
-        """Return yes or no."""
+        """Ask a yes-or-no question."""
         return self.choose(question, ("yes", "no"), "yes" if default else "no") == "yes"
 
     def number(
         self, question: str, default: int, minimum: int = 1, maximum: int | None = None
     ) -> int:
-        """Return a whole number."""
+        """Ask for a whole number from `minimum` to `maximum`."""
 
         def read(said: str) -> int:
             fits = said.isdigit() and int(said) >= minimum
@@ -102,9 +103,9 @@ class Asker:
 
 
 def ask_everything(environ: Mapping[str, str], *, ask: bool) -> dict[str, Any]:
-    """Return the values of a config file: what was answered, else what fits this machine."""
+    """Return the values of a config file: the answers, or suggestions if `ask` is false."""
     asker = Asker(ask)
-    taken = _take_over(asker, environ)
+    taken = _offer_import(asker, environ)
     if taken is not None:
         return taken
     around = detect_cluster(environ)
@@ -132,24 +133,24 @@ def ask_everything(environ: Mapping[str, str], *, ask: bool) -> dict[str, Any]:
         made["dynamo_config"] = {"dynamo_backend": compiler}
     _mpi(asker, made)
     if ask:
-        _of_plugins(asker, made, backend, environ)
-    if not count:  # nobody said so: on a machine that has accelerators the file is to use them
+        _plugin_questions(asker, made, backend, environ)
+    if not count:  # the user didn't choose the CPU, so the file should use accelerators elsewhere
         del made["use_cpu"]
     return made
 
 
-def _take_over(asker: Asker, environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Offer the default file of the tool whose files are read as they are."""
-    theirs = peers_config(environ)
+def _offer_import(asker: Asker, environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """Offer to import Accelerate's default config file; return its values if the user agrees."""
+    theirs = accelerate_config_path(environ)
     if not asker.ask or not theirs.is_file():
         return None
-    if not asker.confirm(f"There is {theirs}, made for another tool. Take it over?", True):
+    if not asker.confirm(f"Import the config file of Hugging Face Accelerate, {theirs}?", True):
         return None
-    return accelerate_options.said_by(read_config(theirs))
+    return accelerate_options.effective_values(read_config(theirs))
 
 
 def _machines(asker: Asker, made: dict[str, Any], found: Mapping[str, Any]) -> None:
-    """Ask about machines; in an allocation nothing has to be told."""
+    """Ask about machines, unless a scheduler's allocation already says how many there are."""
     if "num_machines" in found:
         made["num_machines"] = found["num_machines"]
         return
@@ -166,12 +167,14 @@ def _machines(asker: Asker, made: dict[str, Any], found: Mapping[str, Any]) -> N
 
 def _not_empty(said: str) -> str:
     if not said:
-        raise ConfigurationError("Machines find each other by that address: it cannot be empty.")
+        raise ConfigurationError(
+            "The address cannot be empty: the other machines connect to machine 0 there."
+        )
     return said
 
 
 def _backend(asker: Asker, made: dict[str, Any]) -> str:
-    """Ask which of the installed backends trains."""
+    """Ask which of the installed backends to use."""
     off = disabled_names()
     here = [one.name for one in installed().of_kind("backend") if one.name not in off]
     several = made.get("num_processes", 2) > 1
@@ -182,7 +185,7 @@ def _backend(asker: Asker, made: dict[str, Any]) -> str:
         fits = "single" if "single" in here else here[0]
     options = [name for name in here if name != "single" or not several]
     chosen = asker.choose("Which backend?", options or here, fits)
-    # What would be found anyway is left to be found: the file then serves one process and many.
+    # The defaults aren't written, so that the file works for one process and for several.
     if chosen not in ("single", usual):
         made["backend"] = chosen
     return chosen
@@ -199,12 +202,12 @@ def _mpi(asker: Asker, made: dict[str, Any]) -> None:
         )
 
 
-def _of_plugins(
+def _plugin_questions(
     asker: Asker, made: dict[str, Any], backend: str, environ: Mapping[str, str]
 ) -> None:
-    """Put the questions of the chosen backend and precision, and of a mesh if one is taken."""
+    """Ask the questions of the chosen backend, precision and launchers, and about a device mesh."""
     schemas = plugin_schemas(environ)
-    # What was answered to each plugin that was chosen: several classes may have its settings.
+    # The answers for each chosen plugin, whose settings may be spread over several classes.
     known = {"mixed_precision": made["mixed_precision"]}
     chosen: dict[tuple[str, str], dict[str, str]] = {
         ("backend", backend): dict(known),
@@ -230,7 +233,7 @@ def _of_plugins(
 def _launchers(
     asker: Asker, made: dict[str, Any], backend: str, schemas: Sequence[PluginSchema]
 ) -> list[str]:
-    """Return the launchers that the backend's package brings, if they are to be used."""
+    """Return the launchers in the backend's package, if the user wants them."""
     release = next((one.release for one in schemas if one.name == backend), "")
     theirs = [one for one in schemas if one.kind == "launcher" and one.release == release]
     switched = next((one for one in theirs if one.switches), None)
@@ -256,7 +259,7 @@ def _section(
         by_name[field.name] = str(value)
         if value not in ("", None):
             answers[field.yaml[0]] = value
-    if answers:  # those without a section stand at the top of the file
+    if answers:  # settings without a section go to the top of the file
         section = made.setdefault(schema.section, {}) if schema.section else made
         section.update(answers)
 
@@ -276,5 +279,5 @@ def _field(asker: Asker, field: SettingField) -> Any:
         check_value(field, said, repr(said))
         return {"int": int, "float": float}.get(field.kind, str)(said) if said else None
 
-    question = f"{field.ask} (several: joined by commas)" if field.kind == "list" else field.ask
+    question = f"{field.ask} (separate several by commas)" if field.kind == "list" else field.ask
     return asker.text(question, default, read)

@@ -27,13 +27,13 @@ from accelerate_launch.planning import decide, find_config
 _SECRET = re.compile(
     r"KEY|TOKEN|SECRET|PASS(WORD|WD|PHRASE)?|PWD|CREDENTIAL|AUTH|DSN|(^|_)PAT$", re.IGNORECASE
 )
-#: Whose values are shown; of others that look like ours only the name.
+#: Variables that are shown with their values. For others that match `_OURS`, only the name is shown.
 _KNOWN = re.compile(
     r"OMP_|MASTER_|TORCH(ELASTIC|INDUCTOR|DYNAMO|_DISTRIBUTED)|GLOO_|NCCL_|.*VISIBLE_DEVICES$"
     r"|(LOCAL_)?RANK$|(LOCAL_)?WORLD_SIZE$"
 )
 _OURS = re.compile(r"ACCELERATE_|TORCH")
-#: Numbers, words, paths and lists of them: nothing with a login, a query or an object in it.
+#: Values that are numbers, words, paths or lists of them, and so can't contain a login or a query.
 _PLAIN = re.compile(r"[\w.,:+\-/ ]*")
 _DISTRIBUTIONS = ("accelerate-core", "torch", "numpy", "safetensors", "pydantic", "pluggy")
 
@@ -42,7 +42,7 @@ _DISTRIBUTIONS = ("accelerate-core", "torch", "numpy", "safetensors", "pydantic"
 @click.option("--config_file", "--config-file", metavar="FILE", help="Read this config file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def command(config_file: str | None, as_json: bool) -> None:
-    """Show versions, devices, the configuration in force and the active plugins."""
+    """Show versions, devices, the effective configuration and the active plugins."""
     environ = dict(os.environ)
     made = environment_report(environ, find_config(config_file, environ))
     if as_json:
@@ -54,7 +54,7 @@ def command(config_file: str | None, as_json: bool) -> None:
 def environment_report(
     environ: Mapping[str, str], config: ConfigFile | None = None
 ) -> dict[str, Any]:
-    """Collect everything `env` shows; values that may be secret are left out."""
+    """Collect everything that `env` shows. Values that may be secret are left out."""
     return {
         "versions": _versions(),
         "devices": _devices(),
@@ -104,7 +104,7 @@ def _configuration(
     told = {"config_file": named if config is None else {"value": str(config.path), "from": ""}}
     try:
         values = resolve_core({}, Sources(environ, config), {})
-        chosen = decide({}, environ, config).chosen  # as `config show` tells them
+        chosen = decide({}, environ, config).chosen  # the same values as in `config show`
     except AccelerateError as error:
         return {**told, "error": {"value": str(error), "from": ""}}
     values |= {name: one for name, one in chosen.items() if one.value is not None}
@@ -138,4 +138,6 @@ def _print(made: Mapping[str, Any]) -> None:
     plugins = [(row["kind"], row["name"], row["reason"]) for row in active]
     plugins += [(row["kind"], f"{row['name']}: {row['state']}", row["reason"]) for row in faulty]
     print_table(("kind", "active plugin", "reason"), plugins, title="plugins")
-    click.echo("accelerate-core plugins --all lists every plugin and why it is active or not.")
+    click.echo(
+        "Run accelerate-core plugins --all to list every plugin and why it is active or not."
+    )

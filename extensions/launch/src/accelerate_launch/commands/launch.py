@@ -13,18 +13,18 @@ from accelerate_core.config.provenance import PROVENANCE_VARIABLE, decode
 from accelerate_core.config.schema import settings_fields
 from accelerate_launch.commands.options import CONTEXT, TYPED, GroupedCommand, launch_options
 from accelerate_launch.commands.tables import print_table
-from accelerate_launch.contributed import said_to_plugins
+from accelerate_launch.contributed import plugin_variables
 from accelerate_launch.options import Unused
 from accelerate_launch.plan import LaunchPlan
 from accelerate_launch.planning import find_config, make_plan
 from accelerate_launch.start import child_environment, choose_launcher, command_of, start
 
-#: What to do, and the command for it.
+#: Pairs of a purpose and the arguments for it.
 EXAMPLES = (
     ("train on every accelerator of this machine, or in one process", "train.py --lr 0.1"),
     ("two processes on the CPU", "--cpu --num_processes 2 train.py"),
     ("bf16 and sharded parameters", "--mixed_precision bf16 --backend fsdp2 train.py"),
-    ("the answers of `accelerate-core config`", "--config_file config.yaml train.py"),
+    ("use a file that `accelerate-core config` wrote", "--config_file config.yaml train.py"),
     (
         "the first of two machines with eight accelerators each",
         "--num_machines 2 --machine_rank 0 --main_process_ip node1 --num_processes 16 train.py",
@@ -47,14 +47,14 @@ def command(
 ) -> None:
     """Start SCRIPT in one process or many, on one machine or several.
 
-    Options stand before SCRIPT; what follows it goes to the script untouched.
-    One process runs the script directly, more are started by torchrun.
+    Options come before SCRIPT. Everything after it is passed to the script unchanged.
+    A single process runs the script directly. Several processes are started by torchrun.
     """
     if script is None:
         ctx = click.get_current_context()
         typed = shlex.join([*ctx.meta[TYPED], "train.py"])
         raise click.UsageError(
-            "No script was given. Name it after the options, and its own arguments after it:\n\n"
+            "No script was given. Put it after the options, followed by its own arguments:\n\n"
             f"    {ctx.command_path} {typed}"
         )
     environ = dict(os.environ)
@@ -73,7 +73,7 @@ def command(
 
 
 def _print_command(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-    """Print the command as a line for the shell, and a table of the variables it gets."""
+    """Print the command as a line for the shell, and a table of the environment variables it gets."""
     click.echo(shlex.join(command_of(plan)))
     origins = {name: sourced.origin for name, sourced in plan.provenance.items()}
     origins |= decode(plan.environment)
@@ -91,8 +91,8 @@ def _print_command(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 
 def print_reasons(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-    """Print every value and where it came from, to stderr: stdout is the script's."""
-    values = {**plan.provenance, **said_to_plugins(environ), **plan.contributed}
+    """Print every value and where it came from, on stderr because stdout is for the script."""
+    values = {**plan.provenance, **plugin_variables(environ), **plan.contributed}
     rows = (
         (name, sourced.value, sourced.origin)
         for name, sourced in values.items()

@@ -1,4 +1,4 @@
-"""Turn the launcher's table of options into click options, grouped in `--help`."""
+"""Turn the launcher's options into click options, grouped in `--help`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from accelerate_launch.options import LAUNCH_OPTIONS, TRAINING
 
 C = TypeVar("C", bound=Callable[..., Any])
 
-#: How the help of a setting begins that is accepted for older command lines; `--help` leaves it out.
+#: How the help begins for a setting that only old command lines use. `--help` leaves it out.
 OLDER = "older: "
 
-#: Key of a context's `meta`: the arguments of a `GroupedCommand` as they were typed.
+#: The key in a context's `meta` for the arguments of a `GroupedCommand` as they were typed.
 TYPED = "accelerate_launch.typed"
 
 
 class GroupedOption(click.Option):
-    """An option that stands under a heading."""
+    """An option that the help shows under a heading."""
 
     def __init__(self, *args: Any, group: str = "Other", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -34,7 +34,7 @@ class GroupedOption(click.Option):
 
 
 class PluginOption(GroupedOption):
-    """An option that a plugin contributes; a switch may stand alone or with `true` or `false`."""
+    """An option from a plugin. A boolean one may be given alone or with `true` or `false`."""
 
     def __init__(self, contributed: Contributed) -> None:
         field, schema = contributed.field, contributed.schema
@@ -58,7 +58,7 @@ class PluginOption(GroupedOption):
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         shown = self.opts
-        self.opts = shown[:1]  # the other names are those of other versions
+        self.opts = shown[:1]  # the other names are only accepted for other versions
         try:
             return super().get_help_record(ctx)
         finally:
@@ -66,16 +66,16 @@ class PluginOption(GroupedOption):
 
 
 class GroupedCommand(click.Command):
-    """A command with options under headings in its help, and the nearest name in its errors.
+    """A command with grouped options in its help and suggestions for misspelt options.
 
-    The options of plugins are looked up when one is given, or the help is.
+    The options of plugins are looked up only for the help, or when an option is unknown.
     """
 
     _contributed: list[click.Parameter] | None = None
 
     def __init__(self, *args: Any, examples: Sequence[tuple[str, str]] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        #: Pairs of a purpose and what stands after the command's name.
+        #: Pairs of a purpose and the arguments for it.
         self.examples = examples
 
     def contributed(self) -> list[click.Parameter]:
@@ -98,7 +98,7 @@ class GroupedCommand(click.Command):
             return self.parse_args(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
-        """Complete options, those of plugins too."""
+        """Complete options, including those of plugins."""
         if incomplete.startswith("-"):
             self.contributed()
         return super().shell_complete(ctx, incomplete)
@@ -112,11 +112,11 @@ class GroupedCommand(click.Command):
             return click.UsageError(str(error), ctx)
         hint = did_you_mean(f"--{name}", known)
         if any(parameter.name == "script" for parameter in self.get_params(ctx)):
-            hint += " Options of the script itself stand after its name."
+            hint += " Options for the script itself go after its name."
         return click.UsageError(f"No such option: {spelt}.{hint}", ctx)
 
     def _with_switches(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Write `true` after switches of plugins that stand alone, up to the script's name."""
+        """Add `true` to boolean plugin options without a value, up to the script's name."""
         if not self._contributed:
             return args
         by_name = {
@@ -171,16 +171,16 @@ class GroupedCommand(click.Command):
 
 
 def underscores(name: str) -> str:
-    """Spell an option the one way: `num-processes` is `num_processes`."""
+    """Spell an option with underscores: `num-processes` becomes `num_processes`."""
     return name.replace("-", "_")
 
 
-#: Of every command with options of `launch`.
+#: The context settings of every command that has the options of `launch`.
 CONTEXT = {"token_normalize_func": underscores, "max_content_width": 100}
 
 
 def launch_options(function: C) -> C:
-    """Decorate a click command with all options of `launch`; values not given are None."""
+    """Decorate a click command with all options of `launch`. Options not given are None."""
     for option in reversed(LAUNCH_OPTIONS):
         function = _decorate(option, function)
     config = click.option(
@@ -188,7 +188,7 @@ def launch_options(function: C) -> C:
         cls=GroupedOption,
         group=LAUNCH_OPTIONS[0].group,
         metavar="FILE",
-        help="YAML file with values for options that are not given",
+        help="YAML file with values for options that are not on the command line",
     )
     return config(function)
 
@@ -218,7 +218,7 @@ def _decorate(option: SettingField, function: C) -> C:
     )(function)
 
 
-#: Choices joined to more than this stand in the help instead, which is folded.
+#: If the joined choices are longer than this, they go into the help text, which is wrapped.
 _LONG = 32
 
 
@@ -230,7 +230,7 @@ def _metavar(option: SettingField) -> str:
 
 
 def _unsaid(option: SettingField) -> str:
-    """Return the choices that neither the placeholder nor the help has."""
+    """Return a text with the choices that neither the placeholder nor the help lists."""
     if _metavar(option) != "NAME":
         return ""
     choices = option.choices or ()

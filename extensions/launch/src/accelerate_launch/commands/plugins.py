@@ -1,4 +1,4 @@
-"""`accelerate-core plugins`: what is installed, what is active, and why."""
+"""`accelerate-core plugins`: show which plugins are installed, which are active, and why."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from accelerate_launch.planning import find_config
 _STYLES = dict.fromkeys(("broken", "refused", "undecided"), "red")
 _STYLES |= {"active": "green", "disabled": "yellow"}
 _COLUMNS = ("kind", "name", "state", "distribution", "version", "api_version", "reason")
-#: Columns of a terminal below which the last ones share one.
-_ROOM = 120
+#: In a terminal narrower than this, the last columns are merged into one.
+_WIDE = 120
 _BOTH = "reason, distribution (api)"
 
 
 @click.group("plugins", cls=Commands, prefix="plugins.", invoke_without_command=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--kind", default=None, help="Only plugins of this kind.")
-@click.option("--all", "show_all", is_flag=True, help="Also those that nothing asks for.")
-@click.option("--config_file", metavar="FILE", help="Decide with this config file, as launch.")
+@click.option("--all", "show_all", is_flag=True, help="Also show plugins that nothing requests.")
+@click.option("--config_file", metavar="FILE", help="Read this config file, as launch would.")
 @click.pass_context
 def command(
     ctx: click.Context, as_json: bool, kind: str | None, show_all: bool, config_file: str | None
 ) -> None:
-    """Show which plugins are active here, which are installed besides, and why.
+    """Show which plugins are active here, which others are installed, and why.
 
-    Plugins that nothing asks for are only named; --all, --kind and --json show them like the others.
+    Plugins that nothing requests are only named. --all, --kind and --json show them in full.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -69,18 +69,18 @@ def command(
 
 
 def is_asked_for(row: Mapping[str, str]) -> bool:
-    """Tell whether a plugin is active, or was considered, or could not be used."""
+    """Return whether a plugin is active, was a candidate, or could not be used."""
     return row["state"] != "available"
 
 
 def _print_rest(rows: Iterable[Mapping[str, str]]) -> None:
-    """Name the plugins that nothing asks for; commands have the help."""
+    """Name the plugins that nothing requests, except commands, which `--help` lists."""
     names: dict[str, list[str]] = {}
     for row in rows:
         if not is_asked_for(row) and row["kind"] != "command":
             names.setdefault(row["kind"], []).append(row["name"])
     if names:
-        click.echo("Also installed, and not asked for here (--all shows them):")
+        click.echo("Also installed, but not requested here (--all shows them in full):")
         print_terms((kind, ", ".join(found)) for kind, found in names.items())
 
 
@@ -88,7 +88,7 @@ def print_rows(rows: Iterable[Mapping[str, str]], title: str | None = None) -> N
     """Print one line per plugin."""
     styled = ({**row, "state": (row["state"], _STYLES.get(row["state"], ""))} for row in rows)
     columns: tuple[str, ...] = _COLUMNS
-    if console().width < _ROOM:
+    if console().width < _WIDE:
         told = "{reason}\n{distribution} {version} ({api_version})"
         styled = ({**row, _BOTH: told.format(**row).replace("()", "")} for row in styled)
         columns = ("kind", "name", "state", _BOTH)
@@ -98,19 +98,21 @@ def print_rows(rows: Iterable[Mapping[str, str]], title: str | None = None) -> N
 
 @click.command("why")
 @click.argument("name")
-@click.option("--num_processes", type=click.IntRange(min=1), help="Decide as in a run of so many.")
-@click.option("--config_file", metavar="FILE", help="Decide with this config file.")
+@click.option(
+    "--num_processes", type=click.IntRange(min=1), help="Assume a run with this many processes."
+)
+@click.option("--config_file", metavar="FILE", help="Read this config file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def why_command(
     name: str, num_processes: int | None, config_file: str | None, as_json: bool
 ) -> None:
-    """Tell the whole decision about the plugin NAME.
+    """Explain step by step why the plugin NAME is active or not.
 
-    It is that of this environment and configuration. Exits with 1, as the table does, if nothing
-    of its kind can be chosen here, or what is chosen cannot be used.
+    The explanation applies to the current environment and configuration. Exits with status 1 if no
+    plugin of this kind can be chosen, or if the chosen one cannot be used.
     """
     environ = dict(os.environ)
-    # What `launch` would hand on: a file named here or by the environment, or the default one.
+    # The file that `launch` would use: named here or by the environment, or the default one.
     config = find_config(config_file, environ)
     explanations = why(name, planned_run(environ, config, num_processes))
     if as_json:
@@ -132,6 +134,6 @@ def _print(one: Explanation, config: str | None) -> None:
     out.print(head.append(f", {one.reason}"))
     print_terms(one.steps)
     last = [] if config is None else [f"config file: {config}"]
-    last += [] if one.state == "active" else [f"to have it: {one.advice}"]
+    last += [] if one.state == "active" else [f"to use it: {one.advice}"]
     for line in last:
         out.print(Padding(Text(line, overflow="fold"), (0, 0, 0, 2), expand=False))

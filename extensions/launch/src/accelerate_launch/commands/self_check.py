@@ -1,4 +1,4 @@
-"""What `accelerate-core test` runs on every rank: each check compares with the plain answer."""
+"""The checks that `accelerate-core test` runs on every rank, each against a known result."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from accelerate_core.config.handlers import DataLoaderConfiguration
 from accelerate_core.distributed.collectives import broadcast
 from accelerate_launch.plan import counted
 
-SAMPLES = 37  # no multiple of a batch, so that the last one is short on some rank
+SAMPLES = 37  # not divisible by the batch size, so that the last batch is shorter on some rank
 STEPS = 4
 BATCH = 8
 
 
 def check_ranks(accelerator: Accelerator) -> str:
-    """Every rank is there once, and exactly one is the main process."""
+    """Check that every rank takes part once, and that exactly one is the main process."""
     mine = torch.tensor([accelerator.process_index], device=accelerator.device)
     ranks = accelerator.gather(mine).tolist()
     _equal(ranks, list(range(accelerator.num_processes)), "ranks")
@@ -36,7 +36,7 @@ def check_ranks(accelerator: Accelerator) -> str:
 
 
 def check_collectives(accelerator: Accelerator) -> str:
-    """Gather, reduce, broadcast and pad nested data."""
+    """Check gather, reduce, broadcast and padding on nested data."""
     rank = accelerator.process_index
     size = accelerator.num_processes
     device = accelerator.device
@@ -61,7 +61,7 @@ def check_collectives(accelerator: Accelerator) -> str:
 
 
 def check_loader(accelerator: Accelerator) -> str:
-    """Every sample is seen once: the ranks share a loader out, or the main process reads and sends."""
+    """Check that the ranks together see every sample exactly once per epoch."""
     data = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=4, shuffle=True)
     loader = accelerator.prepare(data)
     for _ in range(2):
@@ -71,12 +71,13 @@ def check_loader(accelerator: Accelerator) -> str:
 
 
 def check_dispatching_loader(accelerator: Accelerator) -> str:
+    """Check the same for a loader that only the main process reads."""
     config = DataLoaderConfiguration(dispatch_batches=True)
     return check_loader(Accelerator(dataloader_config=config))
 
 
 def check_training(accelerator: Accelerator) -> str:
-    """Training over the ranks follows plain PyTorch on the whole batch."""
+    """Check that training on all ranks gives the weights of plain PyTorch on the whole batch."""
     size = accelerator.num_processes
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(STEPS * BATCH * size, 6, generator=generator)
@@ -92,14 +93,14 @@ def check_training(accelerator: Accelerator) -> str:
     _train(wrapped, optimizer, loader, accelerator.backward)
     state = accelerator.get_state_dict(wrapped)
     full = accelerator.mixed_precision == "no"
-    # Other precisions round, and a gradient scaler may skip its first steps.
+    # Lower precisions round, and a gradient scaler may skip the first steps.
     tolerance = 1e-4 if full else 0.5
     if not accelerator.is_main_process:
-        return ""  # others may have no more than their part
+        return ""  # only the main process is sure to have the whole state dict
     error = max(float((state[k].cpu().float() - v).abs().max()) for k, v in expected.items())
     if not error <= tolerance:
         raise AssertionError(f"weights differ from plain PyTorch by {error:.2g} (> {tolerance:g})")
-    return f"{STEPS} steps, precision {accelerator.mixed_precision}, off by {error:.1g}"
+    return f"{STEPS} steps, precision {accelerator.mixed_precision}, error {error:.1g}"
 
 
 def _model() -> nn.Sequential:
@@ -119,7 +120,7 @@ def _train(model: Any, optimizer: Any, loader: Any, backward: Callable[..., None
 
 
 def check_saving(accelerator: Accelerator) -> str:
-    """What `save_state` writes is what `load_state` brings back."""
+    """Check that `load_state` restores the weights that `save_state` wrote."""
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -144,7 +145,7 @@ def check_saving(accelerator: Accelerator) -> str:
 
 
 def _own_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a parameter."""
+    """Return the part of a parameter that this rank holds."""
     local: Any = getattr(parameter, "to_local", None)
     whole: torch.Tensor = parameter.detach() if local is None else local().detach()
     return whole
@@ -152,7 +153,7 @@ def _own_part(parameter: torch.Tensor) -> torch.Tensor:
 
 def _equal(got: object, expected: object, what: str) -> None:
     if got != expected:
-        raise AssertionError(f"{what}: {got!r} instead of {expected!r}")
+        raise AssertionError(f"{what}: got {got!r}, expected {expected!r}")
 
 
 CHECKS: dict[str, Callable[[Accelerator], str]] = {
@@ -166,8 +167,8 @@ CHECKS: dict[str, Callable[[Accelerator], str]] = {
 
 
 def main(output: str) -> int:
-    """Run all checks; the main process writes their names, then a line per check, to `output`."""
-    # One step per batch, whatever is configured: the training check counts them.
+    """Run all checks. The main process writes their names, then one line per check, to `output`."""
+    # One step per batch, whatever is configured, because the training check counts the steps.
     accelerator = Accelerator(gradient_accumulation_steps=1)
     failed = 0
     if accelerator.is_main_process:

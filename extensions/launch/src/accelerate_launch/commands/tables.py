@@ -1,4 +1,4 @@
-"""How the commands print tables."""
+"""Print tables on a terminal or into a pipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-#: Columns of a table where there is no terminal; a longer word is left whole.
+#: The width of a table without a terminal. Longer words are not broken.
 _WIDTH = 120
 
 
@@ -23,10 +23,10 @@ def print_table(
     stderr: bool = False,
     names_whole: bool = False,
 ) -> None:
-    """Print rows of cells; a cell is a value, or a pair of a text and its style.
+    """Print rows of cells. A cell is a value, or a pair of a text and its style.
 
-    What is too wide is folded, never cut. In a pipe only spaces are folded at, and lines end
-    without blanks.
+    Cells that are too wide are wrapped, never cut. In a pipe, they are wrapped only at spaces, and
+    lines have no trailing spaces.
 
     Args:
         names_whole: keep each cell of the first column on one line.
@@ -53,18 +53,18 @@ def print_table(
     table = Table(*heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in texts:
         table.add_row(*(Text(text, style, overflow="fold") for text, style in row))
-    if title:  # as the table's own it would be folded to the table's width
+    if title:  # rich would wrap a table's own title to the width of the table
         out.print(Text(title, "italic", overflow="fold"))
     _print(out, table, _WIDTH)
 
 
 def shown(value: object) -> str:
-    """Return a value as a config file has it: `none`, `true`, `false`."""
+    """Return a value as text, with `none`, `true` and `false` as in a config file."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def print_terms(rows: Iterable[tuple[str, str]]) -> None:
-    """Print pairs of a term and what is said about it, indented."""
+    """Print indented pairs of a term and its description."""
     from rich.table import Table
     from rich.text import Text
 
@@ -75,7 +75,7 @@ def print_terms(rows: Iterable[tuple[str, str]]) -> None:
 
 
 def _print(out: Console, table: Table, width: int | None) -> None:
-    """Print a table; in a pipe with lines of at most `width` that do not end with blanks."""
+    """Print a table. In a pipe, lines are at most `width` long and have no trailing spaces."""
     if out.is_terminal:
         out.print(table)
         return

@@ -1,4 +1,4 @@
-"""`accelerate-core test`: is this machine, as it is set up, fit to train?"""
+"""`accelerate-core test`: check that this machine can train as it is configured."""
 
 from __future__ import annotations
 
@@ -31,16 +31,19 @@ _SELF_CHECK = "accelerate_launch.commands.self_check"
 
 @click.command("test", cls=GroupedCommand, context_settings=CONTEXT)
 @launch_options
-@click.option("--timeout", type=float, default=300.0, help="Seconds before the check is given up.")
-@click.option("--matrix", is_flag=True, help="Run it for every backend that is installed.")
+@click.option(
+    "--timeout", type=float, default=300.0, help="Stop the check after this many seconds."
+)
+@click.option("--matrix", is_flag=True, help="Run the check for every installed backend.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(
     config_file: str | None, timeout: float, matrix: bool, as_json: bool, **given: Any
 ) -> None:
     """Run a short self-check, with the options of launch.
 
-    By default in two processes on the CPU. Checks ranks, collectives on nested data, exactly-once
-    data loading, training against plain PyTorch, and saving. Exits with 1 if anything failed.
+    Without accelerators, it uses two processes on the CPU. It checks ranks, collectives on nested
+    data, exactly-once data loading, training against plain PyTorch, and saving. Exits with status 1
+    if a check fails.
     """
     environ = dict(os.environ)
     config = find_config(config_file, environ)
@@ -68,7 +71,7 @@ def command(
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one run of the self-check ended: a result per check that was finished."""
+    """The outcome of one self-check: a result for each finished check, exit status and output."""
 
     results: list[dict[str, Any]]
     status: int
@@ -76,7 +79,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether every check was run and none failed."""
+        """Whether the run succeeded and no check failed."""
         failed = any(result["error"] for result in self.results)
         return bool(self.results) and self.status == 0 and not failed
 
@@ -86,7 +89,7 @@ class Outcome:
 
 
 def _backends() -> Iterator[tuple[str, dict[str, Any]]]:
-    """List the installed backends, each with the options that ask for it."""
+    """Yield the installed backends, each with the options that select it."""
     for one in installed().of_kind("backend"):
         if one.name not in disabled_names():
             alone = {"num_processes": 1} if one.name == "single" else {}
@@ -100,7 +103,7 @@ def _check(
         file = Path(folder) / "results.json"
         plan = make_plan(_SELF_CHECK, [str(file)], given, environ, config)
         started = counted(plan.num_processes, "process")
-        click.echo(f"Running the self-check on {started}, some 15 seconds ...", err=True)
+        click.echo(f"Running the self-check on {started}, about 15 seconds ...", err=True)
         if given["explain"]:
             print_reasons(plan, environ)
         child = subprocess.Popen(
@@ -116,7 +119,7 @@ def _check(
 
 
 def _watched(child: subprocess.Popen[str], file: Path, timeout: float) -> str:
-    """Return what the processes print; until they end a bar shows the checks on a terminal."""
+    """Return the output of the processes. On a terminal, a progress bar shows the current check."""
     from rich import progress
 
     columns = (
@@ -138,19 +141,19 @@ def _watched(child: subprocess.Popen[str], file: Path, timeout: float) -> str:
             if len(results) < len(names):
                 what = names[len(results)]
                 bar.update(task, description=what, total=len(names), completed=len(results))
-        child.terminate()  # torch's agent ends its ranks on this signal
+        child.terminate()  # torch's agent stops its ranks on this signal
         try:
             output, _ = child.communicate(timeout=40)
         except subprocess.TimeoutExpired:
             child.kill()
             output, _ = child.communicate()
-    return f"{output}\nGiven up after {timeout:g} seconds."
+    return f"{output}\nStopped after {timeout:g} seconds (--timeout)."
 
 
 def _written(file: Path) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the names of the checks, and the results there are so far: one line each."""
+    """Return the names of all checks and the results so far, each read from one line."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
-    whole = text[: text.rfind("\n") + 1].splitlines()  # the last one may still be written
+    whole = text[: text.rfind("\n") + 1].splitlines()  # the last line may be incomplete
     names, *results = [json.loads(line) for line in whole] or [[]]
     return names, results
 
@@ -170,7 +173,7 @@ def _verdict(row: Mapping[str, Any] | None) -> tuple[str, str]:
 
 
 def _print_matrix(made: Mapping[str, Outcome]) -> None:
-    """Print one row per check and one column per backend; then what failed, and how it ended."""
+    """Print a table with a row per check and a column per backend, then the failures."""
     found = {(name, row["name"]): row for name, one in made.items() for row in one.results}
     rows = (
         (check, *(_verdict(found.get((name, check))) for name in made))

@@ -1,1 +1,1 @@
-"""What is installed, what is active, and why: told without starting anything."""
+"""Explain which plugins a run would use and why, without starting it."""

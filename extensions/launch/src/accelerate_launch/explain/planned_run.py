@@ -1,4 +1,4 @@
-"""The run whose plugins are told: as `launch` would start it, or a script started here."""
+"""Select the plugins of a run that `launch`, or a script started directly, would begin here."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from accelerate_core.plugins.selection import NOTHING, RULES, Request, Selection
 from accelerate_launch.planning import draft_plan
 from accelerate_launch.start import child_environment, consider_launchers
 
-#: Kinds of plugins that a setting names by another word.
+#: Kinds of plugins whose setting has another name.
 _SETTINGS = {"precision": "mixed_precision"}
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What decides which plugins a run has, and what is chosen of each kind.
+    """The inputs for the choice of plugins in a run, and the selection for each kind.
 
     Attributes:
-        environ: what the run's processes see.
-        config: the file that it reads.
+        environ: the environment of the run's processes.
+        config: the config file that the run reads.
     """
 
     environ: Mapping[str, str]
@@ -41,13 +41,13 @@ def planned_run(
     config: ConfigFile | None = None,
     num_processes: int | None = None,
 ) -> PlannedRun:
-    """Return the run that `launch` would make of an environment and a config file.
+    """Return the run that `launch` would start with an environment and a config file.
 
-    Without a file and a number of processes it is that of a script started here. Its launcher is
-    `launch`'s decision in any case. Nothing is started.
+    Without a file and a number of processes, it is the run of a script that is started directly. The
+    launcher is the one that `launch` would choose in either case. Nothing is started.
 
     Raises:
-        ConfigurationError: a variable of this process's rank, or a setting, is wrong.
+        ConfigurationError: a rank variable of this process or a setting is invalid.
     """
     topology = read_topology(environ)
     alone = Topology().source
@@ -84,7 +84,7 @@ def planned_run(
 
 
 def _import_named(made: Selection) -> None:
-    """Import what is named, as making it would; it is not imported to be chosen."""
+    """Import plugins that are named explicitly, to find errors that selection does not show."""
     for one in made.active:
         if one.record.distribution == OWN_DISTRIBUTION:
             continue
@@ -99,16 +99,16 @@ def _import_named(made: Selection) -> None:
 def _refuse_misfit(
     backend: Selection, precision: Selection, values: Mapping[str, SourcedValue]
 ) -> None:
-    """Refuse a named precision that the backend does not accept, in the words of a run."""
+    """Mark a named precision as refused if a run would refuse it with this backend."""
     if precision.wanted.value is None or not (backend.active and precision.active):
         return
     if backend.record.distribution == OWN_DISTRIBUTION:
-        return  # one process takes all of them
+        return  # the core's own backend accepts every precision
     supports = getattr(backend.plugin, "supports", {})
     one = precision.active[0]
     found = one.record.load()
     if lacking(supports, one.record.name, getattr(found, "needs", ())):
-        from accelerate_core.accelerator.compatibility import check_supported  # it imports torch
+        from accelerate_core.accelerator.compatibility import check_supported  # imports torch
 
         try:
             check_supported(

@@ -1,4 +1,4 @@
-"""What is installed and what would be active now, for people and machines; no torch."""
+"""List the installed plugins and their states in a planned run, without importing torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from accelerate_launch.explain.source import stated
 
 
 def rows(run: PlannedRun, *, ask_trackers: bool = False) -> list[dict[str, str]]:
-    """List every installed plugin with its state in a run, and why.
+    """List every installed plugin with its state in a run and the reason.
 
-    States: active, available, passed over, undecided, refused, broken, disabled; a kind of which
-    none can be chosen has its plugins undecided, with the error. Only what the run asks for is
-    imported; with `ask_trackers` the trackers too, which then say whether `log_with="all"` can use
-    them, but not their libraries.
+    The states are active, available, passed over, undecided, refused, broken and disabled. If no
+    plugin of a kind can be chosen, all of them are undecided and the error is the reason. Only
+    plugins that the run requests are imported. With `ask_trackers`, trackers are imported too, but
+    not their libraries, to find out whether `log_with="all"` can use them.
     """
     made = []
     for one in installed().plugins:
@@ -34,7 +34,7 @@ def rows(run: PlannedRun, *, ask_trackers: bool = False) -> list[dict[str, str]]
 
 
 def problem_of(kind: str, run: PlannedRun) -> str:
-    """Return what keeps a run from having a plugin of a kind, "" if nothing does."""
+    """Return why a run can't have a plugin of a kind, "" if it can."""
     selection = run.selections.get(kind)
     if selection is None:
         return ""
@@ -46,14 +46,14 @@ def problem_of(kind: str, run: PlannedRun) -> str:
                 return str(one.error)
     for one in selection.active:
         state, reason = state_of(one.record, run)
-        if state in ("broken", "refused"):  # it is imported when it is made, and not to choose it
-            asked = f"asked for by {one.reason}"
+        if state in ("broken", "refused"):  # choosing a plugin doesn't import it, creating it does
+            asked = f"requested by {one.reason}"
             return f"The {kind} plugin {one.record.label} ({asked}) is {state}: {reason}."
     return ""
 
 
 def problems(run: PlannedRun) -> list[str]:
-    """Return what keeps plugins of some kind from being chosen."""
+    """Return the problems of all kinds of plugins, each once."""
     return list(dict.fromkeys(filter(None, (problem_of(kind, run) for kind in run.selections))))
 
 
@@ -63,7 +63,7 @@ def state_of(
     """Return the state of a plugin in a run, and why."""
     if record.name in disabled_names(run.environ):
         return "disabled", "ACCELERATE_DISABLED_PLUGINS"
-    state, reason = "available", "not asked for"
+    state, reason = "available", "not requested"
     if record.kind == "tracker" and ask_trackers:
         state, reason = _tracker_state(record, run.environ)
     elif (made := run.selections.get(record.kind)) is not None:
@@ -77,19 +77,19 @@ def state_of(
         return "broken", f"{type(record.failure).__name__}: {record.failure}"
     if state not in ("available", "undecided") and record.loaded is not None:
         return state, reason
-    # What would not work if it were asked for is told without an import.
+    # Find plugins that would not work if they were requested, without importing them.
     missing = "" if record.loaded is not None else stated(record.target).missing
     if missing:
         return "broken", f"its entry point names {record.target}, but {missing}"
     api = api_of(record)
     if api and int(api.split(".")[0]) != API_VERSION[0]:
         ours = ".".join(map(str, API_VERSION))
-        return "refused", f"written for version {api} of the contract; this core speaks {ours}"
+        return "refused", f"written for contract version {api}, but this core supports {ours}"
     return state, reason
 
 
 def api_of(record: PluginRecord) -> str:
-    """Return the version of the contract a plugin states, "" if that cannot be told."""
+    """Return the contract version that a plugin states, "" if it is unknown."""
     version = getattr(record.loaded, "api_version", None)
     if version is None:
         own = record.distribution == OWN_DISTRIBUTION
@@ -98,15 +98,15 @@ def api_of(record: PluginRecord) -> str:
 
 
 def _tracker_state(record: PluginRecord, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Tell what `log_with="all"` would do with a tracker."""
+    """Return the state of a tracker for `log_with="all"`, and why."""
     try:
         tracker = record.load()
     except PluginError:
         return "broken", ""
     asks = getattr(tracker, "unusable", None)
-    why = asks(environ) if asks is not None else "it is no GeneralTracker class"
+    why = asks(environ) if asks is not None else "it is not a GeneralTracker class"
     if why:
         return "passed over", why
     if getattr(tracker, "requires_logging_directory", False) is True:
-        return "available", "log_with='all' uses it where a project_dir is given"
+        return "available", "log_with='all' uses it if a project_dir is given"
     return "available", "log_with='all' uses it"

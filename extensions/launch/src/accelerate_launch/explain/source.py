@@ -1,4 +1,4 @@
-"""What a plugin's source says about it, read without importing anything."""
+"""Read facts about a plugin from its source code, without importing it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pathlib import Path
 
 from accelerate_launch.target import find_module
 
-_DEPTH = 5  # re-exports that are followed
+_DEPTH = 5  # how many re-exports and base classes are followed
 
 
 @dataclass(frozen=True)
 class Stated:
-    """What could be read; None stands for "cannot be told without importing it"."""
+    """The facts that could be read. None means unknown without importing the plugin."""
 
-    #: Why the target of the entry point cannot be there; "" if it is, or may be.
+    #: Why the target of the entry point can't exist; "" if it exists or may exist.
     missing: str = ""
     api_version: tuple[int, int] | None = None
-    #: Whether it has `explain_choice(sources)`: it tells what of its own it chooses, and why.
+    #: Whether it has `explain_choice(sources)`, which returns what the plugin itself chooses and why.
     explains: bool = False
 
 
 @functools.cache
 def stated(target: str) -> Stated:
-    """Read the class an entry point names (`package.module:Class`) from its source."""
+    """Read the class that an entry point names (`package.module:Class`) from its source."""
     module, _, attribute = target.partition(":")
     try:
         text = _text(find_module(module).origin)
@@ -36,7 +36,7 @@ def stated(target: str) -> Stated:
         return Stated(f"there is no module {module!r}")
     if text is None or not attribute or "." in attribute:
         return Stated()
-    # It is written down there, or made by what we cannot follow.
+    # The name is in the source, or something creates it dynamically.
     if not re.search(rf"\b{attribute}\b|__getattr__|import \*", text):
         return Stated(f"{module!r} has no {attribute!r}")
     version, explains = None, False
@@ -47,7 +47,7 @@ def stated(target: str) -> Stated:
 
 
 def _text(origin: str | None) -> str | None:
-    """Return the source of a module; None if it has none that can be read."""
+    """Return the source of a module, None if it can't be read."""
     if origin is None or not origin.endswith(".py"):
         return None
     try:
@@ -57,12 +57,12 @@ def _text(origin: str | None) -> str | None:
 
 
 def _statements(module: str, name: str, depth: int) -> Iterator[ast.stmt]:
-    """Yield the statements of a class of a module and then of its bases, wherever they are from."""
+    """Yield the statements of a class and then of its base classes, across modules."""
     try:
         spec = find_module(module)
         tree = ast.parse(_text(spec.origin) or "")
     except (ImportError, ValueError, OSError, SyntaxError):
-        return  # importing it will say
+        return  # importing it will show the error
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name == name:
             yield from node.body
@@ -81,7 +81,7 @@ def _statements(module: str, name: str, depth: int) -> Iterator[ast.stmt]:
 
 
 def _stated(statement: ast.stmt) -> tuple[int, int] | None:
-    """Return what a statement of a class body assigns to `api_version`, if that is a version."""
+    """Return the version that a statement assigns to `api_version`, None for other statements."""
     targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
     if not any(isinstance(one, ast.Name) and one.id == "api_version" for one in targets):
         return None

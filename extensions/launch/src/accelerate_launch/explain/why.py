@@ -1,4 +1,4 @@
-"""The whole decision about one plugin, told step by step; no torch unless the plugin needs it."""
+"""Explain the decision about one plugin step by step. torch is imported only if the plugin needs it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _ASK_FOR_IT = {
 
 @dataclass
 class Explanation:
-    """What becomes of one plugin, and each step on the way there.
+    """The state of one plugin, and the steps of the decision.
 
-    `problem` is what keeps the run from having a plugin of its kind, "" if nothing does.
+    `problem` says why the run can't have a plugin of this kind, "" if it can.
     """
 
     kind: str
@@ -47,10 +47,11 @@ class Explanation:
 
 
 def why(name: str, run: PlannedRun) -> list[Explanation]:
-    """Tell the decision about every installed plugin of that name.
+    """Explain the decision about every installed plugin with this name.
 
     Raises:
-        MissingPluginError: there is none of that name; with the nearest, or the pip command.
+        MissingPluginError: no such plugin is installed; the text has the most similar name, or the pip
+            command that installs it.
     """
     records = [record for record in installed().plugins if record.name == name]
     if not records:
@@ -69,14 +70,14 @@ def missing(name: str) -> MissingPluginError:
     known = [*names, *(one for table in tables for one in table)]
     hint = without_entry_point(name, near=did_you_mean(name, known))
     return MissingPluginError(
-        f"No plugin named {name!r} is installed. There are {listing(names)}.{hint}", name=name
+        f"No plugin named {name!r} is installed. Installed are {listing(names)}.{hint}", name=name
     )
 
 
 def _explained(record: PluginRecord, run: PlannedRun) -> Explanation:
     state, reason = state_of(record, run, ask_trackers=True)
     made = Explanation(record.kind, record.name, state, reason)
-    ask = _ASK_FOR_IT.get(record.kind, "ask the package that hosts plugins of kind {kind!r}")
+    ask = _ASK_FOR_IT.get(record.kind, "see the package that defines plugins of kind {kind!r}")
     made.advice = ask.format(name=record.name, kind=record.kind)
     made.steps += [("installed", f"{_release(record)}, entry point {record.target}")]
     api = api_of(record)
@@ -85,13 +86,13 @@ def _explained(record: PluginRecord, run: PlannedRun) -> Explanation:
     same_name = [one for one in installed().of_kind(record.kind) if one.name == record.name]
     if twins := [one for one in same_name if one is not record]:
         others = ", ".join(map(_release, twins))
-        told = f"also claimed by {others}: asked for by name it is refused"
+        told = f"{others} has the same name, so requesting it by name is an error"
         made.steps.append(("name", told))
         made.advice = f"pip uninstall {' '.join(one.distribution for one in twins)}"
     selection = run.selections.get(record.kind)
     if state == "disabled":
-        made.steps.append(("kept out", "ACCELERATE_DISABLED_PLUGINS names it"))
-        made.advice = "take it out of ACCELERATE_DISABLED_PLUGINS"
+        made.steps.append(("disabled", "ACCELERATE_DISABLED_PLUGINS names it"))
+        made.advice = "remove it from ACCELERATE_DISABLED_PLUGINS"
     elif selection is not None:
         made.problem = problem_of(record.kind, run)
         made.steps += _steps(made, record, run, selection)
@@ -101,7 +102,7 @@ def _explained(record: PluginRecord, run: PlannedRun) -> Explanation:
         try:
             told = record.load().explain_choice(Sources(run.environ, run.config))
         except AccelerateError as error:
-            told = f"it fails: {error}"
+            told = f"failed: {error}"
             made.problem = made.problem or (str(error) if state == "active" else "")
         made.steps.append(("its own choice", told))
     return made
@@ -114,38 +115,40 @@ def _release(record: PluginRecord) -> str:
 def _steps(
     told: Explanation, record: PluginRecord, run: PlannedRun, made: Selection
 ) -> Iterator[tuple[str, str]]:
-    """Tell how a plugin fared where those of its kind were chosen."""
+    """Yield the steps of the selection among plugins of this kind."""
     wanted = made.wanted
     rule = made.rule
-    named = "none is named"
+    named = "none"
     if wanted.value is not None:
         named = f"{wanted.value!r}, {wanted.origin}"
     elif record.kind in PARTS:
         usual = (
-            f"{rule.usual!r} is taken where it is installed" if rule.usual else "the core does it"
+            f"{rule.usual!r} is used if it is installed"
+            if rule.usual
+            else "the core does it itself"
         )
-        named = f"{named}: {usual}"
-    yield "asked for by name", named
+        named = f"{named}; {usual}"
+    yield "requested by name", named
     if record.kind == "backend":
         yield "processes", f"{run.topology.num_processes}, {run.topology.source}"
     for name in sorted(record.triggers):
         hit = made.trigger_hits.get(name)
-        yield f"trigger {name}", f"fires: {hit.reason}" if hit else "does not fire"
+        yield f"trigger {name}", f"matches: {hit.reason}" if hit else "does not match"
     if not record.triggers and rule.claims:
         yield (
             "triggers",
-            f"it has none: it is used where it is named, or has a section {record.name}_config",
+            f"none; it is used if it is named or the config file has a section {record.name}_config",
         )
     if made.error is not None:
-        yield "selection", f"it fails: {made.error}"
+        yield "selection", f"failed: {made.error}"
         return
     for one in made.candidates:
         if one.record is record:
-            chosen = one.state == "active" != told.state  # it is not imported to be chosen
-            asked = f", though chosen because of {one.reason}" if chosen else ""
+            chosen = one.state == "active" != told.state  # found broken only after it was chosen
+            asked = f" (chosen by {one.reason})" if chosen else ""
             yield "decision", f"{told.state}{asked}: {told.reason}"
         elif one.state != "available":
-            yield f"against {one.record.name}", f"{one.state}: {one.reason}"
+            yield f"candidate {one.record.name}", f"{one.state}: {one.reason}"
     for one in made.active:
         if one.record is not record and not rule.several:
-            yield "chosen", f"{one.record.label}, because of {one.reason}"
+            yield "chosen", f"{one.record.label}: {one.reason}"
