@@ -1,8 +1,8 @@
-"""Make the environment of XLA's tests: torch_xla, and the one torch it was built for.
+"""Create the environment for XLA's tests, with torch_xla and the torch that it was built for.
 
-That torch is to be had for CUDA alone. Nothing of CUDA is called here, but the loader wants every
-library that torch names; so each gets a stand-in of the right name whose functions all answer
-"no device". It is for tests alone: with them torch says that CUDA is not available.
+That torch is only available for CUDA. The tests never call CUDA, but the loader needs every library
+that torch links. Each is replaced by a stub with the right name, whose functions all return
+"no device". torch then reports that CUDA is not available. Don't use this for anything but tests.
 
     python environment.py FOLDER PACKAGE [PACKAGE ...]
 """
@@ -19,17 +19,17 @@ from collections import defaultdict
 from pathlib import Path
 
 TORCH, XLA = "2.9.0", "2.9.0"
-#: Of torch and torch_xla, which are installed without theirs: those name gigabytes of CUDA.
+#: Dependencies of torch and torch_xla, which are installed without them to avoid gigabytes of CUDA.
 NEEDED = (
     *("numpy", "absl-py", "pyyaml", "requests", "typing_extensions", "sympy", "networkx", "jinja2"),
     *("fsspec", "filelock", "packaging", "setuptools"),
 )
-#: Of the tests and the examples, and to build.
+#: Dependencies of the tests, the examples and the build.
 TESTED = (
     *("hatchling", "editables", "pytest", "pytest-xdist", "pytest-timeout", "hypothesis"),
     *("scikit-learn", "tqdm"),
 )
-#: Not to be resolved: here already, or ours.
+#: Dependencies that pip should not resolve: already installed, or ours.
 _WITHOUT = re.compile(r"torch\b|torch_xla|accelerate-")
 
 _CUDA = "lib(?:cu|nv|nccl)"
@@ -37,7 +37,7 @@ _COMMON = "libwithout_version.so"
 
 
 def install(python: Path, packages: list[str]) -> None:
-    """Install torch, torch_xla, what they and the tests need, and our packages to be edited."""
+    """Install torch, torch_xla, all dependencies, and our packages in editable mode."""
     pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check", "install", "--no-compile"]
     subprocess.run([*pip, "-U", "pip>=25.1"], check=True)
     subprocess.run([*pip, "--no-deps", f"torch=={TORCH}", f"torch_xla=={XLA}"], check=True)
@@ -50,11 +50,11 @@ def install(python: Path, packages: list[str]) -> None:
     subprocess.run([*pip, "--no-deps", "--no-build-isolation", *edited], check=True)
 
 
-def make_stand_ins(libraries: Path) -> None:
-    """Make the libraries of CUDA that torch's name, beside them, where the loader looks first.
+def make_stubs(libraries: Path) -> None:
+    """Build stubs of the CUDA libraries that torch links, in torch's own folder.
 
-    A symbol is wanted with its library's version, or without one. The latter are all in one more
-    library, on which the others depend.
+    The loader looks there first. A symbol is either required with the version of its library, or
+    without a version. The latter are all in one additional library, on which the others depend.
     """
     wanted: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for library in libraries.glob("*.so"):
@@ -96,5 +96,5 @@ if __name__ == "__main__":
     python = Path(folder).absolute() / "bin" / "python"
     install(python, packages)
     site = python.parents[1] / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
-    make_stand_ins(site / "torch" / "lib")
+    make_stubs(site / "torch" / "lib")
     subprocess.run([str(python), "-c", "import torch_xla; print(torch_xla.device())"], check=True)

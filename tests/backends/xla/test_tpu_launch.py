@@ -1,4 +1,4 @@
-"""Launches on TPUs as far as no TPU and no torch_xla are needed: commands, options, keys, pods."""
+"""Launches on TPUs, without a TPU and without torch_xla: commands, options, keys and pods."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from accelerate_xla.launch.settings import TPULaunch
 
 RUN = "-m accelerate_xla.launch.run"
 
-#: Writes what it is called with into a file, a line of JSON for each call; fails on the host `bad`.
-STAND_IN = """#!{python}
+#: A fake program that appends its arguments as a line of JSON to a file, and fails on the host `bad`.
+FAKE = """#!{python}
 import json, os, sys, time
 with open({log!r}, "a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\\n")
@@ -41,7 +41,7 @@ sys.exit(7 if "bad" in sys.argv else 0)
 
 
 @pytest.fixture(autouse=True)
-def _nothing_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PJRT_DEVICE", "TPU_NAME", "ACCELERATE_USE_CPU", "CPU_NUM_DEVICES"):
         monkeypatch.delenv(name, raising=False)
 
@@ -53,13 +53,13 @@ def script(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def stand_ins(tmp_path: Path) -> tuple[dict[str, str], Any]:
-    """Give an environment with a gcloud and an ssh, and a function that returns their calls."""
+def fakes(tmp_path: Path) -> tuple[dict[str, str], Any]:
+    """Return an environment with fakes of gcloud and ssh, and a function that returns their calls."""
     (tmp_path / "bin").mkdir()
     log = tmp_path / "calls"
     for name in ("gcloud", "ssh"):
         program = tmp_path / "bin" / name
-        program.write_text(STAND_IN.format(python=sys.executable, log=str(log)))
+        program.write_text(FAKE.format(python=sys.executable, log=str(log)))
         program.chmod(0o755)
     path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
     return {"PATH": path}, lambda: [json.loads(line) for line in log.read_text().splitlines()]
@@ -82,7 +82,7 @@ def started(plan: LaunchPlan) -> tuple[str, dict[str, str]]:
 # --- one host -------------------------------------------------------------------------------------
 
 
-def test_the_switch_starts_torch_xlas_processes(script: str) -> None:
+def test_tpu_option_starts_torch_xlas_processes(script: str) -> None:
     result = launch("--tpu", "--downcast_bf16", "--dry_run", script, "--lr", "1")
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[0].endswith(f"{RUN} {script} --lr 1")
@@ -95,7 +95,7 @@ def test_the_switch_starts_torch_xlas_processes(script: str) -> None:
     assert first.endswith(f"{RUN} --num_processes 8 --function train -m json.tool")
 
 
-def test_one_process_or_a_mesh_is_the_script_itself(
+def test_one_process_or_a_mesh_runs_the_script_directly(
     script: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sized = ("--parallelism_config_dp_replicate_size", "4")
@@ -103,7 +103,7 @@ def test_one_process_or_a_mesh_is_the_script_itself(
         output = launch("--tpu", *words, "--dry_run", script).output
         assert output.splitlines()[0] == f"{sys.executable} {script}", output
         assert "PJRT_DEVICE " in output
-    assert "one process is started, which computes on all devices" in caplog.text
+    assert "one process is started for all devices" in caplog.text
     monkeypatch.setenv("ACCELERATE_XLA_SPMD", "true")
     assert launch("--tpu", "--dry_run", script).output.startswith(f"{sys.executable} {script}\n")
     called = launch("--tpu", "--main_training_function", "main", "--dry_run", script).output
@@ -113,20 +113,20 @@ def test_one_process_or_a_mesh_is_the_script_itself(
 @pytest.mark.parametrize(
     ("words", "environment", "message"),
     [
-        (["--num_processes", "2"], {"PJRT_DEVICE": "CPU"}, "do not see each other"),
+        (["--num_processes", "2"], {"PJRT_DEVICE": "CPU"}, "does not connect processes"),
         ([], {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}, "CPU_NUM_DEVICES=4 and --parallelism"),
         (["--cpu"], {}, "--tpu contradicts running on the CPU (command line --cpu)"),
-        (["--backend", "ddp"], {}, "'xla', and command line --backend asks for 'ddp'"),
+        (["--backend", "ddp"], {}, "'xla', but command line --backend requests 'ddp'"),
         (["--no_python"], {}, "--no_python cannot be used with --tpu"),
-        (["--max_restarts", "1"], {}, "--max_restarts belongs to torchrun"),
+        (["--max_restarts", "1"], {}, "--max_restarts is an option of torchrun"),
         (
             ["--num_machines", "2", "--num_processes", "8", "--main_process_ip", "127.0.0.1"],
             {},
-            "--tpu_cluster starts the script on all of them",
+            "pass --tpu_cluster to start the script on all hosts",
         ),
     ],
 )
-def test_what_torch_xla_cannot_do_is_refused(
+def test_options_that_torch_xla_does_not_support_are_rejected(
     words: list[str],
     environment: dict[str, str],
     message: str,
@@ -141,7 +141,7 @@ def test_what_torch_xla_cannot_do_is_refused(
     assert message in " ".join(result.output.split())
 
 
-def test_a_file_of_the_peer_asks_for_it(script: str, tmp_path: Path) -> None:
+def test_config_file_of_accelerate_selects_the_launcher(script: str, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     own = "downcast_bf16: 'yes'\nmain_training_function: main\nnum_processes: 8\ntpu_env: []\n"
     for kind in ("XLA", "TPU"):
@@ -150,13 +150,13 @@ def test_a_file_of_the_peer_asks_for_it(script: str, tmp_path: Path) -> None:
         assert command == f"{RUN} --num_processes 8 --function main {script}"
         assert environment["ACCELERATE_DOWNCAST_BF16"] == "true"
         assert environment["PJRT_DEVICE"] == "TPU"
-    # A script that starts by itself is run as a program, whatever every file says.
+    # A script that calls its `main` runs as a program, because every config file names `main`.
     Path(script).write_text("def main(): ...\nif __name__ == '__main__':\n    main()\n")
     assert started(planned(script, file))[0] == f"{RUN} --num_processes 8 {script}"
     file.write_text(f"distributed_type: XLA\n{own.replace(': main', ': train')}")
     assert "--function train" in started(planned(script, file))[0]
     assert "accelerate_xla" not in started(planned(script, file, cpu=True, num_processes=1))[0]
-    # What the processes of a launch have around them starts no other launcher than without.
+    # Options of TPUs alone don't select the launcher.
     file.write_text(own.replace("8", "1"))
     assert started(planned(script, file))[0] == script
     file.write_text("tpu_use_sudo: perhaps\n")
@@ -164,7 +164,7 @@ def test_a_file_of_the_peer_asks_for_it(script: str, tmp_path: Path) -> None:
         planned(script, file)
 
 
-def test_a_function_starts_on_a_tpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_starts_on_an_available_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = local.TPULauncher(TPULaunch())
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(spawning, "spawn", lambda *_, **more: asked.append(more))
@@ -186,14 +186,16 @@ def test_a_function_starts_on_a_tpu_that_is_there(monkeypatch: pytest.MonkeyPatc
     assert not launcher.accepts(plan)
 
 
-def test_a_number_that_is_not_the_hosts_is_refused() -> None:
+def test_wrong_number_of_processes_is_rejected() -> None:
     for right in (None, 4, 16):
         spawning.check_number(right, 4, 4)
     with pytest.raises(ConfigurationError, match="this host has 4 TPUs, 16 on 4 hosts"):
         spawning.check_number(8, 4, 4)
 
 
-def test_torch_xla_that_is_missing_or_does_not_fit_is_one_line(script: str, tmp_path: Path) -> None:
+def test_missing_or_mismatched_torch_xla_gives_a_one_line_error(
+    script: str, tmp_path: Path
+) -> None:
     asked = ("launch", "--tpu", script)
     environment = {"PJRT_DEVICE": "CPU"}
     package = tmp_path / "site" / "torch_xla"
@@ -219,7 +221,7 @@ def test_torch_xla_that_is_missing_or_does_not_fit_is_one_line(script: str, tmp_
     assert "torch_xla, which is not installed" in done.stderr
 
 
-def test_a_program_runs_as_a_script_a_module_or_a_function(
+def test_program_runs_as_a_script_a_module_or_a_function(
     script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["pytest"])
@@ -228,7 +230,7 @@ def test_a_program_runs_as_a_script_a_module_or_a_function(
     Path(script).write_text(
         "import sys\nprint(__name__, sys.argv[1:])\ndef train():\n    print('called', sys.argv[1:])\n"
     )
-    main(["--here", script, "--function", "mine"])  # behind the script's name options are its own
+    main(["--here", script, "--function", "mine"])  # options after the script belong to it
     assert capsys.readouterr().out == "__main__ ['--function', 'mine']\n"
     main(["--here", "-m", "s", "--lr", "1"])
     assert capsys.readouterr().out == "__main__ ['--lr', '1']\n"
@@ -241,8 +243,8 @@ def test_a_program_runs_as_a_script_a_module_or_a_function(
 # --- pods -----------------------------------------------------------------------------------------
 
 
-def test_a_pod_gets_the_launch_on_every_host(script: str, stand_ins: Any, tmp_path: Path) -> None:
-    environment, calls = stand_ins
+def test_pod_launch_runs_on_every_host(script: str, fakes: Any, tmp_path: Path) -> None:
+    environment, calls = fakes
     file = tmp_path / "c.yaml"
     file.write_text(
         "distributed_type: TPU\ntpu_use_cluster: true\ntpu_name: pod\ntpu_zone: us-central2-b\n"
@@ -261,7 +263,7 @@ def test_a_pod_gets_the_launch_on_every_host(script: str, stand_ins: Any, tmp_pa
     brace, sudo, env, *pairs = shlex.split(rest)
     at = pairs.index(sys.executable)
     assert (brace, sudo, env, pairs[0]) == ("{", "sudo", "env", "ACCELERATE_IN_TPU_POD=1")
-    # Given on the command line, they replace those of the file.
+    # Variables on the command line replace those in the file.
     assert pairs[at - 2 : at] == ["B=it's here", "C="]
     assert "ACCELERATE_MIXED_PRECISION=bf16" in pairs[:at]
     assert "ACCELERATE_LOG_LEVEL=info" in pairs[:at]
@@ -273,7 +275,7 @@ def test_a_pod_gets_the_launch_on_every_host(script: str, stand_ins: Any, tmp_pa
     assert pairs[at + 1 : end] == [*launched, *given]
 
 
-#: What a host runs: its shell, and in the place of Python a program that shows what it was given.
+#: Replaces Python on a host: a program that prints its arguments and the config file.
 HOST = """#!/bin/sh
 echo "$ACCELERATE_IN_TPU_POD $*"
 while [ "$1" != --config_file ]; do shift; done
@@ -282,10 +284,10 @@ echo "$2"; cat "$2"; exit 3
 
 
 @pytest.mark.parametrize("sent", ["file", "default file", "none"])
-def test_a_host_of_a_pod_has_the_config_file(
-    script: str, stand_ins: Any, tmp_path: Path, sent: str
+def test_hosts_of_a_pod_get_the_config_file(
+    script: str, fakes: Any, tmp_path: Path, sent: str
 ) -> None:
-    environment, calls = stand_ins
+    environment, calls = fakes
     text = (
         '# it\'s "mine": $HOME %s\ntpu_use_cluster: true\ntpu_vm: [a]\ndistributed_type: XLA\n'
         "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: [Block, Layer]\n"
@@ -313,10 +315,10 @@ def test_a_host_of_a_pod_has_the_config_file(
     assert words_there.startswith("1 -m accelerate_core.cli launch --config_file /")
     assert words_there.endswith(f" --tpu --no_tpu_cluster {script}\n")
     assert "".join(rest) == text
-    assert not Path(copy.strip()).exists(), "it is gone when the script has ended"
+    assert not Path(copy.strip()).exists(), "the copy is deleted when the script has ended"
 
 
-def test_the_hosts_of_a_pod_launch_on_themselves(
+def test_hosts_of_a_pod_launch_locally(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["--tpu", "--tpu_cluster", "--tpu_name", "a", "--tpu_zone", "b", "--dry_run", script]
@@ -329,20 +331,20 @@ def test_the_hosts_of_a_pod_launch_on_themselves(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tpu_name", "a"], "name it with --tpu_zone (in a config file: tpu_zone)"),
-        ([], "name it with --tpu_name and --tpu_zone"),
+        (["--tpu_name", "a"], "Name it with --tpu_zone (in a config file: tpu_zone)"),
+        ([], "Name it with --tpu_name and --tpu_zone"),
         (["--vm", "h", "--env", "A"], "--env 'A' must have the form NAME=VALUE"),
         (["--tpu_nam", "a"], "Did you mean '--tpu_name'?"),
     ],
 )
-def test_what_a_pod_lacks_is_said(words: list[str], message: str, script: str) -> None:
+def test_error_names_missing_options_of_a_pod(words: list[str], message: str, script: str) -> None:
     result = launch("--tpu_cluster", *words, "--dry_run", script)
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split())
 
 
-def test_listed_hosts_are_reached_by_ssh(script: str, stand_ins: Any) -> None:
-    environment, calls = stand_ins
+def test_listed_hosts_are_reached_with_ssh(script: str, fakes: Any) -> None:
+    environment, calls = fakes
     words = ("launch", "--tpu", "--tpu_cluster", "--num_processes", "4", "--vm", "a", "--vm", "b")
     done = run_cli(*words, script, env=environment, forked=True)
     assert done.returncode == 0, done.stderr
@@ -353,10 +355,10 @@ def test_listed_hosts_are_reached_by_ssh(script: str, stand_ins: Any) -> None:
         assert call[-1].endswith(f"--tpu --no_tpu_cluster --num_processes 4 {script}")
 
 
-def test_a_host_that_fails_ends_the_others(
-    stand_ins: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_failure_on_one_host_terminates_the_others(
+    fakes: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    environment, calls = stand_ins
+    environment, calls = fakes
     monkeypatch.setenv("PATH", environment["PATH"])
     assert hosts.run(["slow", "bad"], "true") == 7
     assert "The command failed on bad with exit status 7." in capfd.readouterr().err
@@ -369,8 +371,8 @@ def test_a_host_that_fails_ends_the_others(
 # --- tpu-config -----------------------------------------------------------------------------------
 
 
-def test_tpu_config_sets_up_the_hosts(stand_ins: Any, tmp_path: Path) -> None:
-    environment, calls = stand_ins
+def test_tpu_config_sets_up_the_hosts(fakes: Any, tmp_path: Path) -> None:
+    environment, calls = fakes
     file, lines = tmp_path / "c.yaml", tmp_path / "lines"
     file.write_text("tpu_name: pod\ntpu_zone: zone\ncommands:\n- echo 'a b'\n- ls\n")
     lines.write_text("echo one  # first\necho two\n")
@@ -398,20 +400,20 @@ def test_tpu_config_sets_up_the_hosts(stand_ins: Any, tmp_path: Path) -> None:
     assert call[:6] == ["alpha", "compute", "tpus", "tpu-vm", "ssh", "other"]
     done = run_cli(*command, "--tpu_name", "bad", env=environment, forked=True)
     assert done.returncode == 7
-    assert "gcloud ended with exit status 7" in done.stderr
+    assert "gcloud failed with exit status 7" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tpu_name", "a"], "There is nothing to run on the hosts: give --command"),
-        (["--command", "ls", "--tpu_name", "a"], "name it with --tpu_zone"),
+        (["--tpu_name", "a"], "There are no commands to run on the hosts. Pass --command"),
+        (["--command", "ls", "--tpu_name", "a"], "Name it with --tpu_zone"),
         (["--command_file", "/none"], "Cannot read the command file /none"),
-        (["--install_accelerate", "--accelerate_version", "dev"], "dev is not offered"),
+        (["--install_accelerate", "--accelerate_version", "dev"], "dev is not supported"),
         (["--command", "ls", "--tpu_name", "a", "--tpu_zone", "b"], "gcloud was not found"),
     ],
 )
-def test_what_tpu_config_refuses(
+def test_tpu_config_rejects_invalid_options(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
@@ -421,7 +423,7 @@ def test_what_tpu_config_refuses(
     assert message in " ".join(result.output.split())
 
 
-# --- names of Accelerate ----------------------------------------------------------------------------
+# --- functions of Accelerate ------------------------------------------------------------------------
 
 DROP_IN = """
 import sys
@@ -445,8 +447,10 @@ tpu_launcher(Namespace(**script, tpu=False, num_processes=1, tpu_use_cluster=Fal
 """
 
 
-def test_the_drop_in_has_the_peers_launchers(script: str, stand_ins: Any, tmp_path: Path) -> None:
-    environment, calls = stand_ins
+def test_drop_in_provides_accelerates_tpu_launchers(
+    script: str, fakes: Any, tmp_path: Path
+) -> None:
+    environment, calls = fakes
     Path(script).write_text("import sys\nprint('ran', sys.argv[1:])")
     (tmp_path / "drop_in.py").write_text(DROP_IN.replace("SCRIPT", repr(script)))
     done = subprocess.run(
@@ -467,7 +471,7 @@ def test_the_drop_in_has_the_peers_launchers(script: str, stand_ins: Any, tmp_pa
     assert line.endswith(f"--tpu --no_tpu_cluster {script} x")
 
 
-def test_names_of_the_peer() -> None:
+def test_install_xla_and_prepare_tpu_of_accelerate() -> None:
     from accelerate_core import install_xla, prepare_tpu
 
     with pytest.raises(ImportError, match=r"pip install \"torch==2\.9\.\*\""):

@@ -1,7 +1,4 @@
-"""Launches with torch_xla itself, on the CPU: one process, which takes the way that several would.
-
-Several need a TPU, and there was none.
-"""
+"""Launches with torch_xla on the CPU, with one process. Several processes would need a TPU."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from launched import run_cli
 from support import clean_environment
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torch_xla") is None, reason="torch_xla is in its own environment"
+    importlib.util.find_spec("torch_xla") is None, reason="torch_xla needs its own environment"
 )
 
 SCRIPT = """
@@ -33,15 +30,15 @@ NOTEBOOK = """
 import json, os, signal, sys
 from accelerate_core import notebook_launcher
 
-told = {}
+outcomes = {}
 def outcome(name, function, **more):
     try:
         notebook_launcher(function, **more)
-        told[name] = "ended well"
+        outcomes[name] = "success"
     except Exception as error:
-        told[name] = [type(error).__name__, str(error), getattr(error, "status", None)]
+        outcomes[name] = [type(error).__name__, str(error), getattr(error, "status", None)]
 
-def seen(path):
+def write_result(path):
     import torch, torch_xla
     total = torch.ones(2, device="xla").sum().item()
     open(path, "w").write(json.dumps([os.environ["RANK"], os.environ["WORLD_SIZE"], total]))
@@ -50,22 +47,22 @@ def fail():
     raise KeyError("the cell's own")
 
 path = sys.argv[1]
-outcome("closure", lambda: seen(path))
+outcome("closure", lambda: write_result(path))
 outcome("raises", fail)
 outcome("leaves", lambda: sys.exit(3))
 outcome("killed", lambda: os.kill(os.getpid(), signal.SIGKILL))
 outcome("several", lambda: None, num_processes=2)
 one = []
 outcome("one", lambda: one.append(os.environ["PJRT_DEVICE"]), num_processes=1)
-told["one ran here"] = one
+outcomes["one ran here"] = one
 import torch_xla
 torch_xla.device()
 outcome("touched", lambda: None)
-print(json.dumps(told))
+print(json.dumps(outcomes))
 """
 
 
-def test_a_script_runs_in_a_process_of_torch_xla(tmp_path: Path) -> None:
+def test_script_runs_in_a_process_of_torch_xla(tmp_path: Path) -> None:
     script = tmp_path / "s.py"
     script.write_text(SCRIPT)
     options, environment = ("--tpu", "--downcast_bf16"), {"PJRT_DEVICE": "CPU"}
@@ -78,18 +75,18 @@ def test_a_script_runs_in_a_process_of_torch_xla(tmp_path: Path) -> None:
     assert done.stderr.count("Rank 0 failed first:\nthe script's own") == 1, done.stderr
 
 
-def test_without_a_tpu_there_is_one_line(tmp_path: Path) -> None:
+def test_missing_tpu_gives_a_one_line_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accelerate_xla.launch.run", str(tmp_path / "s.py")]
     environment = clean_environment(PJRT_DEVICE="TPU")
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 1
-    assert "PJRT_DEVICE is TPU, and this machine has none" in done.stderr
+    assert "PJRT_DEVICE is TPU, but this machine has no TPU" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_functions_of_a_notebook(tmp_path: Path) -> None:
+def test_notebook_launcher_reports_results_and_failures(tmp_path: Path) -> None:
     (tmp_path / "n.py").write_text(NOTEBOOK)
     out = tmp_path / "out.json"
     more = {"PJRT_DEVICE": "CPU", "ACCELERATE_USE_TPU": "true"}
@@ -102,17 +99,17 @@ def test_functions_of_a_notebook(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["closure"] == "ended well", told
+    outcomes = json.loads(done.stdout.splitlines()[-1])
+    assert outcomes["closure"] == "success", outcomes
     assert json.loads(out.read_text()) == ["0", "1", 2.0]
-    name, text, status = told["raises"]
+    name, text, status = outcomes["raises"]
     assert (name, status) == ("RankFailedError", 1)
     assert "Rank 0 failed first:" in text
     assert 'KeyError: "the cell\'s own"' in text
-    assert told["leaves"][1:] == ["Rank 0 failed first:\nexit status 3", 3]
-    assert "ended without a word" in told["killed"][1]
-    assert told["several"][0] == "ConfigurationError"
-    assert "do not see each other" in told["several"][1]
-    assert (told["one"], told["one ran here"]) == ("ended well", ["CPU"])
-    assert told["touched"][0] == "RuntimeConflictError"
-    assert "already used an XLA device" in told["touched"][1]
+    assert outcomes["leaves"][1:] == ["Rank 0 failed first:\nexit status 3", 3]
+    assert "ended without an error message" in outcomes["killed"][1]
+    assert outcomes["several"][0] == "ConfigurationError"
+    assert "does not connect processes" in outcomes["several"][1]
+    assert (outcomes["one"], outcomes["one ran here"]) == ("success", ["CPU"])
+    assert outcomes["touched"][0] == "RuntimeConflictError"
+    assert "already used an XLA device" in outcomes["touched"][1]

@@ -1,4 +1,4 @@
-"""Training on XLA: one device, and one process over a mesh of four, beside torch on the CPU."""
+"""Training on one XLA device, and on a mesh of four with one process, compared with torch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch_xla")
-#: The first to ask for a setup waits for all of its cases.
+#: The first test that needs a setup waits until all cases of that setup have run.
 pytestmark = pytest.mark.timeout(900)
 
 WORKER = Path(__file__).with_name("xla_worker.py")
 MESHES = ("dp", "fsdp", "tp_dp", "hybrid")
-#: Setup -> devices of XLA; None is torch's CPU.
+#: Setup -> number of XLA devices, or None for torch on the CPU.
 DEVICES = {"cpu": None, "ddp": None, "mesh": 4, "refused": 4, "of_ddp_mesh": 4}
 
 
 class Found:
-    """What the processes of each setup have found, run when somebody asks."""
+    """The results of each setup, whose processes run when a test first needs them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -63,40 +63,40 @@ def close(one: Any, other: Any, limit: float) -> None:
     assert max(abs(a - b) for a, b in zip(one, other, strict=True)) <= limit
 
 
-def test_one_device_trains_as_torch_does(found: Found) -> None:
-    theirs, ours = found("cpu", "parity"), found("one", "parity")
-    close(ours["no"], theirs["no"], 1e-5)
-    close(ours["bf16"], theirs["bf16"], 1e-2)
+def test_one_device_trains_like_torch(found: Found) -> None:
+    expected, losses = found("cpu", "parity"), found("one", "parity")
+    close(losses["no"], expected["no"], 1e-5)
+    close(losses["bf16"], expected["bf16"], 1e-2)
 
 
 @pytest.mark.parametrize("mesh", [*MESHES, "bf16"])
-def test_a_mesh_trains_as_torch_does(found: Found, mesh: str) -> None:
-    theirs = found("cpu", "parity")["bf16" if mesh == "bf16" else "no"]
+def test_mesh_trains_like_torch(found: Found, mesh: str) -> None:
+    expected = found("cpu", "parity")["bf16" if mesh == "bf16" else "no"]
     limit = 1e-2 if mesh == "bf16" else 1e-5
-    close(found("mesh", "parity_of_meshes")[mesh], theirs, limit)
+    close(found("mesh", "parity_of_meshes")[mesh], expected, limit)
 
 
 @pytest.mark.parametrize("setup", ["one", "mesh"])
 def test_counted_items_stay_on_the_device(found: Found, setup: str) -> None:
     counted = found(setup, "counted")
-    # Of the last batch, which is filled with its own samples, sum and count are doubled.
+    # The last batch is padded with its own samples, so its sum and its count are doubled.
     *before, last = found("cpu", "counted")["losses"]
     close(counted["losses"], [*before, 2 * last], 1e-4)
-    assert counted["fallbacks"] == ["aten::_local_scalar_dense"], "reading a loss alone"
+    assert counted["fallbacks"] == ["aten::_local_scalar_dense"], "only from reading a loss"
 
 
 @pytest.mark.parametrize("setup", ["one", "mesh"])
-def test_the_last_batch_is_filled_and_metrics_are_exact(found: Found, setup: str) -> None:
+def test_last_batch_is_padded_and_metrics_are_exact(found: Found, setup: str) -> None:
     seen = found(setup, "metrics_are_exact")
     assert seen["shapes"] == [[8, 1]]
     assert seen["kept"] == [float(one) for one in range(22)]
 
 
 @pytest.mark.parametrize("setup", ["one", "mesh"])
-def test_what_was_tied_is_tied_on_the_device(found: Found, setup: str) -> None:
-    theirs, ours = found("cpu", "ties"), found(setup, "ties")
-    close(ours.pop("losses"), theirs["losses"], 1e-5)
-    assert ours == {"tied": True, "trained": 1, "state": ["cpu", "cpu"], "one": True}
+def test_tied_weights_stay_tied_on_the_device(found: Found, setup: str) -> None:
+    expected, result = found("cpu", "ties"), found(setup, "ties")
+    close(result.pop("losses"), expected["losses"], 1e-5)
+    assert result == {"tied": True, "trained": 1, "state": ["cpu", "cpu"], "one": True}
 
 
 def test_nothing_is_compiled_after_the_second_step(found: Found) -> None:
@@ -107,36 +107,36 @@ def test_nothing_is_compiled_after_the_second_step(found: Found) -> None:
     assert set(counts[16:]) == {0}
 
 
-def test_a_shape_that_makes_a_new_graph_is_told(found: Found) -> None:
-    told = found("one", "a_new_shape_is_told")
-    assert len(told) == 3, "and no more"
-    assert "a batch of the shape [5, 8] was new (before: [4, 8])" in told[0]
+def test_new_shape_that_needs_a_new_graph_gives_a_warning(found: Found) -> None:
+    warnings = found("one", "new_shape_gives_a_warning")
+    assert len(warnings) == 3, "and no more"
+    assert "The batch has a new shape, [5, 8] (before: [4, 8])" in warnings[0]
 
 
-def test_short_epochs_are_watched(found: Found) -> None:
-    told = found("one", "short_epochs_are_watched")
-    assert "[26, 8] was new (before: [24, 8] and [25, 8])" in told[0]
+def test_new_shapes_are_found_in_short_epochs(found: Found) -> None:
+    warnings = found("one", "short_epochs_are_watched")
+    assert "new shape, [26, 8] (before: [24, 8] and [25, 8])" in warnings[0]
 
 
-def test_losses_of_the_device_are_logged(found: Found) -> None:
+def test_loss_on_the_device_is_logged_in_each_step(found: Found) -> None:
     steps, rows = found("one", "logged")
     assert rows == steps == 96
 
 
 @pytest.mark.parametrize("setup", ["one", "mesh"])
-def test_shards_saved_within_a_cycle_resume_with_the_next_micro_batch(
+def test_shards_saved_within_a_cycle_resume_at_the_next_micro_batch(
     found: Found, setup: str
 ) -> None:
     seen = found(setup, "within_a_cycle")
     assert seen["resumed"] == seen["whole"][5:]
 
 
-def test_a_seed_gives_the_same_numbers(found: Found) -> None:
+def test_same_seed_gives_the_same_numbers(found: Found) -> None:
     first, again, other = found("one", "random_numbers")
     assert first == again != other
 
 
-def test_its_compiler_has_the_names_of_the_peer(found: Found) -> None:
+def test_compiler_is_available_under_accelerates_names(found: Found) -> None:
     (eager,) = found("cpu", "compilers").values()
     by_name = found("one", "compilers")
     assert len(by_name) == 3
@@ -144,13 +144,13 @@ def test_its_compiler_has_the_names_of_the_peer(found: Found) -> None:
         close(losses, eager, 1e-5)
 
 
-def test_bf16_may_be_what_parameters_are_kept_in(found: Found) -> None:
+def test_downcast_bf16_keeps_parameters_in_bf16(found: Found) -> None:
     losses, dtypes = found("one", "downcast")
     assert dtypes == ["torch.bfloat16"]
     assert all(0 < loss < 3 for loss in losses)
 
 
-def test_it_explains_devices_placement_and_metrics(found: Found) -> None:
+def test_explain_shows_devices_shardings_and_metrics(found: Found) -> None:
     text, devices, processes = found("mesh", "explained")
     assert (devices, processes) == (4, 1)
     assert "XLA on CPU: 4 device(s)\nover dp_shard: 4 parameters, 424 bytes per device" in text
@@ -160,32 +160,44 @@ def test_it_explains_devices_placement_and_metrics(found: Found) -> None:
 
 REFUSED = {
     ("one", "refused", "fp16"): "which needs 'loss_scaling'",
-    ("one", "refused", "downcast"): "downcast_bf16 is for mixed_precision='bf16', and it is 'no'",
+    (
+        "one",
+        "refused",
+        "downcast",
+    ): "downcast_bf16 needs mixed_precision='bf16', but mixed_precision is 'no'",
     ("one", "refused", "cpu"): "does not run on the device type 'cpu'",
-    ("one", "refused", "touched"): "SPMD has to be on before a device of XLA is used",
+    ("one", "refused", "touched"): "SPMD must be turned on before the process uses an XLA device",
     (
         "refused",
         "refused_meshes",
         "size",
-    ): "dp_shard 3 = 3 devices, and XLA has 4 (CPU_NUM_DEVICES)",
+    ): "dp_shard 3 = 3 devices, but XLA has 4 (CPU_NUM_DEVICES)",
     ("refused", "refused_meshes", "dimension"): "has no mesh dimension 'cp'",
     ("refused", "refused_meshes", "no plan"): "Tensor parallelism needs a plan",
-    ("refused", "refused_meshes", "no module"): "names 'fc', which matches no module",
+    (
+        "refused",
+        "refused_meshes",
+        "no module",
+    ): "'fc' in the tensor parallel plan matches no module",
     ("refused", "refused_meshes", "style"): "Did you mean 'colwise'?",
-    ("refused", "refused_meshes", "kind"): "splits '1', a Tanh; only Linear and Embedding",
-    ("refused", "refused_meshes", "divides"): "cannot divide dimension 1 of 0.weight",
-    ("refused", "refused_meshes", "tie"): "is also another module's",
+    ("refused", "refused_meshes", "kind"): "splits '1', a Tanh, but only Linear and Embedding",
+    (
+        "refused",
+        "refused_meshes",
+        "divides",
+    ): "Dimension 1 of 0.weight, with shape [4, 6], is not divisible",
+    ("refused", "refused_meshes", "tie"): "is shared with another module",
     ("refused", "refused_meshes", "other mesh"): "torch_xla.spmd is there once per process",
     ("refused", "refused_meshes", "no mesh"): "XLA cannot turn SPMD off again",
 }
 
 
 @pytest.mark.parametrize(("where", "text"), REFUSED.items(), ids=lambda one: str(one)[:40])
-def test_what_cannot_be_is_one_clear_error(found: Found, where: Any, text: str) -> None:
+def test_unsupported_setup_gives_a_clear_error(found: Found, where: Any, text: str) -> None:
     setup, case, name = where
-    said = found(setup, case)[name]
-    assert text in said
-    assert "nothing, but" not in said
+    error = found(setup, case)[name]
+    assert text in error
+    assert "no error, but" not in error
 
 
 GROUP = """
@@ -208,45 +220,43 @@ def several(folder: Path, before: str = "") -> Any:
     return done
 
 
-def test_several_processes_on_the_cpu_are_refused(found: Found) -> None:
+def test_several_processes_on_the_cpu_are_rejected(found: Found) -> None:
     done = several(found.folder)
-    assert "processes do not see each other: each would train alone" in done.stderr
+    assert "XLA does not connect processes, so each would train alone" in done.stderr
     assert "set CPU_NUM_DEVICES=2 and pass a ParallelismConfig" in done.stderr
 
 
-def test_a_group_of_torch_xla_on_the_cpu_is_refused(found: Found) -> None:
+def test_torch_xlas_process_group_on_the_cpu_is_rejected(found: Found) -> None:
     done = several(found.folder, GROUP)
     assert done.stdout.count("alone: True") == 2, "and without an error"
-    assert "each would be a group of its own" in done.stderr
-    assert "each would be a group of its own" in found("one", "handed_to_torch")["group"]
-    # Over a mesh it is torch_xla that says no.
-    assert "not supported with SPMD" in found("mesh", "handed_to_torch")["group"]
+    assert "each would be alone in its group" in done.stderr
+    assert "each would be alone in its group" in found("one", "device_tensors_in_torch")["group"]
+    # With a mesh, torch_xla itself raises the error.
+    assert "not supported with SPMD" in found("mesh", "device_tensors_in_torch")["group"]
 
 
 @pytest.mark.parametrize("setup", ["one", "mesh"])
-def test_a_tensor_of_a_device_that_is_handed_to_torch_is_refused(found: Found, setup: str) -> None:
-    said = found(setup, "handed_to_torch")
-    del said["group"]
-    assert said.pop("unchanged") == [[1.0] * 3] * 2, "tensors of the host are not refused"
-    assert len(said) == 17
-    refused = (
-        "DistributedOperationException: torch.distributed was handed a tensor of an XLA device"
+def test_torch_distributed_rejects_device_tensors(found: Found, setup: str) -> None:
+    errors = found(setup, "device_tensors_in_torch")
+    del errors["group"]
+    assert errors.pop("unchanged") == [[1.0] * 3] * 2, "tensors of the host are not rejected"
+    assert len(errors) == 17
+    expected = (
+        "DistributedOperationException: torch.distributed was called with a tensor on an XLA device"
     )
-    assert [name for name, text in said.items() if not text.startswith(refused)] == []
+    assert [name for name, text in errors.items() if not text.startswith(expected)] == []
 
 
-def test_the_generator_of_xla_can_be_shared_where_xla_is(found: Found) -> None:
+def test_generator_of_xla_can_be_synchronized(found: Found) -> None:
     seen = found("one", "generators")
     assert seen["types"] == ["xla", "torch"]
     assert seen["draws"][0] == seen["draws"][1]
     elsewhere = found("cpu", "no_generator")
-    assert elsewhere.startswith(
-        "ConfigurationError: rng_types: 'xla' is no random number generator"
-    )
+    assert elsewhere.startswith("ConfigurationError: rng_types: 'xla' is ")
     assert "Allowed are 'torch', 'generator', 'cuda', 'xpu', 'mps'." in elsewhere
 
 
-def test_a_mesh_shards(found: Found) -> None:
+def test_mesh_shards_weights_optimizer_state_and_batches(found: Found) -> None:
     whole = 4 * (8 * 16 + 16 + 16 * 4 + 4)
     seen = found("mesh", "sharded")
     held = {mesh: (one["weights"], one["optimizer"]) for mesh, one in seen.items()}
@@ -259,7 +269,9 @@ def test_a_mesh_shards(found: Found) -> None:
     }
     assert seen["fsdp"]["specs"][0] == "{devices=[4,1]0,1,2,3}"
     assert seen["dp"]["batch"] == ["{devices=[4,1]0,1,2,3}", "{devices=[4]0,1,2,3}"]
-    assert seen["fsdp"]["told"] == [f"over dp_shard: 4 parameters, {whole // 4} bytes per device"]
+    assert seen["fsdp"]["explained"] == [
+        f"over dp_shard: 4 parameters, {whole // 4} bytes per device"
+    ]
 
 
 SAVED = [
@@ -270,29 +282,29 @@ SAVED = [
 
 
 @pytest.mark.parametrize(("setup", "name"), SAVED)
-def test_a_checkpoint_goes_on_bit_for_bit(found: Found, setup: str, name: str) -> None:
+def test_checkpoint_resumes_bit_for_bit(found: Found, setup: str, name: str) -> None:
     seen = found(setup, "saved")[name]
-    assert seen["same"], "also what was saved beside the training"
+    assert seen["same"], "including the state saved in the background"
     assert ("backend_xla" in seen["files"]) == ("SHARDED" in name)
     if "fsdp" in name:
         assert all("devices=[4" in one for one in seen["specs"] + seen["state"])
 
 
-def test_shards_are_read_by_another_mesh_and_by_no_other_model(found: Found) -> None:
+def test_shards_load_with_another_mesh_but_not_with_another_model(found: Found) -> None:
     seen = found("mesh", "saved")
     close(seen["other mesh"], seen["tp_dp_SHARDED_STATE_DICT"]["losses"], 1e-6)
     assert "CheckpointError" in seen["other model"]
 
 
 @pytest.mark.parametrize("setup", ["one", "mesh"])
-def test_a_killed_run_goes_on(found: Found, setup: str) -> None:
+def test_killed_run_resumes(found: Found, setup: str) -> None:
     seen = found(setup, "killed")
     assert seen["rc"] == -9
-    assert seen["losses"] == json.loads(seen["said"])
+    assert seen["losses"] == json.loads(seen["stdout"])
 
 
 @pytest.mark.parametrize("setup", ["one", "mesh"])
-def test_ddp_and_xla_read_each_other(found: Found, setup: str) -> None:
+def test_ddp_and_xla_load_each_others_checkpoints(found: Found, setup: str) -> None:
     found(setup, "saved")
     found("mesh" if setup == "one" else "one", "saved")
     ddp, of_ddp = found("ddp", "ddp"), found(f"of_ddp_{setup}", "of_ddp")

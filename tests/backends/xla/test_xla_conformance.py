@@ -1,4 +1,4 @@
-"""The conformance suite, on one device and on a mesh of four."""
+"""The conformance suite on one device and on a mesh of four devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot run here: calls of torch_xla on several devices, by its own signatures."""
+"""Calls for several devices, which cannot run here, are checked against torch_xla's signatures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ raise ImportError("_XLAC.so: undefined symbol: _ZN5torch8autograd10deleteNodeEPN
 """
 
 
-def _asked_for_xla(folder: Path, **environ: str) -> str:
+def _error_of_xla(folder: Path, **environ: str) -> str:
     code = "from accelerate_core import Accelerator; Accelerator(backend='xla')"
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PJRT_")}
     done = subprocess.run(
@@ -36,20 +36,21 @@ def _asked_for_xla(folder: Path, **environ: str) -> str:
     return done.stderr
 
 
-def test_a_torch_xla_of_another_torch_is_one_line_with_the_command(tmp_path: Path) -> None:
+def test_error_for_a_mismatched_torch_xla_has_the_install_command(tmp_path: Path) -> None:
     package = tmp_path / "torch_xla"
     package.mkdir()
     (package / "__init__.py").write_text(_BROKEN)
     info = tmp_path / "torch_xla-2.8.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_xla\nVersion: 2.8.1\n")
-    said = _asked_for_xla(tmp_path)
-    assert f"torch_xla 2.8.1 is built for torch 2.8, and torch here is {torch.__version__}" in said
-    assert "pip install torch==2.8.1 torch_xla==2.8.1" in said
+    error = _error_of_xla(tmp_path)
+    expected = f"torch_xla 2.8.1 is built for torch 2.8, but torch {torch.__version__} is installed"
+    assert expected in error
+    assert "pip install torch==2.8.1 torch_xla==2.8.1" in error
 
 
 class Recorder:
-    """Takes the calls that torch_xla's function takes, and none that it does not."""
+    """Records calls, and checks their arguments against the signatures of torch_xla's functions."""
 
     def __init__(self, count: int) -> None:
         self.module = pytest.importorskip("torch_xla.core.xla_model")
@@ -78,7 +79,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return made
 
 
-def test_collectives_are_called_as_torch_xla_has_them(recorder: Recorder) -> None:
+def test_collectives_match_torch_xlas_signatures(recorder: Recorder) -> None:
     backend, x = XLABackend(), torch.arange(4.0)
     assert len(backend.gather(None, x, "world")) == 16
     for op, kind, scale in (("mean", "sum", 0.25), ("max", "max", 1.0)):
@@ -119,7 +120,7 @@ def test_gradients_are_averaged_once_after_each_backward(
 
 
 @pytest.mark.parametrize("seed", [7, 2**63 + 5])
-def test_the_generator_gives_rank_0s_seed_to_all(
+def test_generator_sends_rank_0s_seed_to_all_ranks(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     seeds: dict[str, int] = {}
@@ -137,17 +138,17 @@ def test_the_generator_gives_rank_0s_seed_to_all(
     comm: Any = SimpleNamespace(size=4, device=torch.device("cpu"), broadcast=broadcast)
     rng.synchronize_rng_states(["xla"], None, comm)
     assert seeds == {"set": seed}
-    assert sent[0].dtype == torch.uint8, "a multiple of which is exact in every sum"
+    assert sent[0].dtype == torch.uint8, "bytes can be summed exactly"
 
 
-def test_a_group_of_devices_is_refused() -> None:
+def test_process_group_of_devices_is_rejected() -> None:
     start = Process(0, 2, 0, 2, "", device=torch.device("cpu"), comm_backend="xla")
-    with pytest.raises(ConfigurationError, match="go by torch_xla's own collectives"):
+    with pytest.raises(ConfigurationError, match="Device tensors use torch_xla's own collectives"):
         XLABackend().init_process_group(None, start)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("sizes", "devices"), [({}, 4), ({"dp_shard_size": 8}, 8)])
-def test_devices_are_those_of_the_mesh_or_one_per_process(sizes: Any, devices: int) -> None:
+def test_device_count_is_the_mesh_size_or_the_number_of_processes(sizes: Any, devices: int) -> None:
     config = ParallelismConfig(**sizes)
     view: Any = SimpleNamespace(num_processes=4, parallelism_config=config)
     assert XLABackend().device_count(view) == devices

@@ -1,4 +1,4 @@
-"""What XLA's tests look at: cases that run one after the other in one process, results as JSON.
+"""Run the cases of a setup one after the other in one process, and write their results as JSON.
 
 python xla_worker.py SETUP FOLDER
 """
@@ -39,12 +39,12 @@ CASES: dict[str, list[Callable[[], Any]]] = {}
 
 
 def case(*setups: str) -> Any:
-    def note(function: Any) -> Any:
+    def register(function: Any) -> Any:
         for setup in setups:
             CASES.setdefault(setup, []).append(function)
         return function
 
-    return note
+    return register
 
 
 def begin(mesh: str = "", **more: Any) -> Accelerator:
@@ -74,7 +74,7 @@ def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 class Run:
-    """A model, AdamW and shuffled data under one Accelerator; 8 steps of 2 micro-batches by default."""
+    """A model, AdamW and shuffled data, prepared by one Accelerator."""
 
     def __init__(self, accelerator: Accelerator, dropout: float = 0.0, size: int = 8) -> None:
         set_seed(0)
@@ -86,7 +86,7 @@ class Run:
         self.model, self.optimizer, self.loader = prepared
 
     def train(self, batches: int = 16) -> list[float]:
-        """Return loss and norm of each micro-batch and step."""
+        """Return the loss of each micro-batch and the gradient norm of each step."""
         seen: list[torch.Tensor] = []
         for index, (x, y) in enumerate(self.loader):
             with self.accelerator.accumulate(self.model):
@@ -109,7 +109,7 @@ def trained(mesh: str = "", precision: str = "no") -> list[float]:
 
 def raised(call: Callable[[], Any]) -> str:
     try:
-        return f"nothing, but {call()!r}"
+        return f"no error, but {call()!r}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -126,7 +126,7 @@ def compiled() -> int:
     return int(metrics.counter_value("UncachedCompile") or 0)
 
 
-# --- the same on torch's CPU, by DDP, on one device and on a mesh -------------------------------
+# --- the same with torch on the CPU, with DDP, on one device and on a mesh -----------------------
 
 
 @case("cpu", "one")
@@ -142,7 +142,7 @@ def parity_of_meshes() -> Any:
 
 @case("cpu", "one", "mesh")
 def counted() -> Any:
-    """Items are counted, cycles are of different length, and nothing falls back to the CPU."""
+    """Train with counted items and cycles of different lengths, and record CPU fallbacks."""
     losses = []
     with begin("dp" if "mesh" in sys.argv[1] else "", gradient_accumulation_steps=2) as accelerator:
         run = Run(accelerator)
@@ -165,7 +165,7 @@ def counted() -> Any:
 
 @case("one", "mesh")
 def metrics_are_exact() -> Any:
-    """A short last batch is filled for the graph, and what was added is left out of metrics."""
+    """Gather metrics with a short last batch, which is padded for the graph."""
     with begin("dp" if "mesh" in sys.argv[1] else "") as accelerator:
         loader = accelerator.prepare(DataLoader(torch.arange(22.0).view(22, 1), batch_size=8))
         shapes, kept = set(), []
@@ -175,7 +175,7 @@ def metrics_are_exact() -> Any:
         return {"shapes": sorted(shapes), "kept": kept}
 
 
-# --- what stays as it was -----------------------------------------------------------------------
+# --- ties, graphs and other behaviour -----------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -222,7 +222,7 @@ def ties() -> Any:
 
 @case("one")
 def graphs() -> Any:
-    """Compiled graphs after each batch; a short last cycle and a second epoch bring none."""
+    """Count compiled graphs after each batch, with a short last cycle and a second epoch."""
     with begin(gradient_accumulation_steps=2) as accelerator:
         run = Run(accelerator, size=8)
         counts = []
@@ -240,7 +240,7 @@ def graphs() -> Any:
 
 @case("bench")
 def step_time() -> Any:
-    """Median seconds of a step, under the Accelerator and bare, in turn."""
+    """Return the median seconds of a step with the Accelerator and without, measured alternately."""
     import torch_xla
 
     times: dict[bool, list[float]] = {True: [], False: []}
@@ -283,8 +283,8 @@ class Growing(IterableDataset[Any]):
 
 
 @case("one")
-def a_new_shape_is_told() -> Any:
-    with begin() as accelerator, warnings.catch_warnings(record=True) as told:
+def new_shape_gives_a_warning() -> Any:
+    with begin() as accelerator, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         set_seed(0)
         model = network()
@@ -295,13 +295,13 @@ def a_new_shape_is_told() -> Any:
             accelerator.backward(model(x).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-    return [str(one.message) for one in told if "compiled" in str(one.message)]
+    return [str(one.message) for one in caught if "compiled" in str(one.message)]
 
 
 @case("one")
 def short_epochs_are_watched() -> Any:
-    """Each epoch has one batch, and each a new shape."""
-    with begin() as accelerator, warnings.catch_warnings(record=True) as told:
+    """Each epoch has one batch, with a new shape."""
+    with begin() as accelerator, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -312,12 +312,12 @@ def short_epochs_are_watched() -> Any:
                 accelerator.backward(model(x).square().mean())
                 optimizer.step()
                 optimizer.zero_grad()
-    return [str(one.message) for one in told if "compiled" in str(one.message)]
+    return [str(one.message) for one in caught if "compiled" in str(one.message)]
 
 
 @case("one")
 def logged() -> Any:
-    """A loss of the device is logged in each step, beside the training."""
+    """Log a loss on the device in each step."""
     folder = FOLDER / "logged"
     with begin(log_with="jsonl", project_dir=str(folder)) as accelerator:
         accelerator.init_trackers("run")
@@ -335,7 +335,7 @@ def logged() -> Any:
 
 @case("one", "mesh")
 def within_a_cycle() -> Any:
-    """A save in shards within a cycle has its gradients."""
+    """Save shards within a cycle, which includes gradients, and resume."""
     mesh = "fsdp" if sys.argv[1] == "mesh" else ""
     target, losses = str(FOLDER / f"within_{sys.argv[1]}"), []
     more = {"xla_plugin": plugin(state_dict_type=KINDS[1]), "gradient_accumulation_steps": 2}
@@ -371,7 +371,7 @@ def random_numbers() -> Any:
 
 @case("cpu", "one")
 def compilers() -> Any:
-    """Both of Accelerate's names stand for torch_xla's compiler."""
+    """Train with torch_xla's compiler under its own name and Accelerate's two names."""
     found = {}
     for name in ("openxla", "torchxla_trace_once", "aot_torchxla_trace_once"):
         name = "eager" if sys.argv[1] == "cpu" else name
@@ -398,7 +398,7 @@ def explained() -> Any:
 
 @case("one")
 def generators() -> Any:
-    """Which of them can be shared, and that a state that is set draws the same again."""
+    """Synchronize XLA's generator, and draw again from the same state."""
     with begin(rng_types=["xla", "torch"]) as accelerator:
         shared = GENERATORS["xla"]
         state = shared.get_rng_state()
@@ -433,8 +433,8 @@ def refused() -> Any:
 
 
 @case("one", "mesh")
-def handed_to_torch() -> Any:
-    """What `torch.distributed` says to tensors of a device, and to a group of torch_xla's."""
+def device_tensors_in_torch() -> Any:
+    """Collect errors of `torch.distributed` for device tensors and for torch_xla's process group."""
     import torch.distributed as dist
     from torch.distributed.nn import functional as differentiable
 
@@ -505,12 +505,12 @@ def refused_meshes() -> Any:
 
 @case("mesh")
 def sharded() -> Any:
-    """Bytes that a device holds of weights and of AdamW's state, by mesh."""
+    """Return, for each mesh, the bytes of weights and of AdamW's state on one device."""
     import torch_xla.distributed.spmd as spmd
 
     def held(tensor: torch.Tensor) -> int:
         value = spmd.wrap_if_sharded(tensor.data)
-        if not hasattr(value, "local_shards"):  # whole on each device
+        if not hasattr(value, "local_shards"):  # replicated
             return tensor.numel() * tensor.element_size()
         shards = value.local_shards
         mine = [one for one in shards if one.shard_device.endswith(":0")]
@@ -534,7 +534,7 @@ def sharded() -> Any:
                 "optimizer": sum(map(held, states)),
                 "specs": [spec(one) for one in parameters],
                 "batch": [spec(one) for one in batch],
-                "told": accelerator.explain().split("device(s)\n")[1].splitlines(),
+                "explained": accelerator.explain().split("device(s)\n")[1].splitlines(),
             }
     return found
 
@@ -545,7 +545,7 @@ KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 
 
 def _steps(run: Run, count: int) -> list[float]:
-    """Train on one batch, so that the order of data has no part in it."""
+    """Train on the same batch in each step, so that the order of data doesn't matter."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(8, 8, generator=generator).to(run.accelerator.device)
     y = torch.randint(0, 4, (8,), generator=generator).to(run.accelerator.device)
@@ -561,7 +561,7 @@ def _steps(run: Run, count: int) -> list[float]:
 
 @case("one", "mesh")
 def saved() -> Any:
-    """Resumed bit for bit, read by another mesh, saved beside the training."""
+    """Resume, also from a save in the background, and load with another mesh and model."""
     found: dict[str, Any] = {}
     for mesh in ("fsdp", "tp_dp") if sys.argv[1] == "mesh" else ("",):
         for kind in KINDS:
@@ -603,7 +603,7 @@ def saved() -> Any:
 
 @case("one", "mesh")
 def killed() -> Any:
-    """A process that dies after a save goes on in a new one as if it had not."""
+    """Resume in a new process after another was killed."""
     here = [sys.executable, __file__, f"dying_{sys.argv[1]}", str(FOLDER)]
     target = FOLDER / f"killed_{sys.argv[1]}"
     shutil.rmtree(target, ignore_errors=True)
@@ -611,7 +611,7 @@ def killed() -> Any:
     with begin("fsdp" if sys.argv[1] == "mesh" else "") as accelerator:
         run = Run(accelerator, dropout=0.1)
         accelerator.load_state(str(target))
-        return {"rc": died.returncode, "said": died.stdout, "losses": _steps(run, 3)}
+        return {"rc": died.returncode, "stdout": died.stdout, "losses": _steps(run, 3)}
 
 
 def die() -> Any:
@@ -629,7 +629,7 @@ CASES["dying_one"] = CASES["dying_mesh"] = [die]
 
 @case("ddp")
 def ddp() -> Any:
-    """Two ranks of DDP: save for XLA, and read what XLA has saved."""
+    """With DDP on two ranks, save a checkpoint for XLA and load those of XLA."""
     with begin() as accelerator:
         run = Run(accelerator)
         _steps(run, 3)
@@ -655,7 +655,7 @@ def of_ddp() -> Any:
 
 
 def main() -> None:
-    """Run the setup's cases; one that fails ends what it has begun."""
+    """Run all cases of the setup. If one fails, end the Accelerators that it created."""
     found = {}
     for function in CASES[sys.argv[1]]:
         if sys.argv[3:] and function.__name__ not in sys.argv[3:]:

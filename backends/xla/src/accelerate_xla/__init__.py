@@ -1,4 +1,4 @@
-"""XLA for accelerate-core. Importing this does not import torch_xla."""
+"""XLA for accelerate-core. Importing this package doesn't import torch_xla."""
 
 from accelerate_xla.backend import XLABackend
 from accelerate_xla.settings import XLAPlugin

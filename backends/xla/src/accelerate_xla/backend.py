@@ -1,4 +1,4 @@
-"""The backend: one device per process, or one process over a mesh of all devices (SPMD)."""
+"""The xla backend: one device per process, or one process for a mesh of all devices (SPMD)."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _MESH = ("dp_replicate", "dp_shard", "tp")
 
 
 class XLABackend(XLACollectives, Backend):
-    """Trains on XLA devices: one per process, or all of them from one process.
+    """Train on XLA devices, with one device per process or all devices in one process.
 
-    What a script computes is collected, and run as one graph at each `sync`: when a batch is taken,
-    after each backward, and after each step of an optimizer. So the graphs of a cycle of any length
-    are the same few.
+    XLA records operations and runs them as one graph at each `sync`. The backend calls `sync` when
+    the script takes a batch, after each backward, and after each optimizer step. The graphs are
+    therefore the same for accumulation cycles of any length.
     """
 
     name = "xla"
@@ -73,43 +73,47 @@ class XLABackend(XLACollectives, Backend):
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
-        """Claim a run where torch_xla is installed and a device of it was named, or is a TPU."""
+        """Claim the run if XLA was requested, or if torch_xla is installed and there is a TPU."""
         if request.arguments.get("xla_plugin") is not None:
             return Claim(80, "xla_plugin was passed")
         if request.env_flag("ACCELERATE_XLA_SPMD"):
             return Claim(80, "ACCELERATE_XLA_SPMD is set")
         if request.cpu:
             return None
-        # Above those who take a mesh: on these devices nobody else can.
+        # Higher than backends for a mesh, because no other backend supports these devices.
         if kind := library.named_device(request.environ):
             return Claim(70, f"PJRT_DEVICE={kind}")
-        return Claim(70, "a TPU is there") if library.has_tpu(request.environ) else None
+        return Claim(70, "a TPU was found") if library.has_tpu(request.environ) else None
 
     def core_defaults(self) -> Mapping[str, Any]:
-        """Lay all devices out for data parallelism where SPMD is asked for without a mesh."""
+        """Use all devices for data parallelism if SPMD is on without a mesh."""
         if not self.settings.spmd:
             return {}
         return {"parallelism_config": ParallelismConfig(dp_replicate_size=library.spmd_devices())}
 
     def check(self, setup: SetupView) -> None:
-        """Refuse what XLA cannot do."""
+        """Reject `downcast_bf16` without bf16.
+
+        Raises:
+            ConfigurationError: `mixed_precision` is not bf16.
+        """
         fitting = setup.mixed_precision in ("bf16", "downcast_bf16")
         if self.settings.downcast_bf16 and not fitting:
             raise ConfigurationError(
-                f"downcast_bf16 is for mixed_precision='bf16', and it is {setup.mixed_precision!r} "
-                f"({setup.provenance['mixed_precision'].origin})."
+                "downcast_bf16 needs mixed_precision='bf16', but mixed_precision is "
+                f"{setup.mixed_precision!r} (from {setup.provenance['mixed_precision'].origin})."
             )
 
     def distributed_type(self, accelerator: AcceleratorView) -> str:
-        """`XLA`."""
+        """Return `XLA`."""
         return "XLA"
 
     # --- start ------------------------------------------------------------------------------------
 
     def device(self, setup: SetupView, topology: Topology, cpu: bool) -> torch.device:
-        """Take this process's device; under SPMD the one that stands for all."""
-        guards.refuse_lonely_group()
-        library.refuse_blind_processes(topology.num_processes)
+        """Return this process's device. With SPMD, it represents all devices."""
+        guards.refuse_unconnected_group()
+        library.refuse_unconnected_processes(topology.num_processes)
         guards.refuse_device_tensors()
         sizes = self._sizes(setup)
         if sizes:
@@ -123,22 +127,23 @@ class XLABackend(XLACollectives, Backend):
         return {name: size for name, size in every.items() if size > 1}
 
     def init_process_group(self, setup: SetupView, start: Process) -> None:
-        """Start a group in host memory; tensors of XLA never go over it."""
+        """Create a group in host memory, which is never used for XLA tensors."""
         if start.comm_backend not in (None, "gloo"):
             raise ConfigurationError(
-                f"InitProcessGroupKwargs(backend={start.comm_backend!r}): under XLA tensors of devices go "
-                "by torch_xla's own collectives, and the group in host memory is gloo's. Leave it out."
+                f"InitProcessGroupKwargs(backend={start.comm_backend!r}) is not supported with XLA. "
+                "Device tensors use torch_xla's own collectives, and the process group in host "
+                "memory uses gloo. Leave it out."
             )
         super().init_process_group(setup, replace(start, comm_backend="gloo"))
 
     def device_count(self, accelerator: AcceleratorView) -> int:
-        """All devices of the mesh, or one per process."""
-        # Without a mesh its sizes are all 1, however many processes there are.
+        """Return the number of devices in the mesh, or of processes if there is no mesh."""
+        # Without a mesh, all sizes are 1, even with several processes.
         sizes = self._sizes(accelerator)
         return math.prod(sizes.values()) if sizes else int(accelerator.num_processes)
 
     def mesh(self, accelerator: AcceleratorView) -> Any | None:
-        """Make the shardings of the mesh; torch has none of it."""
+        """Create the shardings of the mesh. Returns None, because torch has no mesh here."""
         sizes = self._sizes(accelerator)
         if not sizes:
             library.refuse_after_spmd()
@@ -151,26 +156,29 @@ class XLABackend(XLACollectives, Backend):
         return None
 
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
-        """Serve `xla_mesh`, and what Accelerate's scripts ask."""
+        """Provide `xla_mesh`, and `is_xla_gradients_synced` as Accelerate does."""
         mesh = None if self._sharding is None else self._sharding.mesh
         return {"xla_mesh": mesh, "is_xla_gradients_synced": not self._apart(accelerator)}
 
     def new_group(
         self, accelerator: AcceleratorView, ranks: Sequence[int] | None, device_type: str | None
     ) -> Any | None:
-        """Return a group in host memory, None for one of devices."""
+        """Return a group in host memory, or None for a group of devices."""
         if accelerator.num_processes == 1 or device_type != "cpu":
             return None
         return host_group(ranks, accelerator.group_timeout)
 
     def data_shard(self, accelerator: AcceleratorView) -> tuple[int, int]:
-        """Each process its own; under SPMD it deals them to its devices."""
+        """Return this process and the number of processes. SPMD splits the data further."""
         return accelerator.process_index, accelerator.num_processes
 
     loss_shard = data_shard
 
     def fixed_batch(self, accelerator: AcceleratorView) -> int | None:
-        """As many as parts of a batch; short ones are filled, for another shape is another graph."""
+        """Return the number of parts of a batch.
+
+        Short batches are padded, because a batch with another shape would need another graph.
+        """
         parts = 1 if self._sharding is None else self._sharding.data_parallel
         return max(parts // accelerator.num_processes, 1)
 
@@ -179,7 +187,7 @@ class XLABackend(XLACollectives, Backend):
     def prepare_model(
         self, accelerator: AcceleratorView, model: torch.nn.Module, evaluation_mode: bool
     ) -> torch.nn.Module:
-        """Cast the model if asked, and place its parameters on the mesh."""
+        """Convert the model to bf16 if requested, and shard its parameters over the mesh."""
         if self.settings.downcast_bf16:
             model = model.to(torch.bfloat16)
         if self._sharding is not None:
@@ -196,7 +204,7 @@ class XLABackend(XLACollectives, Backend):
     def feed_device(
         self, accelerator: AcceleratorView, batches: Iterator[Any], non_blocking: bool
     ) -> Iterator[Any]:
-        """Move batches one ahead, from this thread; run what is pending when one is taken."""
+        """Move batches to the device one ahead, and sync each time a batch is taken."""
         sync = imported().sync
         device = accelerator.device
         sharding = self._sharding
@@ -218,12 +226,12 @@ class XLABackend(XLACollectives, Backend):
     def backward(
         self, accelerator: AcceleratorView, loss: torch.Tensor, kwargs: dict[str, Any]
     ) -> None:
-        """Run backward, and all that is pending, so that each micro-batch is the same graph."""
+        """Run backward and sync, so that each micro-batch is the same graph."""
         super().backward(accelerator, loss, kwargs)
         self._reduced.clear()
         if accelerator.gradient_accumulation_steps > 1:
-            # A gradient that was never changed in place cannot give its memory back, which is another
-            # graph: that of the step in a cycle of one. XLA leaves out what this computes.
+            # Change each gradient in place. Otherwise its memory cannot be donated in a cycle of one
+            # batch, which would make another graph. XLA removes the multiplication.
             models = [list(model.parameters()) for model in accelerator.models]
             gradients = [p.grad for every in models for p in every if p.grad is not None]
             if gradients:
@@ -238,14 +246,14 @@ class XLABackend(XLACollectives, Backend):
         norm_type: float,
         clip_value: float | None,
     ) -> Any:
-        """Clip gradients that all ranks have alike."""
+        """Reduce the gradients over ranks, then clip them."""
         self._reduce(accelerator, parameters)
         return super().clip_grad(accelerator, parameters, max_norm, norm_type, clip_value)
 
     def optimizer_step(
         self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
-        """Reduce gradients that were not yet, step, and run it."""
+        """Reduce gradients that were not reduced yet, step, and sync."""
         groups = optimizer.param_groups
         self._reduce(accelerator, [one for group in groups for one in group["params"]])
         taken = super().optimizer_step(accelerator, optimizer, closure)
@@ -256,7 +264,7 @@ class XLABackend(XLACollectives, Backend):
         return self._sharding is None and bool(accelerator.num_processes > 1)
 
     def _reduce(self, accelerator: AcceleratorView, parameters: Sequence[torch.Tensor]) -> None:
-        """Average gradients over the processes, once after each backward; SPMD has done it."""
+        """Average gradients over processes, once after each backward. SPMD doesn't need this."""
         if not self._apart(accelerator):
             return
         new = [p for p in parameters if p.grad is not None and id(p) not in self._reduced]
@@ -269,8 +277,9 @@ class XLABackend(XLACollectives, Backend):
     # --- state ------------------------------------------------------------------------------------
 
     def model_state(self, accelerator: AcceleratorView, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the whole state in host memory; what is tied stays tied."""
-        from accelerate_xla import checkpoint  # a mesh for another backend asks this one, too
+        """Return the whole state in host memory. Tied tensors stay tied."""
+        # Imported here because this module is also imported for runs with another backend.
+        from accelerate_xla import checkpoint
 
         with library.synced():
             return checkpoint.on_host(accelerator.unwrap_model(model).state_dict(keep_vars=True))
@@ -282,7 +291,7 @@ class XLABackend(XLACollectives, Backend):
         state: Mapping[str, Any],
         strict: bool,
     ) -> None:
-        """Load it, and place it as before."""
+        """Load the state, and shard it as before."""
         super().load_model_state(accelerator, model, state, strict)
         if self._sharding is not None:
             self._sharding.again(accelerator.unwrap_model(model))
@@ -297,7 +306,7 @@ class XLABackend(XLACollectives, Backend):
     def load_optimizer_state(
         self, accelerator: AcceleratorView, optimizer: Any, state: Mapping[str, Any]
     ) -> None:
-        """Load it, and place it as the parameters are."""
+        """Load the state, and shard it like the parameters."""
         super().load_optimizer_state(accelerator, optimizer, state)
         if self._sharding is not None:
             self._sharding.place_state(optimizer)
@@ -306,11 +315,11 @@ class XLABackend(XLACollectives, Backend):
     consolidate = model_state
 
     def rng_state(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
-        """Return the seed that XLA draws from next."""
+        """Return the next seed of XLA's generator."""
         return {"xla": imported("core.xla_model").get_rng_state()}
 
     def load_rng_state(self, accelerator: AcceleratorView, state: Mapping[str, Any]) -> None:
-        """Set it."""
+        """Restore the seed of XLA's generator."""
         if "xla" in state:
             imported("core.xla_model").set_rng_state(int(state["xla"]))
 
@@ -325,7 +334,7 @@ class XLABackend(XLACollectives, Backend):
         options: Mapping[str, Any],
         later: bool,
     ) -> Callable[[], None] | None:
-        """Write shards, where these were asked for."""
+        """Write shards if the settings ask for them, else a whole checkpoint."""
         if not self.owns:
             return super().save_state(accelerator, directory, options, later)
         from accelerate_xla import checkpoint
@@ -336,17 +345,17 @@ class XLABackend(XLACollectives, Backend):
     def load_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
     ) -> None:
-        """Read shards of any mesh."""
+        """Read shards. They may have been written with another mesh."""
         if self.owns:
             from accelerate_xla import checkpoint
 
             optimizers, strict = options.get("load_optimizer", True), options.get("strict", True)
             checkpoint.load(accelerator, directory, optimizers=optimizers, strict=strict)
 
-    # --- what is told -----------------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------------
 
     def explain(self, accelerator: AcceleratorView) -> str:
-        """Tell the devices, where parameters lie, and, if asked, what was compiled."""
+        """Return the devices, the shardings and, with `metrics`, torch_xla's counters."""
         kind = library.device_kind()
         lines = [f"XLA on {kind}: {self.device_count(accelerator)} device(s)"]
         if self._sharding is not None:

@@ -1,4 +1,4 @@
-"""States in host memory, and checkpoints in the shards of the devices."""
+"""Model states in host memory, and sharded checkpoints."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _PLAIN = "plain.json"
 
 
 def on_host(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy tensors to the host, one that stands under two names once.
+    """Copy tensors to the host. A tensor with two names is copied once, so it stays tied.
 
-    Storages of XLA all have the address 0, so who looks for tied weights there finds all of them tied.
+    On XLA, all storages have the address 0. Code that compares addresses would find all weights tied.
     """
     made: dict[int, torch.Tensor] = {}
 
@@ -48,7 +48,11 @@ def on_host(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save(accelerator: AcceleratorView, directory: Path, later: bool) -> Callable[[], None] | None:
-    """Write what the devices of this process hold, each shard once; or copy it now and write it later."""
+    """Write each shard on this process's devices once.
+
+    Returns:
+        None, or with `later`, a function that writes the copied shards.
+    """
     shards: list[TensorShard] = []
     plain = []
     for number, model in enumerate(accelerator.models):
@@ -85,7 +89,7 @@ def _write(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what torch says of a process alone, and the libraries of themselves."""
+    """Hide torch's warning about a single process, and deprecation warnings inside libraries."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")
@@ -123,8 +127,8 @@ def _values(state: Mapping[str, Any]) -> Iterator[tuple[int, str, Any]]:
                 yield index, key, torch.as_tensor(value)
             elif value is not None:
                 raise CheckpointError(
-                    f"The optimizer keeps {key!r}, a {type(value).__name__}, which is neither a number "
-                    "nor a tensor: state_dict_type='FULL_STATE_DICT' saves it."
+                    f"The optimizer's state has {key!r}, a {type(value).__name__}. Sharded checkpoints "
+                    "only support numbers and tensors. Use state_dict_type='FULL_STATE_DICT'."
                 )
 
 
@@ -144,11 +148,11 @@ def _json(value: Any) -> Any:
 def load(
     accelerator: AcceleratorView, directory: Path, *, optimizers: bool = True, strict: bool = True
 ) -> None:
-    """Read what any mesh wrote.
+    """Read a sharded checkpoint. It may have been written with another mesh.
 
     Raises:
-        CheckpointError: something is missing or does not fit, and nothing has been changed; or a
-            file cannot be read.
+        CheckpointError: the checkpoint does not match the models and optimizers, which are then
+            unchanged; or a file cannot be read.
     """
     metadata = read_metadata(directory)
     stored = metadata.state_dict_metadata
@@ -198,21 +202,24 @@ def _compare(
             known.add(key)
             entry = stored.get(key)
             if not isinstance(entry, TensorStorageMetadata):
-                wrong += [f"{key} is missing there"] if strict else []
+                wrong += [f"{key} is missing in the checkpoint"] if strict else []
             elif entry.size != value.shape:
                 wrong.append(
-                    f"{key} has shape {list(entry.size)} there and {list(value.shape)} here"
+                    f"{key} has shape {list(entry.size)} in the checkpoint and "
+                    f"{list(value.shape)} in this run"
                 )
     lost = [key for key in stored if key.startswith("model.") and key not in known]
-    wrong += [f"{key} is in no model here" for key in lost] if strict else []
+    wrong += [f"{key} is in the checkpoint but in no model" for key in lost] if strict else []
     if plain is not None:
         kinds = [type(wrapper.optimizer).__name__ for wrapper in accelerator.optimizers]
         there = [one["class"] for one in plain]
         if kinds != there:
-            wrong.append(f"its optimizers are {there}, and here are {kinds}")
+            wrong.append(f"it has the optimizers {there}, but this run has {kinds}")
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-        raise CheckpointError(f"{directory} does not fit: {'; '.join(wrong[:3])}{more}.")
+        raise CheckpointError(
+            f"The checkpoint {directory} does not match this run: {'; '.join(wrong[:3])}{more}."
+        )
 
 
 def _optimizer_state(number: int, plain: Any, read: Mapping[str, Any], here: Any) -> dict[str, Any]:

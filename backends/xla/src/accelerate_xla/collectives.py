@@ -1,8 +1,9 @@
-"""The collectives of several processes, each with a device of its own.
+"""Collectives for several processes with one XLA device each.
 
-Written to the documentation of `torch_xla.core.xla_model`, and never run on more than one device:
-on the CPU processes do not see each other. What is no tensor goes over a group of gloo in host memory,
-which takes a tensor of XLA without an error and without an effect; so none of these hands it one.
+This module follows the documentation of `torch_xla.core.xla_model`. It was never run on more than
+one device, because processes of XLA on the CPU are not connected. Python objects are sent over a
+gloo group in host memory. gloo accepts XLA tensors without an error but does not change them, so
+nothing here passes it one.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from accelerate_xla.library import imported
 
 
 class XLACollectives(TorchCollectives):
-    """The contract's collectives for tensors on XLA devices."""
+    """The collectives of the contract, for tensors on XLA devices."""
 
     def gather(self, accelerator: Any, tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
-        """Return the ranks' flat tensors one after the other."""
+        """Return the flat tensors of all ranks, concatenated."""
         gathered: torch.Tensor = _model().all_gather(tensor, dim=0, pin_layout=False)
         return gathered
 
     def reduce(
         self, accelerator: Any, tensor: torch.Tensor, op: ReduceOp, scope: Scope
     ) -> torch.Tensor:
-        """Combine elementwise on every rank."""
+        """Return the elementwise sum, mean, maximum or minimum over all ranks."""
         scale = 1.0 / dist.get_world_size() if op == "mean" else 1.0
         reduced = _model().all_reduce("sum" if op == "mean" else op, [tensor], scale=scale)
         result: torch.Tensor = reduced[0]
@@ -37,7 +38,7 @@ class XLACollectives(TorchCollectives):
     def broadcast(
         self, accelerator: Any, tensor: torch.Tensor, src: int, scope: Scope
     ) -> torch.Tensor:
-        """Give every rank the tensor of rank `src`."""
+        """Send the tensor of rank `src` to every rank."""
         _model().collective_broadcast([tensor], root_ordinal=src)
         return tensor
 
@@ -49,14 +50,14 @@ class XLACollectives(TorchCollectives):
         src: int,
         scope: Scope,
     ) -> torch.Tensor:
-        """Give each rank its own part; the whole goes to each, as XLA has no other way."""
+        """Send each rank its part. XLA has no scatter, so every rank receives all parts."""
         count = dist.get_world_size()
         rank = dist.get_rank()
         whole = like.new_zeros(count * like.numel()) if parts is None else torch.cat([*parts])
         return self.broadcast(accelerator, whole, src, scope).view(count, -1)[rank].clone()
 
     def all_to_all(self, accelerator: Any, tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
-        """Exchange equal pieces."""
+        """Exchange pieces of equal size between all ranks."""
         count = dist.get_world_size()
         exchanged: torch.Tensor = _model().all_to_all(
             tensor, split_dimension=0, concat_dimension=0, split_count=count, pin_layout=False
@@ -64,7 +65,7 @@ class XLACollectives(TorchCollectives):
         return exchanged
 
     def barrier(self, accelerator: Any, scope: Scope) -> None:
-        """Run what is pending, and meet on the host."""
+        """Run all pending operations, then wait for the other processes."""
         imported().sync(wait=True)
         super().barrier(accelerator, scope)
 

@@ -1,4 +1,4 @@
-"""torch_xla, imported when it is used, and what a process has of it once."""
+"""Lazy import of torch_xla, and its process-wide state: devices, SPMD and the random generator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from accelerate_core.plugin import (
     process_global,
 )
 
-#: The torch that each torch_xla is built for has its number.
+#: Each torch_xla is built for the torch with the same version number.
 _PAIR = "Run: pip install torch=={0} torch_xla=={0}"
 
 
@@ -32,13 +32,13 @@ _chose_by_itself = False
 
 
 def named_device(environ: Mapping[str, str]) -> str | None:
-    """Return the kind of device that somebody has asked XLA for."""
+    """Return the type of device requested by `PJRT_DEVICE`, or None."""
     there = importlib.util.find_spec("torch_xla") is not None and not _chose_by_itself
     return environ.get(_DEVICE) if there else None
 
 
 def has_tpu(environ: Mapping[str, str]) -> bool:
-    """Tell whether this machine has a TPU and its library, without touching it."""
+    """Return whether this machine has a TPU and its library, without initialising it."""
     if importlib.util.find_spec("torch_xla") is None:
         return False
     there = glob("/dev/accel[0-9]*") or (glob("/dev/vfio/[0-9]*") and "TPU_NAME" in environ)
@@ -54,7 +54,7 @@ def imported(name: str = "") -> Any:
     """
     global _chose_by_itself
     if "torch_xla" not in sys.modules and _DEVICE not in os.environ:
-        _chose_by_itself = True  # it sets the variable when it is imported
+        _chose_by_itself = True  # importing torch_xla sets the variable
     try:
         return importlib.import_module(f"torch_xla.{name}" if name else "torch_xla")
     except ModuleNotFoundError as error:
@@ -67,8 +67,8 @@ def imported(name: str = "") -> Any:
         has = importlib.metadata.version("torch_xla")
         reason = str(error).splitlines()[0]
         raise ConfigurationError(
-            f"torch_xla {has} is built for torch {_minor(has)}, and torch here is "
-            f"{torch.__version__} ({reason}). {_PAIR.format(has)}"
+            f"torch_xla {has} is built for torch {_minor(has)}, but torch {torch.__version__} is "
+            f"installed ({reason}). {_PAIR.format(has)}"
         ) from None
 
 
@@ -78,7 +78,7 @@ def _minor(version: str) -> str:
 
 @dataclass
 class _Switch:
-    """SPMD of this process: XLA turns it on when the first device is touched, and never off."""
+    """Turns on SPMD for this process. XLA cannot turn it off again."""
 
     was_on: bool = False
     ours: bool = False
@@ -89,10 +89,10 @@ class _Switch:
             return
         if _is_touched() and not self.was_on:
             raise RuntimeConflictError(
-                "SPMD has to be on before a device of XLA is used, and this process has used one. "
-                "Construct the Accelerator first, or call torch_xla.runtime.use_spmd() first."
+                "SPMD must be turned on before the process uses an XLA device, but it already has. "
+                "Create the Accelerator or call torch_xla.runtime.use_spmd() earlier."
             )
-        # All that `use_spmd` does here; it would warn of devices an earlier Accelerator has used.
+        # What `use_spmd` does, without its warning about devices used by an earlier Accelerator.
         os.environ[_VARIABLE] = "1"
         self.was_on = True
         self.ours = True
@@ -107,31 +107,31 @@ _switch = _Switch()
 
 
 def refuse_after_spmd() -> None:
-    """Refuse one device in a process that computes on all of them.
+    """Reject an Accelerator without a mesh in a process that uses SPMD.
 
     Raises:
         RuntimeConflictError: an earlier Accelerator had a mesh.
     """
     if _switch.was_on and imported("runtime").global_runtime_device_count() > 1:
         raise RuntimeConflictError(
-            "An earlier Accelerator of this process had a mesh, and XLA cannot turn SPMD off again. "
-            "Ask for a mesh, or start a new process."
+            "An earlier Accelerator in this process had a mesh, and XLA cannot turn SPMD off again. "
+            "Pass a ParallelismConfig, or start a new process."
         )
 
 
 def spmd_devices() -> int:
-    """Turn SPMD on, and return how many devices its mesh has to have."""
+    """Turn SPMD on, and return the number of devices, which is the size of the mesh."""
     _switch.on()
     return int(imported("runtime").global_runtime_device_count())
 
 
 def start_spmd(sizes: Mapping[str, int]) -> Any:
-    """Let this process compute on all devices, as a mesh of these sizes; return the mesh.
+    """Turn SPMD on for this process and return a mesh of all devices.
 
     Raises:
-        RuntimeConflictError: another Accelerator of this process has another mesh, or the script has
-            used a device on its own.
-        ConfigurationError: there are more or fewer devices.
+        RuntimeConflictError: another Accelerator in this process has another mesh, or the process
+            used a device before.
+        ConfigurationError: the number of devices does not match the sizes.
     """
     return process_global(
         "torch_xla.spmd", dict(sizes), lambda: _mesh(sizes), lambda _: _switch.off()
@@ -146,8 +146,8 @@ def _mesh(sizes: Mapping[str, int]) -> Any:
         how = " (CPU_NUM_DEVICES)" if runtime.device_type() == "CPU" else ""
         product = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise ConfigurationError(
-            f"ParallelismConfig asks for a mesh of {product} = {needed} devices, and XLA has "
-            f"{count}{how} here. Under SPMD one process computes on all of them: change a size."
+            f"ParallelismConfig needs a mesh of {product} = {needed} devices, but XLA has "
+            f"{count}{how}. With SPMD, the mesh must use all devices. Change a size."
         )
     import numpy
 
@@ -162,7 +162,7 @@ def _is_touched() -> bool:
 
 @contextmanager
 def synced() -> Iterator[None]:
-    """Run what is pending, and leave the generator as it was: each `sync` moves it on."""
+    """Run pending operations, and restore the random generator, which each `sync` advances."""
     model = imported("core.xla_model")
     seed = model.get_rng_state()
     imported().sync()
@@ -173,45 +173,45 @@ def synced() -> Iterator[None]:
 
 
 class Generator:
-    """XLA's generator as those of torch's devices are: its seed as eight bytes."""
+    """XLA's random generator with the interface of `torch.cuda`. The state is the seed's 8 bytes."""
 
     def is_available(self) -> bool:
-        """Yes: the backend is active."""
+        """Return True, because this object only exists when the backend is active."""
         return True
 
     def get_rng_state(self) -> torch.Tensor:
-        """Return the seed that is drawn from next."""
+        """Return the next seed as bytes."""
         seed: int = imported("core.xla_model").get_rng_state()
         return torch.tensor(list(seed.to_bytes(8, "little")), dtype=torch.uint8)
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Set it."""
+        """Set the next seed."""
         imported("core.xla_model").set_rng_state(int.from_bytes(state.tolist(), "little"))
 
 
 def device_kind() -> str:
-    """Return what XLA computes on here: `TPU`, `CPU`, ..."""
+    """Return the type of XLA's devices, such as `TPU` or `CPU`."""
     return str(imported("runtime").device_type())
 
 
-def refuse_blind_processes(num_processes: int) -> None:
-    """Refuse several processes on the CPU: each would train alone, and nothing would fail.
+def refuse_unconnected_processes(num_processes: int) -> None:
+    """Reject several processes on the CPU, where each would train alone without an error.
 
     Raises:
-        ConfigurationError: with the way to have several devices there.
+        ConfigurationError: there are several. The message says how to use several devices instead.
     """
     kind = os.environ.get(_DEVICE, "").upper() or device_kind()
     if num_processes > 1 and kind.startswith("CPU"):
         raise ConfigurationError(
-            f"{num_processes} processes were started for XLA on the CPU, where processes do not "
-            "see each other: each would train alone. Start one process; for several devices "
-            f"set CPU_NUM_DEVICES={num_processes} and pass a ParallelismConfig, such as "
+            f"{num_processes} processes were started for XLA on the CPU, where XLA does not connect "
+            "processes, so each would train alone. Start one process. For several devices, set "
+            f"CPU_NUM_DEVICES={num_processes} and pass a ParallelismConfig, such as "
             f"dp_replicate_size={num_processes}."
         )
 
 
 def register_compiler(dynamo: Any) -> None:
-    """Give torch_xla's compiler the older names that Accelerate has for it, if one is asked for."""
+    """Register torch_xla's compiler under Accelerate's older name for it, if that was requested."""
     name = str(dynamo.backend).lower()
     if dynamo.enabled and name in _COMPILERS:
         from torch._dynamo.backends import registry

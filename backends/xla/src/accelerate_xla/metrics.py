@@ -1,4 +1,4 @@
-"""What torch_xla has compiled, moved and handed to the CPU, by its own counters."""
+"""Reports on compilations, transfers and CPU fallbacks, from torch_xla's counters."""
 
 from __future__ import annotations
 
@@ -10,36 +10,44 @@ import torch
 from accelerate_core.plugin import flatten
 from accelerate_xla.library import imported
 
-#: So often it is told by itself.
-_TOLD = 3
+#: Maximum number of warnings.
+_MAX_WARNINGS = 3
 
 
 class Compilations:
-    """Tells of graphs that were compiled after a loop should have had all of them.
+    """Warns about graphs that are compiled later than expected in a training loop.
 
     Args:
-        tell: says a text once.
+        warn_once: logs a warning, unless the same text was logged before.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, warn_once: Callable[[str], None]) -> None:
+        self._warn_once = warn_once
         self._count = imported("debug.metrics").counter_value
-        self._told = 0
+        self._warnings = 0
         self.begin(1)
 
     def begin(self, cycle: int) -> None:
-        """Expect new graphs again: a model was prepared, which is trained in cycles of so many batches."""
-        # In two cycles all have been there: gradients and an optimizer's state are new in the first.
+        """Expect new graphs for a newly prepared model.
+
+        Args:
+            cycle: number of batches in an accumulation cycle.
+        """
+        # Two cycles, because the first one creates gradients and the optimizer's state.
         self._expected = {True: 2 * cycle, False: 2}
         self._shapes: dict[bool, set[Any]] = {True: set(), False: set()}
 
     @property
     def total(self) -> int:
-        """Graphs that this process has compiled."""
+        """Number of graphs that this process has compiled."""
         return int(self._count("UncachedCompile") or 0)
 
     def watch(self, batch: Any, before: int) -> None:
-        """Look at the step that `batch` has gone through; `before` is what `total` was when it came."""
+        """Warn if the step of `batch` compiled graphs unexpectedly.
+
+        Args:
+            before: the value of `total` before the step.
+        """
         trains = torch.is_grad_enabled()
         shapes = self._shapes[trains]
         own = _shapes(batch)
@@ -50,22 +58,22 @@ class Compilations:
             self._expected[trains] -= 1
             return
         many = self.total - before
-        if not many or self._told >= _TOLD:
+        if not many or self._warnings >= _MAX_WARNINGS:
             return
         if not (new or trains):
-            return  # the last batch of an evaluation: what fills it is left out of metrics
-        self._told += 1
+            return  # the last batch of an evaluation, where padding is removed from metrics
+        self._warnings += 1
         if new:
             seen = " and ".join(_text(one) for one in known)
-            cause = f"a batch of the shape {_text(own)} was new (before: {seen})"
+            cause = f"The batch has a new shape, {_text(own)} (before: {seen})."
         else:
             cause = (
-                f"the batch's shape {_text(own)} was not new: a number of Python's that changes, a shape "
-                "that follows from values, or an operation that this step had for the first time"
+                f"The batch's shape, {_text(own)}, is not new. Look for a Python number that changes, "
+                "a shape that depends on values, or an operation that first ran in this step."
             )
-        self._tell(
-            f"XLA compiled {many} new graph(s) in a step that should have had none: {cause}. "
-            "XLAPlugin(metrics=True) shows all in accelerator.explain()."
+        self._warn_once(
+            f"XLA unexpectedly compiled {many} new graph(s) in this step. {cause} For details, set "
+            "XLAPlugin(metrics=True) and print accelerator.explain()."
         )
 
 
@@ -78,7 +86,7 @@ def _text(shapes: tuple[Any, ...]) -> str:
 
 
 def report() -> list[str]:
-    """Return what a user of XLA looks for first, one line each."""
+    """Return one line for each metric that is useful to a user of XLA."""
     metrics = imported("debug.metrics")
     lines = []
     for name, what in (
@@ -93,6 +101,6 @@ def report() -> list[str]:
             lines.append(f"{what}: {data[0]} in {data[1] / 1e9:.3f} s")
     for name in metrics.executed_fallback_ops():
         lines.append(
-            f"on the CPU, since XLA has it not: {name}, {metrics.counter_value(name)} times"
+            f"on the CPU, because XLA does not support it: {name}, {metrics.counter_value(name)} times"
         )
     return lines

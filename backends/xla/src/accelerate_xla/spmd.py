@@ -1,7 +1,7 @@
-"""One process, a mesh of all devices: which tensor lies where.
+"""SPMD: how tensors are sharded when one process computes on a mesh of all devices.
 
-XLA places every operation by the shardings of what goes in, and adds the collectives. So a sharding
-is a hint: results are those of one device, whatever it is.
+XLA derives the placement of each operation from the shardings of its inputs, and inserts the
+collectives. A sharding is therefore only a hint. Results don't depend on it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from accelerate_core.plugin import ConfigurationError, did_you_mean, listing, map_tensors
 from accelerate_xla.library import imported
 
-#: Style -> which dimension of a Linear's weight, and of an Embedding's, lies over `tp`.
+#: Style -> the dimension of a Linear's weight, and of an Embedding's, that is split over `tp`.
 _STYLES: dict[str, tuple[int, int] | None] = {
     "colwise": (0, 1),
     "colwise_rep": (0, 1),
@@ -33,7 +33,7 @@ Spec = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a parameter lies: the dimension of the mesh, or None, per dimension of its own."""
+    """The sharding of a parameter: a mesh dimension, or None, for each dimension of the parameter."""
 
     parameter: nn.Parameter
     spec: Spec
@@ -43,9 +43,9 @@ class Sharding:
     """The shardings of one mesh.
 
     Args:
-        mesh: of torch_xla.
-        sizes: dimension -> number of devices, those above 1.
-        hosts: processes that each give a part of the global batch.
+        mesh: the mesh, an object of torch_xla.
+        sizes: dimension -> number of devices, without dimensions of size 1.
+        hosts: number of processes that each provide a part of the global batch.
     """
 
     def __init__(self, mesh: Any, sizes: Mapping[str, int], hosts: int = 1) -> None:
@@ -53,37 +53,40 @@ class Sharding:
         self._sizes = dict(sizes)
         self._hosts = hosts
         data = tuple(name for name in ("dp_replicate", "dp_shard") if name in sizes)
-        #: What a batch's first dimension lies over.
+        #: The mesh dimensions over which the first dimension of a batch is split.
         self._data: Any = data[0] if len(data) == 1 else data or None
         self._batches: dict[int, Any] = {}
         self._of: dict[int, Placed] = {}
 
     @property
     def data_parallel(self) -> int:
-        """Number of parts of a batch."""
+        """Number of parts into which a batch is split."""
         return self._sizes.get("dp_replicate", 1) * self._sizes.get("dp_shard", 1)
 
     # --- batches ----------------------------------------------------------------------------------
 
     def put(self, batch: Any, device: torch.device) -> Any:
-        """Move a batch, its samples dealt to the devices; what cannot be dealt is on each of them."""
+        """Move a batch to the devices, with its samples split between them.
+
+        A tensor that cannot be split evenly is copied to every device.
+        """
         send = imported("core.xla_model").send_cpu_data_to_device
 
         def put(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type != "cpu":
                 return tensor
-            dealt = tensor.ndim and not tensor.shape[0] % (self.data_parallel // self._hosts)
-            spec = self._batch_spec(tensor) if dealt and self._data else None
+            splits = tensor.ndim and not tensor.shape[0] % (self.data_parallel // self._hosts)
+            spec = self._batch_spec(tensor) if splits and self._data else None
             moved: torch.Tensor = send([tensor], device, input_sharding=spec)[0]
             return moved
 
         return map_tensors(put, batch)
 
     def _batch_spec(self, tensor: torch.Tensor) -> Any:
-        """Return how samples are dealt, None where torch_xla cannot say it.
+        """Return how samples are split, or None if torch_xla cannot express it.
 
-        A tensor of fewer dimensions than the mesh, such as labels, is moved whole; XLA takes each
-        device's part of it.
+        A tensor with fewer dimensions than the mesh, such as labels, is copied to every device. XLA
+        then uses the part that each device needs.
         """
         if tensor.ndim not in self._batches:
             make = imported("distributed.spmd").ShardingSpec
@@ -92,20 +95,21 @@ class Sharding:
             self._batches[tensor.ndim] = spec if can else None
         return self._batches[tensor.ndim]
 
-    # --- parameters and what belongs to them ------------------------------------------------------
+    # --- parameters and optimizer state -----------------------------------------------------------
 
     def place(self, model: nn.Module, plan: Mapping[str, Any] | None) -> None:
-        """Place a model's parameters: over `tp` by the plan, then over `dp_shard`.
+        """Shard a model's parameters, over `tp` according to the plan, then over `dp_shard`.
 
         Raises:
-            ConfigurationError: the plan names no module, or a style that is not known.
+            ConfigurationError: there is no plan, it matches no module, has an unknown style, or
+                asks for a split that is not possible.
         """
         chosen = self._by_plan(model, plan) if self._sizes.get("tp", 1) > 1 else {}
         shards = self._sizes.get("dp_shard", 1)
         for parameter in model.parameters():
             spec = list(chosen.get(id(parameter), (None,) * parameter.ndim))
             if shards > 1:
-                # As FSDP does, along the first dimension that can be divided.
+                # Along the first dimension that is divisible.
                 for dimension, taken in enumerate(spec):
                     if taken is None and not parameter.shape[dimension] % shards:
                         spec[dimension] = "dp_shard"
@@ -117,8 +121,9 @@ class Sharding:
         plan = given or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
         if not plan:
             raise ConfigurationError(
-                f"Tensor parallelism needs a plan, and {type(model).__name__} has no tp_plan: "
-                "ParallelismConfig(tp_handler={'layers.*.fc1': 'colwise', 'layers.*.fc2': 'rowwise'})."
+                f"Tensor parallelism needs a plan, but {type(model).__name__} has no tp_plan. Pass "
+                "one, such as ParallelismConfig(tp_handler={'layers.*.fc1': 'colwise', "
+                "'layers.*.fc2': 'rowwise'})."
             )
         chosen: dict[int, Spec] = {}
         for name, module, style in _matches(model, plan):
@@ -127,22 +132,23 @@ class Sharding:
                 continue
             if not isinstance(module, nn.Linear | nn.Embedding):
                 raise ConfigurationError(
-                    f"The tensor parallel plan splits {name!r}, a {type(module).__name__}; only Linear "
-                    "and Embedding can be split. Name the layers inside of it."
+                    f"The tensor parallel plan splits {name!r}, a {type(module).__name__}, but only "
+                    "Linear and Embedding can be split. Name the layers inside it instead."
                 )
             at = dimensions[isinstance(module, nn.Embedding)]
             if module.weight.shape[at] % self._sizes["tp"]:
                 raise ConfigurationError(
-                    f"Tensor parallelism over {self._sizes['tp']} devices cannot divide dimension {at} of "
-                    f"{name}.weight, which is {list(module.weight.shape)}. Choose a size it divides, "
-                    "or leave that module out of the plan."
+                    f"Dimension {at} of {name}.weight, with shape {list(module.weight.shape)}, is not "
+                    f"divisible by tp_size={self._sizes['tp']}. Change the size, or remove this "
+                    "module from the plan."
                 )
             spec = tuple("tp" if dimension == at else None for dimension in range(2))
             if chosen.setdefault(id(module.weight), spec) != spec:
                 raise ConfigurationError(
-                    f"{name}.weight is also another module's, which the tensor parallel plan splits "
-                    "along the other dimension. Give both modules styles that split it alike (an "
-                    "embedding 'rowwise' and a head 'colwise'), or leave both out."
+                    f"{name}.weight is shared with another module, which the tensor parallel plan "
+                    "splits along the other dimension. Use styles that split it along the same "
+                    "dimension ('rowwise' for an embedding and 'colwise' for a head), or remove both "
+                    "from the plan."
                 )
             bias = getattr(module, "bias", None)
             if bias is not None and at == 0:
@@ -150,12 +156,12 @@ class Sharding:
         return chosen
 
     def placed(self, parameter: torch.Tensor) -> Placed | None:
-        """Return where a parameter lies, None for one that was not placed."""
+        """Return the sharding of a parameter, or None if it has none."""
         found = self._of.get(id(parameter))
         return found if found is not None and found.parameter is parameter else None
 
     def place_state(self, optimizer: Any) -> None:
-        """Place an optimizer's state that was loaded, as its parameters lie."""
+        """Shard the loaded state of an optimizer like its parameters."""
         for parameter, state in optimizer.state.items():
             if (found := self.placed(parameter)) is None:
                 continue
@@ -165,7 +171,7 @@ class Sharding:
                     self._mark(value, found.spec)
 
     def again(self, model: nn.Module) -> None:
-        """Place a model's parameters as before, after they were loaded."""
+        """Shard a model's parameters as before, after new values were loaded."""
         for parameter in model.parameters():
             if (found := self.placed(parameter)) is not None:
                 self._mark(parameter, found.spec)
@@ -183,7 +189,7 @@ class Sharding:
         sharding.mark_sharding(value, self.mesh, spec)
 
     def table(self) -> list[str]:
-        """Return one line for each sharding: how many tensors, and bytes per device."""
+        """Return a line for each sharding, with the number of tensors and the bytes per device."""
         found: dict[Spec, list[int]] = {}
         for one in self._of.values():
             parts = 1
@@ -206,7 +212,7 @@ def _matches(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, n
         if not hits:
             general = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in modules})
             raise ConfigurationError(
-                f"The tensor parallel plan names {pattern!r}, which matches no module of "
+                f"{pattern!r} in the tensor parallel plan matches no module of "
                 f"{type(model).__name__}.{did_you_mean(pattern, general)}"
             )
         for name in hits:
@@ -216,7 +222,7 @@ def _matches(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, n
 def _dimensions(style: Any) -> tuple[int, int] | None:
     if not isinstance(style, str) or style not in _STYLES:
         raise ConfigurationError(
-            f"The tensor parallel plan has the style {style!r}; XLA, which places activations by "
-            f"itself, takes {listing(_STYLES)}.{did_you_mean(str(style), _STYLES)}"
+            f"XLA does not support the style {style!r} in a tensor parallel plan. It supports "
+            f"{listing(_STYLES)}.{did_you_mean(str(style), _STYLES)}"
         )
     return _STYLES[style]

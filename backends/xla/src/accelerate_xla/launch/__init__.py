@@ -1,1 +1,1 @@
-"""How programs are started on TPUs: processes of one host, the hosts of a pod, and their setup."""
+"""Launching on TPUs: on one host, on all hosts of a pod, and the setup of hosts."""

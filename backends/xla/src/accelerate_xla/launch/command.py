@@ -1,4 +1,4 @@
-"""`accelerate-core tpu-config`."""
+"""The command `accelerate-core tpu-config`."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ def _underscores(name: str) -> str:
         "token_normalize_func": _underscores,
     },
 )
-@click.option("--config_file", metavar="FILE", help="YAML file with what is not given here")
-@click.option("--tpu_name", help="name of the TPU, as gcloud knows it")
+@click.option(
+    "--config_file", metavar="FILE", help="YAML file with options that are not given here"
+)
+@click.option("--tpu_name", help="name of the TPU in gcloud")
 @click.option("--tpu_zone", help="zone of the TPU")
 @click.option("--use_alpha", is_flag=True, help="run gcloud alpha instead of gcloud")
 @click.option(
-    "--command", "commands", multiple=True, help="command for the hosts; several in order"
+    "--command", "commands", multiple=True, help="command to run on the hosts (repeatable)"
 )
-@click.option("--command_file", metavar="FILE", help="file of commands")
-@click.option("--install_accelerate", is_flag=True, help=f"install {_PACKAGE} there first")
-@click.option("--accelerate_version", default="latest", help="version of it; default: the latest")
-@click.option("--debug", is_flag=True, help="print what would be run, and run nothing")
+@click.option("--command_file", metavar="FILE", help="file with one command per line")
+@click.option("--install_accelerate", is_flag=True, help=f"first install {_PACKAGE} on the hosts")
+@click.option("--accelerate_version", default="latest", help="version to install (default: latest)")
+@click.option("--debug", is_flag=True, help="print the command without running it")
 def command(
     config_file: str | None,
     tpu_name: str | None,
@@ -52,14 +54,14 @@ def command(
     accelerate_version: str,
     debug: bool,
 ) -> None:
-    """Run commands on every host of a TPU pod, to set it up.
+    """Set up the hosts of a TPU pod by running commands on each of them.
 
-    They run one after the other in /usr/share, and the first that fails ends them. What is not given
-    is read from the config file: tpu_name, tpu_zone, commands, command_file.
+    The commands run in order in /usr/share, and stop at the first that fails. The config file can
+    provide tpu_name, tpu_zone, commands and command_file.
     """
-    said = _settings(config_file)
-    file = command_file or (None if commands else said.command_file)
-    lines = list(commands or (said.commands or () if file is None else ()))
+    settings = _settings(config_file)
+    file = command_file or (None if commands else settings.command_file)
+    lines = list(commands or (settings.commands or () if file is None else ()))
     if file is not None:
         lines += _read(file)
     if install_accelerate:
@@ -68,22 +70,23 @@ def command(
         )
     if not lines:
         raise ConfigurationError(
-            "There is nothing to run on the hosts: give --command or --command_file (in a config "
-            "file: commands or command_file), or --install_accelerate."
+            "There are no commands to run on the hosts. Pass --command or --command_file (in a "
+            "config file: commands or command_file), or --install_accelerate."
         )
     text = "\n".join(["set -e", "cd /usr/share", *lines])
-    words = gcloud(tpu_name or said.tpu_name, tpu_zone or said.tpu_zone, text, alpha=use_alpha)
+    name, zone = tpu_name or settings.tpu_name, tpu_zone or settings.tpu_zone
+    words = gcloud(name, zone, text, alpha=use_alpha)
     if debug:
         click.echo(f"Running {shlex.join(words)}")
         return
     if shutil.which("gcloud") is None:
         raise ConfigurationError(
-            "gcloud was not found on this machine: install the Google Cloud CLI, or see with --debug "
-            "what it would be given."
+            "gcloud was not found on this machine. Install the Google Cloud CLI. To only print the "
+            "command, pass --debug."
         )
     status = subprocess.run(words, check=False).returncode
     if status:
-        click.echo(f"The hosts were not set up: gcloud ended with exit status {status}.", err=True)
+        click.echo(f"The hosts were not set up: gcloud failed with exit status {status}.", err=True)
         sys.exit(status)
     click.echo("The hosts of the pod are set up.")
 
@@ -91,8 +94,8 @@ def command(
 def _settings(config_file: str | None) -> TPUPod:
     default = default_config_path(os.environ)
     file = config_file or os.environ.get(CONFIG) or (str(default) if default.is_file() else "")
-    said: TPUPod = resolve_settings(TPUPod, None, Sources.of({**os.environ, CONFIG: file}))[0]
-    return said
+    settings: TPUPod = resolve_settings(TPUPod, None, Sources.of({**os.environ, CONFIG: file}))[0]
+    return settings
 
 
 def _read(file: str) -> list[str]:
@@ -107,7 +110,7 @@ def _package(version: str) -> list[str]:
         return ["-U", _PACKAGE]
     if version == "dev":
         raise ConfigurationError(
-            "--accelerate_version dev is not offered: name a version, or install from a clone with "
-            '--command "pip install ...".'
+            "--accelerate_version dev is not supported. Name a version, or install from a clone "
+            'with --command "pip install ...".'
         )
     return [f"{_PACKAGE}=={version}"]

@@ -1,6 +1,6 @@
-"""`python -m accelerate_xla.launch.hosts --host A --host B COMMAND`: one command on several hosts by ssh.
+"""`python -m accelerate_xla.launch.hosts --host A --host B COMMAND`: run COMMAND on hosts with ssh.
 
-When it fails on one of them it is ended on the others, which would wait for that one.
+If it fails on one host, it is terminated on the others, because they would wait for that host.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ import sys
 import time
 from collections.abc import Sequence
 
-#: A terminal on the host, so that what runs there ends with the connection; no questions.
+#: `-tt` allocates a terminal, so that the command ends when the connection does. BatchMode never
+#: asks for a password.
 _SSH = ("ssh", "-tt", "-o", "BatchMode=yes")
 
 
 def run(hosts: Sequence[str], command: str) -> int:
-    """Run a line of a shell on all hosts; return the exit status of the first that failed, or 0."""
+    """Run a shell command on all hosts.
+
+    Returns:
+        The exit status of the first host that failed, or 0.
+    """
     if shutil.which("ssh") is None:
-        sys.stderr.write("ssh was not found on this machine: install OpenSSH's client.\n")
+        sys.stderr.write("ssh was not found on this machine. Install the OpenSSH client.\n")
         return 1
     started = {
         host: subprocess.Popen([*_SSH, host, command], stdin=subprocess.DEVNULL)
@@ -46,12 +51,12 @@ def _failed(host: str, status: int) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Read the command line and run what it says."""
+    """Parse the command line and run the command."""
     parser = argparse.ArgumentParser("python -m accelerate_xla.launch.hosts", description=__doc__)
     parser.add_argument("--host", action="append", required=True)
     parser.add_argument("command")
-    said = parser.parse_args(words)
-    sys.exit(run(said.host, said.command))
+    arguments = parser.parse_args(words)
+    sys.exit(run(arguments.host, arguments.command))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The launcher `tpu`: one process for each TPU of this host, or one that computes on all of them."""
+"""The launcher `tpu`: one process per TPU of this host, or one process for all of them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from accelerate_xla.launch.settings import TPULaunch
 
 logger = logging.getLogger(__name__)
 
-#: Asks for this launcher.
+#: Requests this launcher.
 SWITCH = "ACCELERATE_USE_TPU"
-#: Asks for a mesh of devices.
+#: Requests a mesh of devices.
 _MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
-#: Options of torchrun that a failed or watched process would need.
-_OF_AN_AGENT = ("max_restarts", "log_dir", "tee")
+#: Options that only torchrun supports.
+_TORCHRUN_OPTIONS = ("max_restarts", "log_dir", "tee")
 
 
 class TPULauncher:
-    """Start one process for each TPU of this host."""
+    """Start one process per TPU of this host."""
 
     name = "tpu"
     api_version = (1, 0)
@@ -39,10 +39,10 @@ class TPULauncher:
         self.settings = settings
 
     def accepts(self, plan: LaunchPlan) -> bool:
-        """Whether a TPU is asked for; a function starts on one that is there, too."""
+        """Return whether a TPU is requested, or available when the plan launches a function."""
         if plan.launcher == self.name:
             return True
-        if "RANK" in plan.environment:  # this process is one that somebody else has started
+        if "RANK" in plan.environment:  # another launcher started this process
             return False
         on_cpu = _value(plan, "cpu") or parse_bool(os.environ.get("ACCELERATE_USE_CPU", ""))
         if (asked := plan.contributed.get(SWITCH)) is not None:
@@ -56,7 +56,7 @@ class TPULauncher:
         """Return the command that starts the plan on this host.
 
         Raises:
-            ConfigurationError: the plan has what torch_xla cannot do.
+            ConfigurationError: torch_xla does not support the plan.
         """
         one = self._in_one_process(plan)
         function = self._function(plan)
@@ -73,7 +73,7 @@ class TPULauncher:
         return [*command, plan.target.path, *plan.target.arguments]
 
     def launch_environment(self, plan: LaunchPlan) -> Mapping[str, str]:
-        """Return what the processes find set: a TPU is what XLA uses, and XLA is the backend."""
+        """Return variables for the processes, which select the xla backend and the TPU."""
         around = {**os.environ, **plan.environment}
         made = {"ACCELERATE_BACKEND": "xla", "PJRT_DEVICE": around.get("PJRT_DEVICE") or "TPU"}
         if self.settings.downcast_bf16:
@@ -88,8 +88,8 @@ class TPULauncher:
         """Run a function in the processes of the plan.
 
         Raises:
-            ConfigurationError: the plan has what torch_xla cannot do.
-            RuntimeConflictError: this process has used a device, or has an Accelerator.
+            ConfigurationError: torch_xla does not support the plan.
+            RuntimeConflictError: this process has used a device or has an Accelerator.
             RankFailedError: a process failed.
         """
         from accelerate_xla.launch import spawning
@@ -107,14 +107,14 @@ class TPULauncher:
         PrepareForLaunch(spawn, environment=environment)(function, args)
 
     def _in_one_process(self, plan: LaunchPlan) -> bool:
-        """Tell whether the plan has one process, after a look at what cannot be."""
+        """Return whether the plan has one process, after checking that it is supported."""
         _refuse(plan)
         number = plan.asked_processes
         mesh = asks_for_spmd(plan)
         if mesh:
             if number is not None and number.value > 1:
                 logger.warning(
-                    "num_processes=%s: one process is started, which computes on all devices (SPMD, "
+                    "num_processes=%s is ignored: one process is started for all devices (SPMD, "
                     "because of %s).",
                     number,
                     mesh,
@@ -122,25 +122,26 @@ class TPULauncher:
             return True
         around = {**os.environ, **plan.environment}
         if around.get("PJRT_DEVICE", "").upper().startswith("CPU"):
-            _refuse_blind(number, around)
+            _refuse_unconnected(number, around)
         return number is not None and number.value == 1
 
     def _function(self, plan: LaunchPlan) -> str | None:
-        """Return the function of the script that is to be called, None to run it as a program.
+        """Return the function of the script to call, or None to run the script as a program.
 
-        Accelerate writes `main` into every config file. It is called if the script does not start by
-        itself.
+        Accelerate writes `main` into every config file, so `main` is only called if the script
+        defines it without calling it.
         """
         if (name := _value(plan, "main_training_function")) is not None:
             return str(name)
         name = self.settings.main_training_function
         if name != "main":
             return name
-        return name if plan.target.kind == "script" and _waits_for(plan.target.name, name) else None
+        calls_nothing = plan.target.kind == "script" and _only_defines(plan.target.name, name)
+        return name if calls_nothing else None
 
 
-def _waits_for(script: str, name: str) -> bool:
-    """Tell whether a script defines a function and does not start by itself."""
+def _only_defines(script: str, name: str) -> bool:
+    """Return whether a script defines a function without calling it at the top level."""
     with suppress(OSError, SyntaxError, ValueError):
         tree = ast.parse(Path(script).read_text(encoding="utf-8"))
         defined = {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}
@@ -156,10 +157,11 @@ def _waits_for(script: str, name: str) -> bool:
 
 
 def asks_for_spmd(plan: LaunchPlan) -> str:
-    """Return what asks for one process on all devices, "" if nothing does."""
+    """Return the variable that requests one process for all devices, or an empty string."""
     around = {**os.environ, **plan.environment}
-    if (said := around.get("ACCELERATE_XLA_SPMD")) is not None:
-        return "ACCELERATE_XLA_SPMD" if parse_bool(said) else ""
+    spmd = around.get("ACCELERATE_XLA_SPMD")
+    if spmd is not None:
+        return "ACCELERATE_XLA_SPMD" if parse_bool(spmd) else ""
     sizes = (
         name
         for name, value in around.items()
@@ -174,43 +176,44 @@ def _refuse(plan: LaunchPlan) -> None:
     backend = _value(plan, "backend") or os.environ.get("ACCELERATE_BACKEND") or "xla"
     if backend != "xla":
         raise ConfigurationError(
-            f"The launcher tpu starts processes for the backend 'xla', and {_said(plan, 'backend')} "
-            f"asks for {backend!r}. Leave one of them out."
+            f"The launcher tpu only supports the backend 'xla', but {_source(plan, 'backend')} "
+            f"requests {backend!r}. Leave one of them out."
         )
     if _value(plan, "cpu"):
         raise ConfigurationError(
-            f"--tpu contradicts running on the CPU ({_said(plan, 'cpu')}). To try a script without "
-            "a TPU set PJRT_DEVICE=CPU."
+            f"--tpu contradicts running on the CPU ({_source(plan, 'cpu')}). To try a script without "
+            "a TPU, set PJRT_DEVICE=CPU."
         )
     if plan.target.kind == "program":
         raise ConfigurationError(
-            f"--no_python cannot be used with --tpu: {plan.target.name!r} is no Python, in which "
-            "torch_xla's processes run."
+            "--no_python cannot be used with --tpu, because torch_xla's processes run Python and "
+            f"{plan.target.name!r} is another program."
         )
     if plan.num_machines > 1:
         raise ConfigurationError(
-            f"num_machines={plan.num_machines}: the hosts of a TPU pod know each other by themselves. "
-            "Leave it out; --tpu_cluster starts the script on all of them."
+            f"num_machines={plan.num_machines} is not supported with --tpu, because the hosts of a "
+            "TPU pod find each other. Leave it out, and pass --tpu_cluster to start the script on "
+            "all hosts."
         )
-    asked = [name for name in _OF_AN_AGENT if getattr(plan, name)]
-    if asked:
+    given = [name for name in _TORCHRUN_OPTIONS if getattr(plan, name)]
+    if given:
         raise ConfigurationError(
-            f"--{asked[0]} belongs to torchrun; processes on TPUs are started by torch_xla, which "
-            "does not have it. Leave it out."
+            f"--{given[0]} is an option of torchrun and not supported with --tpu, where torch_xla "
+            "starts the processes. Leave it out."
         )
 
 
-def _refuse_blind(number: Any, around: Mapping[str, str]) -> None:
-    """Refuse what trains silently alone, or hangs: several processes or threads on the CPU."""
+def _refuse_unconnected(number: Any, around: Mapping[str, str]) -> None:
+    """Reject several processes or threads on the CPU, which would hang or train alone."""
     devices = around.get("CPU_NUM_DEVICES") or "1"
     asked = f"num_processes={number}" if number and number.value > 1 else ""
     asked = asked or (f"CPU_NUM_DEVICES={devices}" if devices != "1" else "")
     if asked:
         count = number.value if number and number.value > 1 else devices
         raise ConfigurationError(
-            f"{asked} with PJRT_DEVICE=CPU: processes on the CPU do not see each other, so that each "
-            "would train alone and nothing would fail. For several devices use one process "
-            f"(SPMD): CPU_NUM_DEVICES={count} and --parallelism_config_dp_replicate_size {count}."
+            f"{asked} is not supported with PJRT_DEVICE=CPU: XLA does not connect processes on the "
+            "CPU, so each would train alone without an error. For several devices, use one process "
+            f"(SPMD) with CPU_NUM_DEVICES={count} and --parallelism_config_dp_replicate_size {count}."
         )
 
 
@@ -219,6 +222,6 @@ def _value(plan: LaunchPlan, name: str) -> Any:
     return None if sourced is None else sourced.value
 
 
-def _said(plan: LaunchPlan, name: str) -> str:
+def _source(plan: LaunchPlan, name: str) -> str:
     sourced = plan.provenance.get(name)
     return "ACCELERATE_BACKEND" if sourced is None or sourced.value is None else sourced.origin

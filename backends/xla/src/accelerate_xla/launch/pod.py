@@ -1,6 +1,6 @@
-"""The launcher `tpu_pod`: the same launch on every host of a pod, by gcloud or by ssh.
+"""The launcher `tpu_pod`: the same launch on every host of a TPU pod, with gcloud or ssh.
 
-Started for real it was on no pod: tests have stand-ins for both programs.
+It was never used with a real pod. Tests replace both programs by fakes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from accelerate_launch import LaunchPlan
 from accelerate_xla.launch.local import SWITCH
 from accelerate_xla.launch.settings import TPUPod
 
-#: Tells the hosts' processes where they are.
+#: Set on the hosts of a pod.
 IN_POD = "ACCELERATE_IN_TPU_POD"
-#: Names the config file.
+#: Path of the config file.
 CONFIG = "ACCELERATE_CONFIG_FILE"
-#: Variables of this machine that are settings of the run.
+#: Prefixes of variables that are settings of the run.
 _SETTINGS = ("ACCELERATE_", "PARALLELISM_CONFIG_", "FSDP_", "XLA_")
-#: Those that are about this machine, or this launch.
+#: Prefixes of variables that only concern this machine or this launch.
 _OWN = ("ACCELERATE_CONFIG_", "ACCELERATE_PROVENANCE", "ACCELERATE_TPU_", SWITCH)
 
 
@@ -31,7 +31,7 @@ class TPUPodLauncher:
 
     name = "tpu_pod"
     api_version = (1, 0)
-    #: Before the launcher of one host.
+    #: Higher than the launcher for one host.
     priority = 110
     Settings = TPUPod
     uses = frozenset({"main_training_function"})
@@ -40,15 +40,15 @@ class TPUPodLauncher:
         self.settings = settings
 
     def accepts(self, plan: LaunchPlan) -> bool:
-        """Whether a pod is asked for, and this is not yet one of its hosts."""
-        there = self.settings.no_tpu_cluster or parse_bool(os.environ.get(IN_POD, ""))
-        return not there and (self.settings.tpu_use_cluster or plan.launcher == self.name)
+        """Return whether a pod is requested and this machine is not already one of its hosts."""
+        on_host = self.settings.no_tpu_cluster or parse_bool(os.environ.get(IN_POD, ""))
+        return not on_host and (self.settings.tpu_use_cluster or plan.launcher == self.name)
 
     def launch_command(self, plan: LaunchPlan) -> list[str]:
         """Return the command that starts the plan on all hosts.
 
         Raises:
-            ConfigurationError: neither a TPU nor hosts are named, or a variable has no value.
+            ConfigurationError: neither a TPU nor hosts are given, or a variable has no value.
         """
         command = self._on_each_host(plan)
         if self.settings.tpu_vm:
@@ -57,7 +57,10 @@ class TPUPodLauncher:
         return gcloud(self.settings.tpu_name, self.settings.tpu_zone, command, "--vm HOST")
 
     def _on_each_host(self, plan: LaunchPlan) -> str:
-        """Return this launch as a line for the hosts' shells: in this folder, by this interpreter."""
+        """Return this launch as a shell command for the hosts.
+
+        It uses the same folder and the same path of the interpreter as on this machine.
+        """
         launch = ["--tpu", "--no_tpu_cluster"]
         if (number := plan.asked_processes) is not None:
             launch += ["--num_processes", str(number.value)]
@@ -79,7 +82,7 @@ class TPUPodLauncher:
         start = [*start, "launch"]
         if (file := plan.environment.get(CONFIG)) is None:
             return f"cd {folder} && {shlex.join([*start, *launch])}"
-        # A host has a copy of it while it runs: not all that it says fits into variables.
+        # Each host gets a copy of the config file, because variables cannot express all settings.
         text = shlex.quote(Path(file).read_text(encoding="utf-8"))
         line = f'{shlex.join(start)} --config_file "$config" {shlex.join(launch)}'
         return (
@@ -89,32 +92,32 @@ class TPUPodLauncher:
 
 
 def _carried(plan: LaunchPlan) -> Mapping[str, str]:
-    """Return the settings of this launch that the hosts cannot know."""
+    """Return the variables with settings of this launch, which the hosts don't have."""
     around = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
     made = {**around, **plan.environment}
     threads = plan.provenance.get("OMP_NUM_THREADS")
     if threads is None or not threads.origin.startswith("command line"):
-        made.pop("OMP_NUM_THREADS", None)  # of this machine
+        made.pop("OMP_NUM_THREADS", None)  # computed for this machine
     return {name: value for name, value in made.items() if not name.startswith(_OWN)}
 
 
 def gcloud(
     name: str | None, zone: str | None, command: str, other: str = "", *, alpha: bool = False
 ) -> list[str]:
-    """Return the command that runs a line of a shell on all hosts of a TPU.
+    """Return the gcloud command that runs a shell command on all hosts of a TPU.
 
     Args:
-        other: what may be given instead of the TPU's name, for the error.
+        other: an alternative to the TPU's name, for the error message.
 
     Raises:
-        ConfigurationError: name or zone is missing.
+        ConfigurationError: the name or the zone is missing.
     """
     missing = [key for key, value in {"tpu_name": name, "tpu_zone": zone}.items() if not value]
     if missing:
         options, keys = (sign.join(missing) for sign in (" and --", " and "))
         instead = f", or its hosts with {other}" if other else ""
         raise ConfigurationError(
-            f"Which TPU is meant is not known: name it with --{options} (in a config file: {keys})"
+            f"The TPU is not fully specified. Name it with --{options} (in a config file: {keys})"
             f"{instead}."
         )
     program: Sequence[str] = ["gcloud", "alpha"] if alpha else ["gcloud"]

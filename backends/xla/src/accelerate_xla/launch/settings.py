@@ -1,4 +1,4 @@
-"""What users may say about a launch on TPUs. The keys stand at the top of a config file."""
+"""Settings of launches on TPUs. In a config file, they are top-level keys."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class TPULaunch:
     )
     main_training_function: str | None = option(
         default=None,
-        help="function of the script to call",
+        help="function of the script to call in each process",
         key="",
         cli=(),
         yaml="main_training_function",
-        ask="Function of the script that each process calls (empty: run it as a program)?",
+        ask="Function of the script to call in each process (empty: run the script as a program)?",
     )
 
 
@@ -31,61 +31,61 @@ _POD = "tpu_use_cluster=True"
 
 @settings(env_prefix="ACCELERATE_", section=None, yaml_prefix="tpu_")
 class TPUPod:
-    """The hosts of a pod and what to run on each."""
+    """The hosts of a TPU pod, and how to start the script on them."""
 
     tpu_use_cluster: bool = option(
         default=False,
         help="start the script on every host of a pod",
         cli="tpu_cluster",
-        ask="Is it a pod, on every host of which the script starts?",
+        ask="Start the script on every host of a TPU pod?",
     )
     no_tpu_cluster: bool = option(
         default=False,
-        help="start it only on this host, even if the config file says otherwise",
+        help="start the script only on this host, even if the config file says otherwise",
         key="",
         cli="no_tpu_cluster",
     )
     tpu_vm: list[str] | None = option(
         default=None,
-        help="host to start on by ssh instead of gcloud (repeatable)",
+        help="host to reach with ssh instead of gcloud (repeatable)",
         cli="vm",
-        ask="Hosts to start on by ssh (empty: gcloud finds them)?",
+        ask="Hosts to reach with ssh (empty: gcloud finds them)?",
         ask_if=_POD,
     )
     tpu_name: str | None = option(
         default=None,
-        help="name of the TPU, as gcloud knows it",
-        ask="Name of the TPU, as gcloud knows it?",
+        help="name of the TPU in gcloud",
+        ask="Name of the TPU in gcloud?",
         ask_if="tpu_vm=None",
     )
     tpu_zone: str | None = option(
-        default=None, help="zone of the TPU", ask="Its zone?", ask_if="tpu_vm=None"
+        default=None, help="zone of the TPU", ask="Zone of the TPU?", ask_if="tpu_vm=None"
     )
     tpu_env: list[str] | None = option(
         default=None,
-        help="NAME=VALUE for the hosts of a pod (repeatable)",
+        help="environment variable for the hosts of a pod, as NAME=VALUE (repeatable)",
         cli="env",
-        ask="Variables for the hosts, NAME=VALUE?",
+        ask="Environment variables for the hosts, as NAME=VALUE?",
         ask_if=_POD,
     )
     tpu_use_sudo: bool = option(
         default=False,
         help="run the script on the hosts as root",
-        ask="Run it on the hosts as root (sudo)?",
+        ask="Run the script on the hosts as root (sudo)?",
         ask_if=_POD,
     )
     command_file: str | None = option(
         default=None,
-        help="file of commands for tpu-config",
+        help="file with commands for tpu-config",
         key="",
         cli=(),
         yaml="command_file",
-        ask="File of commands by which tpu-config sets hosts up (empty: none)?",
+        ask="File with commands for tpu-config, which sets up hosts (empty: none)?",
         ask_if=_POD,
     )
     commands: list[str] | None = option(
         default=None,
-        help="commands of tpu-config",
+        help="commands for tpu-config",
         key="",
         cli=(),
         yaml="commands",

@@ -1,6 +1,6 @@
-"""One process for each TPU of this host, by `xmp.spawn`, and what is told of one that fails.
+"""Start one process per TPU of this host with `xmp.spawn`, and report the first failure.
 
-Several processes have not been tried: that needs a TPU. One process takes the same way.
+This was only run with one process, because several need a TPU. The code is the same for both.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from accelerate_core.plugin import (
 from accelerate_launch import PrepareForLaunch
 from accelerate_xla import library
 
-#: Of rank 0, where several hosts have to know it without being told.
+#: Port of rank 0 when there are several hosts, which must all use the same one.
 _PORT = 29500
-#: What forked processes run: they have it from this one, and nothing of it needs to be pickled.
+#: What forked processes run. They inherit it, so it doesn't need to be picklable.
 _inherited: Rank | None = None
 
 
 class RankFailedError(AccelerateError, RuntimeError):
-    """A process failed; the text has its rank and traceback, `status` its exit status.
+    """A process failed. The message has its rank and traceback, and `status` is its exit status.
 
-    Cause: an exception in that rank, or a signal.
-    Mend: what the traceback names; the other ranks were ended because of it.
+    Cause: an exception or a signal in that rank. The other ranks were terminated because of it.
+    Mend: fix the error that the traceback shows.
     """
 
     status = 1
 
 
 class Rank:
-    """What a spawned process runs: a function that finds the variables of ranks set.
+    """What a spawned process runs: a function, with the usual variables of a rank set.
 
     Args:
-        folder: where a process that fails says why.
+        folder: a process that fails writes the reason into this folder.
     """
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], folder: str) -> None:
@@ -56,7 +56,7 @@ class Rank:
         self.folder = folder
 
     def __call__(self, index: int) -> None:
-        """Run the function as the rank that torch_xla says this process is."""
+        """Run the function. torch_xla determines the rank."""
         try:
             os.environ.update(_variables_of_rank())
             self.function(*self.args)
@@ -65,7 +65,7 @@ class Rank:
                 self._fail(index, error)
 
     def _fail(self, index: int, error: BaseException) -> None:
-        """Say why, and end at once: the pool then ends the other processes, which wait for this one."""
+        """Write the reason to a file and exit, so that the pool terminates the other processes."""
         code = error.code if isinstance(error, SystemExit) else 1
         text = "".join(traceback.format_exception(error))
         if isinstance(error, SystemExit):
@@ -85,17 +85,18 @@ def _run_inherited(index: int) -> None:
 
 
 def _variables_of_rank() -> dict[str, str]:
-    """Return what launchers set for each rank.
+    """Return the variables that launchers set for each rank.
 
     Raises:
-        ConfigurationError: this process has several devices, a thread for each.
+        ConfigurationError: this process has several devices.
     """
     runtime = library.imported("runtime")
     if (count := runtime.addressable_device_count()) > 1:
         raise ConfigurationError(
-            f"Each process has {count} devices here and torch_xla starts a thread for each, as on TPU "
-            "v2 and v3; an Accelerator belongs to a process. Use one process for all devices "
-            "instead (SPMD): --parallelism_config_dp_replicate_size with their number."
+            f"Each process has {count} devices, as on TPU v2 and v3, where torch_xla starts a thread "
+            "for each device. An Accelerator needs a process per device, or one process for all. "
+            "Use one process (SPMD): pass --parallelism_config_dp_replicate_size with the number of "
+            "devices."
         )
     made = {
         "RANK": runtime.global_ordinal(),
@@ -116,14 +117,14 @@ def spawn(
     start_method: str = "spawn",
     num_processes: int | None = None,
 ) -> None:
-    """Run `function(*args)` in one process for each TPU of this host, and wait for their end.
+    """Run `function(*args)` in one process per TPU of this host, and wait until all have ended.
 
     Args:
-        num_processes: how many are expected; None for any number.
+        num_processes: the expected number of processes, or None for any number.
 
     Raises:
-        RuntimeConflictError: this process has used a device, or has an Accelerator.
-        ConfigurationError: there is no TPU, or another number of them.
+        RuntimeConflictError: this process has used a device or has an Accelerator.
+        ConfigurationError: there is no TPU, or `num_processes` does not match.
         RankFailedError: a process failed.
     """
     check_untouched()
@@ -154,51 +155,51 @@ def _free_port() -> int:
 
 
 def check_untouched() -> None:
-    """Refuse to start processes from one that uses a device already.
+    """Check that this process can start others.
 
     Raises:
-        RuntimeConflictError: it does.
+        RuntimeConflictError: this process has used a device or has an Accelerator.
     """
     torch_xla = sys.modules.get("torch_xla")
     again = "Restart the notebook's kernel, and launch first."
     if running() is not None:
         raise RuntimeConflictError(
-            "This process already has an Accelerator (or PartialState). Make it inside the "
-            f"function that is launched. {again}"
+            "This process already has an Accelerator (or PartialState). Create it inside the "
+            f"launched function instead. {again}"
         )
     if torch_xla is not None and torch_xla._XLAC._xla_runtime_is_initialized():
         raise RuntimeConflictError(
-            "This process has already used an XLA device, so that the processes it starts would each "
-            "see one device and fail to find the others. Keep tensors on it, torch_xla.device() and "
-            f"questions about devices inside the function that is launched. {again}"
+            "This process has already used an XLA device, so processes started from it would not "
+            "find all devices. Create tensors, call torch_xla.device() and query devices only "
+            f"inside the launched function. {again}"
         )
 
 
 def _count() -> tuple[int, int]:
-    """Return how many processes torch_xla will start on this host, and how many hosts there are."""
+    """Return the number of processes that torch_xla starts on this host, and the number of hosts."""
     if library.imported("runtime").device_type() != "TPU":
         return 1, 1
     tpu = library.imported().tpu
     here = int(tpu.num_local_processes())
     if here == 0:
         raise ConfigurationError(
-            "PJRT_DEVICE is TPU, and this machine has none. To try a script on its CPU set "
+            "PJRT_DEVICE is TPU, but this machine has no TPU. To try a script on the CPU, set "
             "PJRT_DEVICE=CPU."
         )
     return here, int(tpu.num_tpu_workers())
 
 
 def check_number(asked: int | None, here: int, hosts: int) -> None:
-    """Refuse a number of processes that is neither that of this host nor of all hosts.
+    """Check the requested number of processes.
 
     Raises:
-        ConfigurationError: it is neither.
+        ConfigurationError: it is neither the number of TPUs of this host nor of all hosts.
     """
     if asked not in (None, here, here * hosts):
         total = f", {here * hosts} on {hosts} hosts" if hosts > 1 else ""
         raise ConfigurationError(
-            f"num_processes={asked}, and this host has {here} TPUs{total}: torch_xla starts a "
-            "process for each. Leave the number out, or give 1 for one process."
+            f"num_processes={asked}, but this host has {here} TPUs{total}, and torch_xla starts one "
+            "process per TPU. Leave the number out, or set it to 1 for one process."
         )
 
 
@@ -206,10 +207,10 @@ def _first_failure(folder: Path) -> RankFailedError:
     files = sorted(folder.glob("*.json"), key=lambda one: one.stat().st_mtime_ns)
     if not files:
         return RankFailedError(
-            "A process ended without a word: killed, as by a system that is out of memory, or "
-            "aborted by a library. What it printed stands above."
+            "A process ended without an error message. It may have been killed because the machine "
+            "ran out of memory, or aborted by a library. Its output is above."
         )
-    said = json.loads(files[0].read_text(encoding="utf-8"))
-    made = RankFailedError(f"Rank {files[0].stem} failed first:\n{said['text'].rstrip()}")
-    made.status = said["status"]
-    return made
+    failure = json.loads(files[0].read_text(encoding="utf-8"))
+    error = RankFailedError(f"Rank {files[0].stem} failed first:\n{failure['text'].rstrip()}")
+    error.status = failure["status"]
+    return error
