@@ -1,6 +1,6 @@
-"""Write what follows from code and metadata: pages, tables in pages, the core's known packages.
+"""Generate pages, tables in pages, stubs and the core's catalog from code and metadata.
 
-`--check` writes nothing and fails if a page is not what the code says.
+With `--check`, write nothing, and fail if any of these files is out of date.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def declarations() -> list[str]:
 
 
 def compatibility() -> str:
-    """Return the page on which backend runs which precision, by what both declare."""
+    """Return the page that shows which backend works with which precision."""
     backends, precisions = _declared("backend"), _declared("precision")
     written = {name: _written(name, kind) for name, kind in _WRITTEN.items()}
     backends |= {**_examples(), "level": written["level"]}
@@ -257,12 +257,12 @@ def compatibility() -> str:
 _WORDS = "no_sync join compile several_models exact gradients own_mesh"
 _ABILITIES = tuple(_WORDS.split())
 _BY_DEFAULT = ("compile", "several_models", "exact", "gradients")
-#: Name -> kind of what stands for plugins that are written with the kit.
+#: Name -> kind of the plugins that represent those written with the kit.
 _WRITTEN = {"level": "backend", "grid": "precision", "diary": "tracker"}
 
 
 def _accepted(supports: Mapping[str, Any]) -> str:
-    """Return what a backend accepts, in few words."""
+    """Return a short description of what a backend accepts."""
     accepted = supports.get("accepts", ACCEPTED_BY_DEFAULT)
     without = [word for word in NEEDS if word not in accepted]
     if len(without) < 2:
@@ -272,7 +272,7 @@ def _accepted(supports: Mapping[str, Any]) -> str:
 
 
 def _declared(kind: str) -> dict[str, Any]:
-    """Return our own plugins of a kind by name."""
+    """Return our own plugins of a kind, by name."""
     projects = [ROOT / "core/pyproject.toml", *ROOT.glob("backends/*/pyproject.toml")]
     ours = {tomllib.loads(path.read_text())["project"]["name"] for path in projects}
     records = discovery.installed().of_kind(kind)
@@ -281,7 +281,7 @@ def _declared(kind: str) -> dict[str, Any]:
 
 @cache
 def _examples() -> dict[str, Any]:
-    """Return the backends among the examples by name; they are not installed."""
+    """Return the example backends by name. They are not installed."""
     found = {}
     for path in sorted(ROOT.glob("examples/**/pyproject.toml")):
         points = tomllib.loads(path.read_text())["project"]["entry-points"]
@@ -293,7 +293,7 @@ def _examples() -> dict[str, Any]:
 
 @cache
 def _written(name: str, kind: str) -> Any:
-    """Return the class that `plugins new` writes."""
+    """Return the class that `plugins new` writes for a kind."""
     with tempfile.TemporaryDirectory() as folder:
         write_repository(name, kind, Path(folder, name))
         sys.path.append(str(Path(folder, name, "src")))
@@ -301,7 +301,7 @@ def _written(name: str, kind: str) -> Any:
         return pkgutil.resolve_name(project["entry-points"][f"accelerate_core.{kind}s"][name])
 
 
-#: What is read from the environment and is no field of a settings class.
+#: Environment variables that are not fields of a settings class.
 VARIABLES = {
     "ACCELERATE_BYPASS_DEVICE_MAP": "allow several processes to train a model that a device map splits",
     "ACCELERATE_CONFIG_FILE": "config file that a process reads; `launch` sets it",
@@ -320,23 +320,23 @@ VARIABLES = {
     "ACCELERATE_USE_TPU": "start the processes of a TPU machine",
     "ACCELERATE_XLA_SPMD": "select the backend `xla`: one process with a mesh of its devices",
 }
-#: What processes of ours tell each other.
+#: Environment variables that only our own processes set.
 INTERNAL = {"ACCELERATE_AGENT_PID", "ACCELERATE_PROVENANCE", "ACCELERATE_TESTING_RESULTS"}
 SOURCES = ("core", "extensions/*", "backends/*", "trackers/*")
 
 
 def _sources() -> Iterator[tuple[str, ast.Module]]:
-    """Yield the name and the tree of every module of ours."""
+    """Yield the name and the syntax tree of each of our modules."""
     for folder in SOURCES:
         for path in sorted(ROOT.glob(f"{folder}/src/**/*.py")):
-            if "served" not in path.parts:  # files of Accelerate's tests
+            if "served" not in path.parts:  # modules copied for Accelerate's tests
                 parts = path.with_suffix("").parts
                 name = ".".join(parts[parts.index("src") + 1 :]).removesuffix(".__init__")
                 yield name, ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _settings_classes() -> Iterator[Any]:
-    """Yield the settings classes of all packages; options of `launch` stand with the commands."""
+    """Yield the settings classes of all packages, without the options of `launch`."""
     for module, tree in _sources():
         for node in tree.body:
             calls = [getattr(one, "func", one) for one in getattr(node, "decorator_list", ())]
@@ -347,10 +347,10 @@ def _settings_classes() -> Iterator[Any]:
 
 
 def _variables() -> set[str]:
-    """Return the variables that stand in our sources."""
+    """Return the environment variables named in our sources."""
     texts = (node for _, tree in _sources() for node in ast.walk(tree) if hasattr(node, "value"))
-    said = [str(node.value) for node in texts if isinstance(node, ast.Constant)]
-    return {name for one in said for name in re.findall(r"\bACCELERATE_[A-Z0-9_]*[A-Z0-9]\b", one)}
+    found = [str(node.value) for node in texts if isinstance(node, ast.Constant)]
+    return {name for one in found for name in re.findall(r"\bACCELERATE_[A-Z0-9_]*[A-Z0-9]\b", one)}
 
 
 def configuration() -> str:
@@ -387,29 +387,34 @@ def configuration() -> str:
     lines += ["These are not fields of a settings class:", ""]
     rows = [[f"`{name}`", meaning] for name, meaning in sorted(VARIABLES.items())]
     lines += table(["environment", "meaning"], rows)
-    untold = _variables() - {*re.findall(r"`(\w+)`", "\n".join(lines))} - INTERNAL
-    if untold:
-        sys.exit(f"Add to VARIABLES in docs/generate.py: {', '.join(sorted(untold))}")
+    undocumented = _variables() - {*re.findall(r"`(\w+)`", "\n".join(lines))} - INTERNAL
+    if undocumented:
+        sys.exit(f"Add to VARIABLES in docs/generate.py: {', '.join(sorted(undocumented))}")
     return "\n".join(lines)
 
 
 def commands() -> str:
-    """Return the page of every command of our packages with its arguments and options."""
-    lines = ["# Commands", "", "Generated from the commands; do not edit.", ""]
+    """Return the page of all commands of our packages, with their arguments and options."""
+    lines = ["# Commands", ""]
     lines += [
-        "`accelerate-core COMMAND --help` prints the same, with what is installed on this machine. The "
-        "options of `launch` that set a value have a key in [config files](launching.md), too; those of "
-        "what runs in each process a [variable](configuration.md).",
+        "All commands of `accelerate-core`, with their arguments and options. `accelerate-core COMMAND "
+        "--help` prints the same for the packages that are installed on your machine.",
         "",
-        "On a terminal tables are folded to its width, and what takes longer than two seconds has a bar. In "
-        "a pipe lines stay whole, with neither colours nor bars. `NO_COLOR` is obeyed.",
+        "Options of `launch` that set a value also have a key in [config files](launching.md). Settings "
+        "of the training processes also have an [environment variable](configuration.md).",
+        "",
+        "On a terminal, tables are wrapped to its width, and work that takes more than two seconds shows "
+        "a progress bar. In a pipe, lines are not wrapped, and there are no colours or progress bars. "
+        "Setting `NO_COLOR` turns off colours everywhere.",
+        "",
+        "This page is generated from the commands; do not edit it.",
         "",
     ]
     return "\n".join([*lines, *_command(cli, "accelerate-core", 2)])
 
 
 def _command(command: click.Command, name: str, level: int) -> Iterator[str]:
-    """Say what a command takes, and then those in it."""
+    """Yield the lines about a command and its subcommands."""
     context = click.Context(command, info_name=name)
     inside = command.list_commands(context) if isinstance(command, click.Group) else []
     if command is not cli:
@@ -432,7 +437,7 @@ def tracker_classes() -> list[type[GeneralTracker]]:
     """Return our own trackers."""
     classes: list[type[GeneralTracker]] = [JsonlTracker]
     for project in sorted(HERE.parent.glob("trackers/*/pyproject.toml")):
-        sys.path.append(str(project.parent / "src"))  # where it is not installed
+        sys.path.append(str(project.parent / "src"))  # in case it is not installed
         points = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"]
         classes += [
             pkgutil.resolve_name(target) for target in points["accelerate_core.trackers"].values()
@@ -441,7 +446,7 @@ def tracker_classes() -> list[type[GeneralTracker]]:
 
 
 def tracking() -> str:
-    """Return tracking.md with the table of who supports what."""
+    """Return tracking.md with the table of what each tracker supports."""
     rows: list[list[object]] = [
         [
             f"`{cls.name}`",
@@ -492,7 +497,7 @@ def launching() -> str:
 
 
 def drop_in() -> str:
-    """Return the table of the original's names: where each is, or why it is not."""
+    """Return the table of Accelerate's names: where each is available, or why it is missing."""
     from accelerate_drop_in import absent, assignment, serving
 
     extras = _exports_by_extra()
@@ -592,14 +597,14 @@ def drop_in() -> str:
 
 
 def _exports_by_extra() -> dict[str, str]:
-    """Return the extra that exports a name, of names that this clone's big packages do not have."""
+    """Return name -> extra for names that need more than the packages of the drop-in."""
     made = json.loads(known_packages())["EXPORTS"]
     own = {"drop-in", "big-model", "checkpoint", "launch", "tracking"}
     return {name: extra for name, extra in made.items() if extra not in own}
 
 
 def _state_of(module: str, name: str, extras: Mapping[str, str]) -> str:
-    """Say what becomes of a name, "" if it is always there."""
+    """Return what is special about a name, or "" if it is always available."""
     from accelerate_drop_in import absent
 
     if name in absent.LEFT_OUT:
@@ -613,7 +618,7 @@ def _state_of(module: str, name: str, extras: Mapping[str, str]) -> str:
 
 
 def _filled(page: str, what: str, generated: str) -> str:
-    """Return a page with what stands between its two marks made anew."""
+    """Return a page with the text between its two marks replaced."""
     text = (HERE / page).read_text(encoding="utf-8")
     before, rest = text.split(f"<!-- generated: {what} -->\n")
     after = rest.split("<!-- end -->\n", 1)[1]
@@ -625,7 +630,7 @@ _SHOWN = ("ddp", "single", "directory", "simple", "torchrun", "bf16", "no", "jso
 
 
 def readme() -> str:
-    """Return the README with what `accelerate-core plugins --all` prints where nothing is set."""
+    """Return the README with the output of `accelerate-core plugins --all` without any settings."""
     run = planned_run({})
     shown = [row for row in plugin_rows(run, ask_trackers=True) if row["name"] in _SHOWN]
     printed = io.StringIO()
@@ -638,15 +643,16 @@ def readme() -> str:
 
 
 STANDARD = "accelerate-core[standard]"
-#: Triggers that are arguments although they end as a section of the config file does.
+#: Triggers that are arguments, although their names end like sections of the config file.
 _ARGUMENTS = ("parallelism_config",)
 _RESERVED = ("always", "multi_process")
 
 
 def known_packages() -> str:
-    """Return, as JSON, what each package of ours brings, read from its metadata and its settings.
+    """Return the catalog of what each of our packages provides, as JSON.
 
-    `plugins/catalog.py` says what the tables mean, `planned.toml` adds what nothing declares.
+    It is read from their metadata and settings. `plugins/catalog.py` explains the tables, and
+    `planned.toml` adds entries that no package declares.
     """
     kinds = {group.rpartition(".")[2]: kind for group, kind in discovery.GROUPS.items()}
     names: dict[str, dict[str, str]] = {kind: {} for kind in kinds.values()}
@@ -669,7 +675,7 @@ def known_packages() -> str:
         extra = extra_of.get(content.get("project", {}).get("name", ""))
         if extra is None:
             continue
-        sys.path.append(str(path.parent / "src"))  # where it is not installed
+        sys.path.append(str(path.parent / "src"))  # in case it is not installed
         points = {
             group.rpartition(".")[2]: its
             for group, its in content["project"].get("entry-points", {}).items()
@@ -696,7 +702,7 @@ def known_packages() -> str:
         of_the_core = {variable for setting in CORE_SETTINGS for variable in setting.env}
         for name, target in points.get("triggers", {}).items():
             if name.startswith("ACCELERATE_USE_"):
-                found["VARIABLES"].setdefault(name, extra)  # a mesh is several backends'
+                found["VARIABLES"].setdefault(name, extra)  # several backends may use a mesh
                 use = "ACCELERATE_USE_" if target in launchers.values() else "ACCELERATE_"
                 found["SWITCHES"].setdefault(name.removeprefix(use).lower(), extra)
             elif target in extensions and name.isupper() and name not in of_the_core:
@@ -719,7 +725,7 @@ def known_packages() -> str:
         found[table] |= entries
     folders = {}
     for extra in extras["optional-dependencies"]:
-        with contextlib.suppress(KeyError):  # one of its packages is planned
+        with contextlib.suppress(KeyError):  # a package of this extra does not exist yet
             folders[extra] = _folders(f"accelerate-core[{extra}]", extras, members)
     folders = {extra: its for extra, its in folders.items() if its}
     made = {"NAMES": names, "SUMMARIES": summaries, "FOLDERS": folders, **found}
@@ -727,7 +733,7 @@ def known_packages() -> str:
 
 
 def contributed() -> str:
-    """Return, as a stub, what our plugins add to the core: arguments, attributes and names."""
+    """Return a stub of the arguments, attributes and names that our plugins add to the core."""
     tables = json.loads(known_packages())
     arguments = {name: _argument_class(name) for name in tables["ARGUMENTS"]}
     targets = _entry_points("exports")
@@ -738,7 +744,7 @@ def contributed() -> str:
         module, _, attribute = target.partition(":")
         if name == attribute:
             imports.append(f"from {module} import {name} as {name}")
-        else:  # under another name it would not be exported
+        else:  # an import under another name would not be re-exported
             imports.append(f"from {module} import {attribute} as _{name}")
             renamed.append(f"{name} = _{name}")
     probes = sorted(tables["PROBES"].keys() - targets.keys())
@@ -746,7 +752,7 @@ def contributed() -> str:
     attributes = {*absent, *tables["METHODS"], *_served_attributes()}
     core = inspect.signature(Accelerator.__init__).parameters
     lines = [
-        '"""What our plugins add to the core, for type checkers. Generated by `make docs`."""',
+        '"""Names that our plugins add to the core, for type checkers. Generated by `make docs`."""',
         "",
         "from collections.abc import Callable, Mapping",
         "from typing import Any, TypedDict",
@@ -770,7 +776,7 @@ def contributed() -> str:
 
 
 def owner_hooks() -> str:
-    """Return, as a stub, the owner hooks as an Accelerator's parts call them: without itself."""
+    """Return a stub of the owner hooks as bound to one Accelerator, without that argument."""
     lines = [
         '"""The owner hooks, bound to one Accelerator, for type checkers. Generated by `make docs`."""',
         "",
@@ -803,7 +809,7 @@ def owner_hooks() -> str:
 
 
 def plugin_module() -> str:
-    """Return the page of the names that a plugin author imports."""
+    """Return the page of the names for plugin authors."""
     groups: dict[str, list[list[object]]] = {}
     for name, home in sorted(plugin._HOMES.items(), key=lambda one: one[0].lower()):
         value = getattr(plugin, name)
@@ -832,7 +838,7 @@ def plugin_module() -> str:
     return "\n".join(lines)
 
 
-#: Heading of the page -> the modules whose names stand under it; the last takes the rest.
+#: Headings of the page, and the modules whose names they list. The last one lists the rest.
 _GROUPS = (
     (
         "Base classes and what they are asked",
@@ -864,7 +870,7 @@ _GROUPS = (
 
 
 def _comment(home: str, name: str) -> str:
-    """Return the comment (`#:`) above an assignment."""
+    """Return the `#:` comment above an assignment."""
     source = Path(inspect.getfile(importlib.import_module(home))).read_text(encoding="utf-8")
     found = re.search(
         rf"^from ([\w.]+) import .*\b{name}\b|^from ([\w.]+) import \([^)]*\b{name}\b", source, re.M
@@ -873,11 +879,11 @@ def _comment(home: str, name: str) -> str:
         return _comment(found[1] or found[2], name)
     lines = source.splitlines()
     at = next(i for i, line in enumerate(lines) if re.match(rf"{name}\b.*=", line))
-    said: list[str] = []
+    comment: list[str] = []
     while lines[at - 1].startswith("#:"):
         at -= 1
-        said.insert(0, lines[at].removeprefix("#:").strip())
-    return " ".join(said)
+        comment.insert(0, lines[at].removeprefix("#:").strip())
+    return " ".join(comment)
 
 
 def _bound_signature(name: str) -> list[str]:
@@ -886,13 +892,13 @@ def _bound_signature(name: str) -> list[str]:
     del parameters[1]  # the Accelerator, or its setup
     bound = signature.replace(parameters=parameters)
     summary = inspect.getdoc(getattr(Backend, name)).splitlines()[0]
-    # Annotations are text already, which `str` would quote.
+    # Annotations are strings, which `str` would put in quotes.
     text = str(bound).replace("'", "")
     return [f"    def {name}{text}:", f'        """{summary}"""']
 
 
 def _entry_points(group: str) -> dict[str, str]:
-    """Return name and target of each entry point of a group that our packages declare."""
+    """Return the names and targets of our entry points in a group."""
     found = {}
     for folder in SOURCES[1:]:
         for path in sorted(ROOT.glob(f"{folder}/pyproject.toml")):
@@ -902,7 +908,7 @@ def _entry_points(group: str) -> dict[str, str]:
 
 
 def _argument_class(name: str) -> tuple[type[Any], bool] | None:
-    """Return the settings class that an argument takes, and whether it also takes several by name."""
+    """Return the settings class of an argument, and whether it also accepts a dict of several."""
     for target in _entry_points("backends").values():
         plugin = pkgutil.resolve_name(target)
         cls = getattr(plugin, "Settings", None)
@@ -912,7 +918,7 @@ def _argument_class(name: str) -> tuple[type[Any], bool] | None:
 
 
 def _served_attributes() -> Iterator[str]:
-    """Yield the names that `state_attributes` of our plugins returns."""
+    """Yield the names that our plugins return from `state_attributes`."""
     for _, tree in _sources():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and node.name == "state_attributes":
@@ -927,10 +933,10 @@ def _served_attributes() -> Iterator[str]:
 def _folders(
     requirement: str, core: dict[str, Any], members: dict[str, tuple[str, list[str]]]
 ) -> dict[str, str]:
-    """Return our packages that a requirement brings, with their folders.
+    """Return the folders of our packages that a requirement installs.
 
     Raises:
-        KeyError: one of them is not here.
+        KeyError: one of them does not exist.
     """
     wanted = Requirement(requirement)
     if wanted.name == "accelerate-core":
@@ -947,10 +953,10 @@ def _folders(
 
 
 def _options(plugin: Any, name: str) -> Iterator[tuple[str, str]]:
-    """List how the options of a plugin begin, those that begin otherwise, and a precision's section."""
+    """Yield the prefix of a plugin's options, options without it, and a precision's section."""
     prefix = getattr(plugin.Settings, "__yaml_prefix__", "") or f"{name}_"
     yield "PREFIXES", prefix
-    if issubclass(plugin, Precision):  # a backend's is among its triggers
+    if issubclass(plugin, Precision):  # a backend declares its section as a trigger
         yield "SECTIONS", f"{name}_config"
     for cls in filter(None, (plugin.Settings, *plugin.more_settings)):
         for field in settings_fields(cls, owner=name):
@@ -958,7 +964,7 @@ def _options(plugin: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _options_of_launcher(launcher: Any, name: str) -> Iterator[tuple[str, str]]:
-    """List the options of a launcher, and its keys at the top of a config file."""
+    """Yield the options of a launcher, and its top-level keys in a config file."""
     cls = getattr(launcher, "Settings", None)
     if cls is None:
         return
@@ -997,7 +1003,7 @@ def main() -> None:
             if "--check" not in sys.argv:
                 path.write_text(text, encoding="utf-8")
     if stale and "--check" in sys.argv:
-        raise SystemExit(f"Not what the code says: {', '.join(stale)}. Run: make docs")
+        raise SystemExit(f"Out of date: {', '.join(stale)}. Run: make docs")
 
 
 if __name__ == "__main__":

@@ -268,7 +268,7 @@ def test_inputs_follow_the_weights_and_the_output_comes_home() -> None:
 @pytest.mark.parametrize(
     ("device_map", "text"),
     [
-        ({"embed": "cpu"}, "gives no device for position"),
+        ({"embed": "cpu"}, "has no device for 'position"),
         ({"": "disk"}, "name a folder"),
         ({"": 7}, "torch sees none"),
     ],
@@ -761,9 +761,9 @@ def _escaping_shard(folder: Path) -> Path:
     ("prepare", "text"),
     [
         (_wrong_shape, r"'position' has the shape \(3,\) in the checkpoint and \(1, 8, 16\)"),
-        (_nothing, "must hold one checkpoint"),
+        (_nothing, "must contain one checkpoint"),
         (_missing, "There is no checkpoint"),
-        (_missing_shard, "does not exist beside it"),
+        (_missing_shard, "does not exist next to it"),
         (_escaping_shard, "outside of its folder"),
     ],
 )

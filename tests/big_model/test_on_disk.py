@@ -683,7 +683,7 @@ def test_folders_of_other_models_and_other_places_do_not_matter(
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [([1, 2], "holds a list, and no state dict"), (b"", "Cannot read the weights")],
+    [([1, 2], "contains a list, not a state dict"), (b"", "Cannot read the weights")],
 )
 def test_what_is_no_checkpoint_is_told(content: Any, text: str, tmp_path: Path) -> None:
     path = tmp_path / "model.bin"

@@ -111,7 +111,7 @@ def test_a_position_in_other_data_is_not_taken_over(tmp_path: Path) -> None:
     assert sorted(other.read([other.loader])[0]) == list(range(7))
     more = Run(tmp_path)
     more.accelerator.prepare(DataLoader(TensorDataset(torch.arange(3))))
-    with pytest.warns(UserWarning, match="positions of 1 loaders, and 2 are prepared"):
+    with pytest.warns(UserWarning, match="positions of 1 loaders, but this run has prepared 2"):
         more.accelerator.load_state()
 
 

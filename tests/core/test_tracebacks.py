@@ -42,7 +42,7 @@ MISTAKES = {
     "accelerator.init_trackers('a'); accelerator.log_images({'x': torch.zeros(2)})": (
         "ConfigurationError: log_images: 'x' has the shape"
     ),
-    "accelerator.save_state()": "CheckpointError: save_state() has no directory",
+    "accelerator.save_state()": "CheckpointError: save_state() got no directory",
     "accelerator.load_state('nowhere')": "CheckpointError: There is no checkpoint directory",
     "accelerator.register_for_checkpointing(3)": "ConfigurationError: register_for_checkpointing",
     "accelerator.reduce(torch.zeros(2), 'summ')": "ConfigurationError: reduce() got",

@@ -53,7 +53,7 @@ def test_a_signal_saves_and_leaves(
     os.kill(int(last.read_text()) if to == "rank" else process.pid, number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 75, said[-3000:]
-    assert "Preempted: the state is saved in" in said
+    assert "Preempted: the state was saved to" in said
     (directory,) = (tmp_path / "checkpoints").iterdir()
     told = json.loads((directory / "manifest.json").read_text())["content"]
     assert told["step"] > 0

@@ -123,7 +123,7 @@ def test_ranks_share_files_and_refuse_what_one_process_has(tmp_path: Path) -> No
     run = run_workers(WORKER, 2, [tmp_path], timeout=120)
     assert run.ok, run.story
     for rank in run.results:
-        assert "All ranks have to write to the same store" in rank["memory"]
+        assert "All ranks must write to the same store" in rank["memory"]
         assert "one process only can write" in rank["archive"]
         assert rank["read"] == "both"
     files = read_manifest(tmp_path / "run").files

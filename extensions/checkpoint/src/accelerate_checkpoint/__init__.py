@@ -1,6 +1,6 @@
-"""Saving and loading: models for others, and states to go on from.
+"""Save models for other programs to load, and save and resume training runs.
 
-What is public here serves other checkpointers, too.
+Other checkpointers may use everything that is exported here.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from accelerate_checkpoint.tensor_shards import TensorShardWriter as TensorShardWriter
     from accelerate_checkpoint.training_state import TrainingState as TrainingState
 
-#: Module -> its names; each is imported when one of them is first used: commands need no torch.
-_OF_MODULE = {
+#: Module -> names exported from it. A module is imported on first use, so commands don't load torch.
+_EXPORTS = {
     "accelerate_checkpoint.tensor_shards": (
         "TensorShard",
         "TensorShardReader",
@@ -56,14 +56,14 @@ _OF_MODULE = {
     "accelerate_checkpoint.storage": ("Storage", "is_save", "join"),
     "accelerate_checkpoint.training_state": ("TrainingState",),
 }
-_HOMES = {name: module for module, names in _OF_MODULE.items() for name in names}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
-__all__ = [*sorted(_HOMES)]
+__all__ = [*sorted(_MODULE_OF)]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value

@@ -1,4 +1,4 @@
-"""Saving beside the training: copies of the state in host memory, and the thread that writes them."""
+"""Save in the background: copy the state to host memory and write it from a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate_core.plugin import map_leaves
 
 
 class Background:
-    """The save that is under way, its copies of the state, and what its threads communicate over."""
+    """The current background save: its thread, its copies of the state and its process group."""
 
     def __init__(self) -> None:
         self.staging = Staging()
@@ -23,7 +23,7 @@ class Background:
         self._collectives: Any = None
 
     def open(self, collectives: Any) -> Any:
-        """Return collectives for the ranks' threads; None where they cannot have any."""
+        """Return collectives that background threads may use, or None if the backend has none."""
         if collectives.size == 1:
             return collectives
         if self._collectives is None:
@@ -31,7 +31,7 @@ class Background:
         return self._collectives
 
     def run(self, job: Callable[[], None]) -> None:
-        """Start a job; it ends before the process does."""
+        """Start a job in a thread. The process does not exit before the job is done."""
 
         def work() -> None:
             try:
@@ -43,7 +43,7 @@ class Background:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when the save under way is complete; raise what it failed with, once."""
+        """Wait for the current save. If it failed, raise its exception, once."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
@@ -53,10 +53,10 @@ class Background:
 
 
 class Staging:
-    """Copies states into host memory that is kept and used again by the next save.
+    """Copies states into host memory that the next save reuses.
 
-    Fresh memory costs several times as much as the copy itself, as the system has to find and
-    clear every page of it.
+    Allocating new memory takes several times as long as the copy itself, because the system has
+    to find and clear every page.
     """
 
     def __init__(self) -> None:
@@ -65,17 +65,17 @@ class Staging:
         self._memo: dict[Any, torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Start the copies of another save; those of the one before are overwritten."""
+        """Start copying for another save. This overwrites the copies of the previous one."""
         self._next = 0
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._buffers, self._memo = [], {}
         self.begin()
 
     def copy(self, state: Any) -> Any:
-        """Return a copy of a state that shares nothing with it; containers keep their types."""
-        # Only while its own state holds a tensor is its address nobody else's.
+        """Return a copy that shares no memory with `state`. Containers keep their types."""
+        # An address identifies a tensor only as long as the state holds that tensor.
         self._memo = {}
         return map_leaves(self._leaf, state)
 
@@ -90,10 +90,10 @@ class Staging:
             return copy.deepcopy(source)
         place = (source.device, source.data_ptr(), source.dtype, source.shape, source.stride())
         if source.numel() and place in self._memo:
-            return self._memo[place]  # two names of one tensor stay so
+            return self._memo[place]  # two names of the same tensor share one copy
         buffer = self._buffer(source.nbytes)
         made = buffer[: source.nbytes].view(source.dtype).view(source.shape)
-        # From a device all copies are queued; whoever reads them waits for it first.
+        # Copies from a device are only queued; readers synchronize with the device first.
         made.copy_(source, non_blocking=source.device.type != "cpu")
         self._memo[place] = made
         return made
@@ -113,5 +113,5 @@ def _host_memory(size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
     region = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to be found
+        region.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to allocate
     return torch.frombuffer(region, dtype=torch.uint8)

@@ -1,7 +1,8 @@
 """`DirectoryCheckpointer`: the part of an Accelerator that saves and loads.
 
-All ranks write files that no reader sees, one manifest is made of them, and the store publishes it in
-one step. What is loaded is verified first, by all ranks together, then read, then taken over.
+To save, all ranks write files that readers cannot see yet, and the store then publishes one manifest
+of all files in a single step. To load, all ranks together verify the checkpoint, then read it, and
+only then apply it.
 """
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ if TYPE_CHECKING:
 
 
 class DirectoryCheckpointer:
-    """Checkpoints that are directories, each there whole or not at all.
+    """Keeps each checkpoint in a directory that is either complete or absent.
 
-    Subclass it to keep them elsewhere: pass another `storage` to this constructor.
+    To keep checkpoints elsewhere, write a subclass that passes another `storage` to this
+    constructor.
 
     Args:
         project: the `ProjectConfiguration`.
-        signals: text of `preemption_signals`.
-        storage: where checkpoints are kept; directories of this machine by default.
-        root: below which numbered checkpoints go, in place of `project.project_dir`.
+        signals: the setting `preemption_signals`, such as "SIGTERM,SIGUSR1".
+        storage: where checkpoints are kept. The default is directories on this machine.
+        root: parent of the numbered checkpoints. Replaces `project.project_dir`.
 
     Raises:
         ConfigurationError: one of the signals cannot be caught.
@@ -71,12 +73,12 @@ class DirectoryCheckpointer:
         self.storage: Storage = LocalStorage() if storage is None else storage
         self._root = root
         self._signals = read_signals(signals)
-        #: The save that goes on beside the training.
+        #: The save that runs in the background.
         self.background = Background()
         self._preemption: Preemption | None = None
 
     def attach(self, run: RunParts) -> None:
-        """Take the run; what has to watch its loop begins here."""
+        """Receive the parts of the run, and start to watch its loop for preemption."""
         state = TrainingState(run)
         self._state = state
         self._numbering = Numbering(state, self.storage, self._root)
@@ -94,13 +96,14 @@ class DirectoryCheckpointer:
         max_shard_size: int | str = "10GB",
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Write models, optimizers, schedulers, scaler, registered objects and each rank's own.
+        """Write models, optimizers, schedulers, scaler, registered objects and the state per rank.
 
-        The arguments are those of `Accelerator.save_state`.
+        See `Accelerator.save_state` for the arguments.
 
         Raises:
-            CheckpointError: on every rank, if any of them failed; what stood before still stands.
-                On the main process, if it alone called this and holds a part of the state only.
+            CheckpointError: any rank failed (raised on every rank), and earlier checkpoints are
+                unchanged. Or only the main process called this, and it holds only a part of the
+                state.
         """
         state = self._state
         options = output_dir, safe_serialization, blocking, max_shard_size, save_model_func_kwargs
@@ -113,7 +116,7 @@ class DirectoryCheckpointer:
             return self._save(*options)
 
     def _together(self, verb: str, target: str, whole: bool) -> bool:
-        """Return whether all ranks save, and not the main process alone."""
+        """Return True if all ranks save together, False if the main process saves alone."""
         meeting, events = Rendezvous.of(self._state.process), self._state.events
         call = Call.here(verb, target, (events.steps, events.backwards))
         return meeting is None or meeting.together(call, whole)
@@ -132,21 +135,24 @@ class DirectoryCheckpointer:
         numbered = self._numbering.automatic
         beside = None if blocking else background.open(state.collectives)
         if beside is None and not blocking:
-            state.warn_once("This backend has no second group of ranks: saving blocks.")
+            state.warn_once(
+                "save_state(blocking=False) blocks with this backend: it has no second process "
+                "group for a background thread."
+            )
         state.update_scale()
         state.check_gradients_can_be_saved()
         draft = self._begin(output_dir)
         directory = draft.directory
         writer = Writer(directory, None if beside is None else background.staging)
         try:
-            with writer.part(f"{directory} is not there on this machine"):
+            with writer.part(f"{directory} does not exist on this machine"):
                 if not directory.is_dir():
                     raise CheckpointError(draft.advice)
             background.staging.begin()
             options = safe_serialization, max_shard_size, save_model_func_kwargs
             write_state(state, writer, *options)
             facts = {"saved_at": time.time(), **state.facts()}
-        except BaseException:  # not a failure of one part: an interrupt
+        except BaseException:  # an interrupt; the writer records failures of single parts
             draft.abandon()
             draft.close()
             raise
@@ -155,14 +161,14 @@ class DirectoryCheckpointer:
         if beside is None:
             finish(state.collectives.gather_object)
         else:
-            synchronize(state.process.device)  # the copies to host memory
+            synchronize(state.process.device)  # waits for the copies to host memory
             background.run(partial(finish, beside.gather_object))
         if numbered:
             state.project.iteration += 1
         return draft.place
 
     def _begin(self, output_dir: Any) -> Draft:
-        """Make the draft that all ranks write to."""
+        """Create the draft that all ranks write to."""
         state = self._state
         place = self._target(output_dir)
         trouble = None
@@ -191,14 +197,14 @@ class DirectoryCheckpointer:
         return draft
 
     def _target(self, output_dir: Any) -> str:
-        """Return where to save; what the number is with automatic naming, rank 0 knows."""
+        """Return where to save. With automatic naming, rank 0 may still choose a later number."""
         if self._numbering.automatic:
             return self._numbering.place_of(self._state.project.iteration)
         if output_dir is not None:
             return self.storage.locate(output_dir, saving=True)
         raise CheckpointError(
-            'save_state() has no directory to save to. Pass one, save_state("checkpoints/step_100"), or '
-            f"let checkpoints be numbered: {self._numbering.how_to_ask}."
+            'save_state() got no directory. Pass one, as in save_state("checkpoints/step_100"), or '
+            f"turn on automatic checkpoint naming: {self._numbering.how_to_ask}."
         )
 
     def _finish(
@@ -210,7 +216,7 @@ class DirectoryCheckpointer:
         shown: bool,
         gather: Gather,
     ) -> None:
-        """End a save, on the main thread or beside it: report, upload, publish, learn the verdict."""
+        """Complete a save: report, upload and publish. Runs on the main or the background thread."""
         process = self._state.process
         try:
             writer.finish()
@@ -246,13 +252,13 @@ class DirectoryCheckpointer:
         verify: bool = True,
         **load_model_func_kwargs: Any,
     ) -> str:
-        """Read what `save_state` wrote into the same objects.
+        """Restore what `save_state` wrote into the same objects.
 
-        The arguments are those of `Accelerator.load_state`.
+        See `Accelerator.load_state` for the arguments.
 
         Raises:
-            CheckpointError: the directory or a file of it is missing or damaged, by name. Nothing
-                has been changed then.
+            CheckpointError: the directory, or a file in it, is missing or damaged. The message
+                names it, and no object has been changed.
         """
         self.wait()
         state = self._state
@@ -263,21 +269,22 @@ class DirectoryCheckpointer:
             )
             loaded = run_collectively(state, "read", read)
             if state.owns_format:
-                loaded.apply()  # the backend communicates on the way, and all ranks fail together
+                loaded.apply()  # the backend uses collectives here, so all ranks fail together
             else:
                 run_collectively(state, "loaded", loaded.apply)
             if source.fetched is not None:
-                state.collectives.barrier()  # until then other ranks may read what was fetched
+                state.collectives.barrier()  # other ranks may still read the fetched files
         self._numbering.loaded(source.place)
         return source.place
 
     def _find(self, input_dir: Any, verify: bool) -> Source:
-        """Return the checkpoint that was asked for, or the newest whole one, the same on every rank."""
+        """Return the requested checkpoint or the newest intact one, the same on every rank."""
         state, numbering = self._state, self._numbering
         if input_dir is None and not numbering.automatic:
             raise CheckpointError(
-                'load_state() has no directory to load from. Pass one, load_state("checkpoints/step_100"), '
-                f"or let checkpoints be numbered to load the newest: {numbering.how_to_ask}."
+                "load_state() got no directory. Pass one, as in "
+                'load_state("checkpoints/step_100"), or turn on automatic checkpoint naming to '
+                f"load the newest: {numbering.how_to_ask}."
             )
         given = None if input_dir is None else self.storage.locate(input_dir)
         if state.saves_here:
@@ -289,7 +296,7 @@ class DirectoryCheckpointer:
             if source is not None:
                 for text in passed:
                     state.warn_once(
-                        f"load_state passed over {text} It goes on from {basename(place)}."
+                        f"load_state skipped {text} It loads {basename(place)} instead."
                     )
                 return source
             if given is not None:
@@ -297,13 +304,15 @@ class DirectoryCheckpointer:
             passed.append(f"{basename(place)}: {wrong}")
             numbering.pass_over(place)
         if passed:
-            raise CheckpointError(f"No checkpoint in {numbering.root} is whole. {' '.join(passed)}")
+            raise CheckpointError(
+                f"Every checkpoint in {numbering.root} is damaged. {' '.join(passed)}"
+            )
         raise CheckpointError(f"There is no checkpoint in {numbering.root} to load.")
 
     def _recover(self, place: str) -> None:
-        """Finish what a killed save was about to rename.
+        """Finish the rename of a save that was killed.
 
-        A store that files are uploaded to has nothing to finish, and may be for reading only.
+        Stores that files are uploaded to have nothing to finish, and may be read-only.
         """
         if self.storage.path(place) is not None:
             self.storage.clean(place)
@@ -317,26 +326,26 @@ class DirectoryCheckpointer:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the weights of a model once, where `load_checkpoint_in_model` finds them.
+        """Write the weights of a model in a form that `load_checkpoint_in_model` reads.
 
-        The arguments are those of `Accelerator.save_model`.
+        Only the main process writes. See `Accelerator.save_model` for the arguments.
 
         Raises:
-            CheckpointError: the path is a file, or the model has weights on the meta device; or it
-                is sharded, and the main process alone called this.
+            CheckpointError: the path is a file, the model has weights on the meta device, or the
+                model is sharded and only the main process called this.
         """
         place = self.storage.locate(save_directory)
         directory = self.storage.path(place)
         if directory is not None and directory.is_file():
-            raise CheckpointError(f"save_model needs a directory, and {directory} is a file.")
+            raise CheckpointError(f"save_model needs a directory, but {directory} is a file.")
         if self._state.is_sharded(model):
             self._together("save_model", place, False)
         weights = self._state.whole_model_state(model)
         offloaded = None
         empty = any(t.is_meta for t in weights.values() if isinstance(t, torch.Tensor))
         if empty and any("_hf_hook" in vars(module) for module in model.modules()):
-            # Parts are on disk or in host memory, and their hooks know where. The package that
-            # attached the hooks exports what reads them.
+            # Some weights are on disk or in host memory, where only the model's hooks find them.
+            # The package that attached these hooks exports a class that reads the weights.
             from accelerate_core import OffloadedState
 
             offloaded = OffloadedState(model)
@@ -362,10 +371,10 @@ class DirectoryCheckpointer:
             offloaded.saved_in(directory)
 
     def _upload(self, place: str, write: Callable[[Path], object]) -> None:
-        """Let files be written to a temporary directory, and store them at a place.
+        """Call `write` with a temporary directory, and upload the files that it writes.
 
-        An index follows the weights that it names. Those that are there already and would be read
-        as if they belonged to these are deleted.
+        An index is uploaded after the weights that it names. Older weight files at the place are
+        deleted, because readers would mistake them for a part of this model.
         """
         with tempfile.TemporaryDirectory(prefix="accelerate-save-") as folder:
             directory = Path(folder, basename(place))
@@ -381,11 +390,11 @@ class DirectoryCheckpointer:
                     self.storage.delete(place, name)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write one object once, with torch or safetensors.
+        """Write one object with torch or safetensors. Only the main process writes.
 
         Args:
-            f: a path, an open file, or what else the storage takes for a place.
-            safe_serialization: write safetensors, else by `torch.save`.
+            f: a path, an open file, or any address that the storage accepts.
+            safe_serialization: write safetensors instead of using `torch.save`.
         """
         if not self._state.saves_here:
             return
@@ -404,25 +413,25 @@ class DirectoryCheckpointer:
 
     @property
     def preemption_requested(self) -> bool:
-        """Whether one of the signals has come."""
+        """Whether this run has received one of the signals."""
         return self._preemption is not None and self._preemption.requested
 
     def wait(self) -> None:
-        """Return when the save under way is complete; raise what it failed with, once."""
+        """Wait for the current background save. If it failed, raise its exception, once."""
         self.background.wait()
 
     def release(self) -> None:
-        """Wait, and give back the memory of the copies."""
+        """Wait for the current save and free the memory of its copies."""
         self.wait()
         self.background.staging.release()
 
     def close(self, failed: bool) -> None:
-        """End; of a run that failed the save under way is left to its thread."""
+        """Stop watching for signals. Unless the run failed, also wait for the current save."""
         if self._preemption is not None:
             self._preemption.close()
         if not failed:
             self.release()
 
 
-if TYPE_CHECKING:  # that it keeps to the protocol
+if TYPE_CHECKING:  # the type checker verifies that it implements the protocol
     _: type[Checkpointer] = DirectoryCheckpointer

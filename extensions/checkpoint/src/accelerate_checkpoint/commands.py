@@ -1,4 +1,4 @@
-"""`accelerate-core checkpoints`, which lists, verifies and shows them, and `merge-weights`."""
+"""The commands `accelerate-core checkpoints` (list, verify, show) and `merge-weights`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-_FOREIGN = "written by Hugging Face Accelerate, without checksums."
+_UNVERIFIED = "written by Hugging Face Accelerate, without checksums."
 
 
 @click.group("checkpoints")
@@ -29,9 +29,9 @@ def checkpoints_command() -> None:
 
 
 def _found(directory: Path) -> list[Path]:
-    """Return the checkpoints of a directory: itself, or those in it and in its `checkpoints`.
+    """Return the directory itself, or the checkpoints in it and in its `checkpoints` folder.
 
-    Those that have lost their manifest count too: they are what is looked for.
+    Checkpoints without a manifest count too, because these commands exist to find such damage.
     """
     if _is_checkpoint(directory):
         return [directory]
@@ -44,8 +44,8 @@ def _found(directory: Path) -> list[Path]:
     ]
     if not found:
         raise click.UsageError(
-            f"There is no checkpoint in {directory}. Give a directory that save_state wrote, or "
-            "the project_dir of a run with automatic names."
+            f"There is no checkpoint in {directory}. Pass a directory that save_state wrote, or "
+            "the project_dir of a run with automatic checkpoint naming."
         )
     return found
 
@@ -57,13 +57,13 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _order(path: Path) -> tuple[bool, int, str]:
-    """Sort by name, numbered ones by their number and last."""
+    """Return the sort key: by name, with numbered checkpoints last and in numeric order."""
     number = path.name.removeprefix("checkpoint_")
     return number.isdigit(), int(number) if number.isdigit() else 0, path.name
 
 
 def _examine(path: Path, **how: Any) -> tuple[Manifest | None, str, list[str]]:
-    """Return the manifest of a checkpoint, the state it is in, and what is wrong with it."""
+    """Return the manifest of a checkpoint, its state as a word, and its problems."""
     from accelerate_checkpoint.manifest import examine
 
     manifest, wrong = examine(path, **how)
@@ -78,13 +78,13 @@ def _examine(path: Path, **how: Any) -> tuple[Manifest | None, str, list[str]]:
 def list_command(directory: Path, as_json: bool) -> None:
     """List the checkpoints in DIR.
 
-    DIR is a project_dir, its `checkpoints`, or one checkpoint. Sizes are compared, contents are
-    not: see verify.
+    DIR is a project_dir, its `checkpoints` folder, or one checkpoint. This compares file sizes
+    only. To compare checksums, use verify.
     """
     rows: list[dict[str, Any]] = []
     for path in _found(directory):
         manifest, state, wrong = _examine(path, contents=False)
-        why = f"{path}: {_FOREIGN}" if state == "unverified" else "".join(wrong[:1])
+        why = f"{path}: {_UNVERIFIED}" if state == "unverified" else "".join(wrong[:1])
         rows.append({"path": str(path), "state": state, "why": why})
         if manifest is not None:
             names = ("saved_at", "step", "epoch", "world_size")
@@ -98,7 +98,7 @@ def list_command(directory: Path, as_json: bool) -> None:
     out = console()
     table = _table("checkpoint", "state", "saved", "step", "epoch", "ranks", "files", "size")
     if out.width < 100:
-        table.columns[2].max_width = 10  # the hour below the day leaves room for the name
+        table.columns[2].max_width = 10  # breaks between date and time, so names get more space
     for row in rows:
         colour = {"whole": "green", "damaged": "red"}.get(row["state"], "yellow")
         cells: list[Any] = [Path(row["path"]).name, Text(row["state"], colour)]
@@ -113,7 +113,7 @@ def list_command(directory: Path, as_json: bool) -> None:
 
 
 def _table(*heads: str) -> Table:
-    """Return a table whose cells are folded where they are too wide, never cut."""
+    """Return a table that wraps wide cells and never truncates them."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
 
@@ -126,9 +126,9 @@ def _table(*heads: str) -> Table:
 @_JSON
 @click.pass_context
 def verify_command(ctx: click.Context, directory: Path, as_json: bool) -> None:
-    """Compare every file's checksum. Status 1 if any differs.
+    """Compare the checksum of every file. Exits with status 1 if any differs.
 
-    DIR is one checkpoint, or holds some.
+    DIR is one checkpoint, or a directory of checkpoints.
     """
     from accelerate_checkpoint.progress import byte_bar
 
@@ -160,7 +160,10 @@ def verify_command(ctx: click.Context, directory: Path, as_json: bool) -> None:
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @_JSON
 def show_command(directory: Path, as_json: bool) -> None:
-    """Show what a checkpoint holds and what wrote it. Of several in DIR: the newest."""
+    """Show what a checkpoint contains and what wrote it.
+
+    If DIR holds several checkpoints, this shows the newest.
+    """
     from accelerate_checkpoint.manifest import read_manifest
 
     path = _found(directory)[-1]
@@ -220,14 +223,14 @@ def _size(count: int) -> str:
     help="Write pytorch_model.bin instead of model.safetensors.",
 )
 @click.option(
-    "--remove_checkpoint_dir", is_flag=True, help="Remove DIR once the merged file stands."
+    "--remove_checkpoint_dir", is_flag=True, help="Delete DIR after writing the merged file."
 )
 def merge_weights_command(
     checkpoint: Path, output: Path, unsafe_serialization: bool, remove_checkpoint_dir: bool
 ) -> None:
     """Merge the sharded weights in DIR into one file in the folder OUT.
 
-    DIR is what save_state or save_model wrote, or a torch.distributed.checkpoint directory.
+    DIR is a directory written by save_state, save_model or torch.distributed.checkpoint.
     """
     from accelerate_checkpoint.merging import merge_weights
 

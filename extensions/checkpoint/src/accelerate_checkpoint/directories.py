@@ -1,9 +1,10 @@
-"""Directories that appear whole or not at all, and what dead runs have left of theirs.
+"""Directories that appear complete or not at all, and cleanup after runs that died while saving.
 
-A directory NAME is written as `.NAME.saving-ID` beside its place. Where nothing has the name yet,
-it is renamed. Otherwise it becomes `.NAME.swap-ID` (whole from here on) and the two are exchanged
-in one system call, or, where the file system has no such call, by way of `.NAME.old-ID`. What is
-being removed is called `.NAME.deleted-ID` first, so no half of it is ever seen under its name.
+A directory NAME is written as `.NAME.saving-ID` next to its target. If the target does not exist
+yet, the directory is renamed to it. Otherwise it is first renamed to `.NAME.swap-ID`, which marks
+it as complete, and then the two are exchanged in one system call. On file systems without this
+call, the old directory is renamed to `.NAME.old-ID` instead. A directory to be removed is first
+renamed to `.NAME.deleted-ID`, so a partly deleted directory never has the original name.
 """
 
 from __future__ import annotations
@@ -33,46 +34,47 @@ logger = logging.getLogger(__name__)
 
 _LEFT = re.compile(r"\.(?P<name>.+)\.(?P<stage>saving|swap|old|deleted)-(?P<id>[0-9a-f]{12})")
 
-#: Seconds after which a directory that cannot be locked (NFS, Windows) counts as left over.
+#: Seconds after which a directory that cannot be locked (NFS, Windows) counts as a leftover.
 _STALE = 6 * 3600
-#: Seconds in which a directory that was made is surely locked.
+#: Seconds that a process may take to lock a directory after creating it.
 _MADE = 5.0
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path without links, and with the user's home in the place of `~`."""
+    """Return the path with links resolved and `~` expanded."""
     return Path(os.path.realpath(Path(path).expanduser()))
 
 
 def target_of(output_dir: str | os.PathLike[str]) -> Path:
-    """Return the real path of a directory to be made or replaced.
+    """Return the real path of a directory that a save will create or replace.
 
     Raises:
-        CheckpointError: it cannot be replaced as one: a file, the current directory, a mount.
+        CheckpointError: a rename cannot replace it, because it is a file, a mount point, or the
+            current directory or one of its parents.
     """
     if not isinstance(output_dir, str | os.PathLike):
-        raise CheckpointError(f"save_state takes the path of a directory, not {output_dir!r}.")
+        raise CheckpointError(f"save_state needs the path of a directory, not {output_dir!r}.")
     target = real_path(output_dir)
     if target.is_file():
-        raise CheckpointError(f"save_state needs a directory, and {target} is a file.")
+        raise CheckpointError(f"save_state needs a directory, but {target} is a file.")
     what = ""
     if Path.cwd().is_relative_to(target):
-        what = "the current directory or holds it"
+        what = "or contains the current directory"
     elif os.path.ismount(target):
         what = "a mount point"
     if what:
         raise CheckpointError(
-            f"{target} is {what}, and cannot be replaced by a whole checkpoint. Use a directory "
-            f"inside it, such as {target / 'state'}."
+            f"{target} is {what}, so a checkpoint cannot replace it in one step. Save to a "
+            f"directory inside it, such as {target / 'state'}."
         )
     return target
 
 
 class SaveInProgress:
-    """A directory that is being written, `path`, and locked as long as its process lives.
+    """The directory `path` that a save writes to. It stays locked while its process lives.
 
     Args:
-        target: where it is to stand.
+        target: the path that the directory gets when it is complete.
         identity: 12 hexadecimal digits, the same on all ranks.
     """
 
@@ -91,7 +93,7 @@ class SaveInProgress:
         self._locked.enter_context(lock_directory(self.path))
 
     def publish(self) -> None:
-        """Put the directory, which is whole, in its place, and what stood there out of the way."""
+        """Move the complete directory to its target and remove the one that it replaces."""
         for folder, _, _ in os.walk(self.path):
             sync_directory(Path(folder))
         if self.target.exists():
@@ -118,7 +120,7 @@ class SaveInProgress:
 
 
 def discard(path: Path, identity: str) -> None:
-    """Remove a directory so that no part of it is seen under its name."""
+    """Remove a directory. It is renamed first, so it never appears incomplete under its name."""
     if path.is_symlink():
         path.unlink()
         return
@@ -128,7 +130,7 @@ def discard(path: Path, identity: str) -> None:
 
 
 def clean_up(parent: Path) -> None:
-    """Finish or remove what runs that died in the middle of a save have left in `parent`."""
+    """Finish or remove the saves in `parent` that were interrupted because their run died."""
     if not parent.is_dir():
         return
     left = [(match, path) for path in parent.iterdir() if (match := _LEFT.fullmatch(path.name))]
@@ -146,11 +148,11 @@ def clean_up(parent: Path) -> None:
                     _remove_replaced(path, target)
                 else:
                     os.rename(path, target)
-        except OSError as error:  # another process does the same, or it cannot be written here
-            logger.debug("%s is left: %s", path, error)
+        except OSError as error:  # another process does the same, or the directory is read-only
+            logger.debug("%s was not cleaned up: %s", path, error)
 
 
-#: What a checkpoint consists of, here and in Accelerate: none of it outlives the checkpoint.
+#: Files of a checkpoint, ours or Accelerate's. They are removed together with the checkpoint.
 _CHECKPOINT_FILE = re.compile(
     r"(pytorch_)?model(_\d+)?(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
     r"|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt"
@@ -159,7 +161,7 @@ _CHECKPOINT_FILE = re.compile(
 
 
 def _remove_replaced(old: Path, target: Path) -> None:
-    """Remove a replaced checkpoint; what others have put into its directory moves to the new one."""
+    """Remove a replaced checkpoint. Files that others put into it move to the new one."""
     try:
         manifest = read_manifest(old)
         listed = {Path(name).parts[0] for name in manifest.files} | {MANIFEST, manifest.folder}
@@ -175,7 +177,7 @@ def _remove_replaced(old: Path, target: Path) -> None:
 
 @contextmanager
 def lock_directory(path: Path) -> Iterator[bool]:
-    """Lock a directory; False if another process has it, or directories cannot be locked here."""
+    """Lock a directory. Yields False if another process holds the lock or locks don't work here."""
     with ExitStack() as held:
         locked = False
         if fcntl is not None:
@@ -191,7 +193,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two directories atomically; False where that is not to be had."""
+    """Exchange two directories atomically. Returns False if the system cannot do that."""
     if sys.platform != "linux":
         return False
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

@@ -1,6 +1,6 @@
-"""One save until it is published: written in place, or in a temporary directory and uploaded.
+"""One save until it is published: written in place, or to a temporary directory and uploaded.
 
-Methods that take `gather` meet the other ranks; all of them call these in the same order.
+Methods that take `gather` are collective: all ranks call them, in the same order.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Entries = Mapping[str, FileEntry]
 
 
 class Report(NamedTuple):
-    """What one rank says when it has written its files.
+    """What one rank reports after writing its files.
 
     Attributes:
-        error: why it could not, None if it could.
-        files: those whose checksums are known.
+        error: why the rank failed, or None if it didn't.
+        files: the files whose checksums are known.
         machine: the first rank of its machine.
     """
 
@@ -41,17 +41,17 @@ class Report(NamedTuple):
 
 
 class Draft(Protocol):
-    """A save that no reader sees yet.
+    """A save that readers cannot see yet.
 
     Attributes:
         place: where it will be published.
-        publishes: whether this rank does that.
+        publishes: whether this rank publishes it.
     """
 
     place: str
     publishes: bool
 
-    #: What to do if a rank does not see `directory`.
+    #: What the user can do if a rank does not see `directory`.
     advice: str
 
     @property
@@ -59,36 +59,36 @@ class Draft(Protocol):
         """Where this rank writes its files."""
 
     def begin(self) -> object:
-        """Prepare; the answer goes to `join` on every rank."""
+        """Prepare the save. The results of all ranks are passed to `join` on every rank."""
 
     def join(self, answers: Sequence[Any]) -> None:
-        """Take what `begin` answered on all ranks."""
+        """Receive the results of `begin` on all ranks."""
 
     def deliver(self, reports: Sequence[Report], gather: Gather, shown: bool) -> Sequence[Entries]:
-        """Bring what was written to the store; return the files of each rank.
+        """Move the written files to the store. Return the files of each rank.
 
         Args:
-            shown: show a bar on a terminal.
+            shown: show a progress bar on a terminal.
 
         Raises:
-            CheckpointError: one of the files could not be written; on every rank.
+            CheckpointError: a file could not be written. Raised on every rank.
         """
 
     def publish(self, written: Sequence[Entries], facts: Mapping[str, Any]) -> None:
-        """List everything in a manifest, and make it the checkpoint."""
+        """List all files in a manifest, and publish them as the checkpoint."""
 
     def abandon(self) -> None:
-        """Delete what was written, on the rank that would have published it."""
+        """Delete the written files, on the rank that would have published them."""
 
     def close(self) -> None:
-        """Give up locks and temporary files, when all ranks are done with them."""
+        """Release locks and temporary files, once all ranks are done with them."""
 
 
 def new_draft(state: TrainingState, storage: Storage, place: str, save: str) -> Draft:
-    """Return the draft of a save.
+    """Return a draft of the kind that the storage needs.
 
     Args:
-        save: its name, the same on all ranks.
+        save: name of the save, the same on all ranks.
     """
     if storage.path(place) is None:
         return UploadedDraft(state, storage, place, save)
@@ -96,7 +96,7 @@ def new_draft(state: TrainingState, storage: Storage, place: str, save: str) -> 
 
 
 class InPlaceDraft:
-    """Files that are written where they will be, in a directory that is renamed."""
+    """A save that all ranks write into one directory, which is then renamed."""
 
     advice = (
         "save to a file system that all machines share, or set "
@@ -114,30 +114,30 @@ class InPlaceDraft:
 
     @property
     def directory(self) -> Path:
-        """The directory of the save, which all ranks share."""
+        """The directory of the save, shared by all ranks."""
         path = self._storage.path(self.place, self._save)
         assert path is not None
         return path
 
     def begin(self) -> None:
-        """Make the directory."""
+        """Create the directory."""
         if self.publishes:
             self._storage.clean(self.place)
             self._held.enter_context(self._storage.lock(self.place, self._save))
 
     def join(self, answers: Sequence[Any]) -> None:
-        """Every rank knows the directory by its name."""
+        """Do nothing: every rank derives the directory from its name."""
 
     def deliver(self, reports: Sequence[Report], gather: Gather, shown: bool) -> list[Entries]:
-        """Return the files of the ranks that share this directory: they are there already."""
+        """Return the files of the ranks that share this directory. Nothing has to be moved."""
         mine = [one for one in reports if self._everywhere or one.machine == self._machine]
         return [one.files for one in mine]
 
     def publish(self, written: Sequence[Entries], facts: Mapping[str, Any]) -> None:
-        """List what is in the directory, and rename it."""
+        """List the files of the directory in a manifest, and rename it."""
         directory = self.directory
         listed = {name: entry for one in written for name, entry in one.items()}
-        # What plugins and the user's own hooks wrote has not passed through our hands.
+        # Plugins and the user's hooks wrote their files without us, so they have no checksums yet.
         for name in _files_below(directory):
             if name not in listed:
                 path = directory / name
@@ -161,13 +161,13 @@ class InPlaceDraft:
 
 
 class UploadedDraft:
-    """Files that are written to a temporary directory and uploaded, before the manifest follows.
+    """A save that is written to a temporary directory and uploaded, with the manifest last.
 
-    Each rank uploads what it wrote, and its share of what plugins wrote on its machine. A name that
-    several machines have is uploaded by the lowest rank.
+    Each rank uploads its own files, and its share of the files that plugins wrote on its machine.
+    If several machines wrote a file of the same name, the lowest rank uploads it.
     """
 
-    advice = "the ranks of one machine need a temporary directory that they share: set TMPDIR"
+    advice = "the ranks of one machine need a shared temporary directory: set TMPDIR"
 
     def __init__(self, state: TrainingState, storage: Storage, place: str, save: str) -> None:
         self._storage = storage
@@ -187,7 +187,7 @@ class UploadedDraft:
         return self._folder.path
 
     def begin(self) -> tuple[int, str | None]:
-        """Lock the save, and make the directory of this machine."""
+        """Lock the save, and create the directory of this machine."""
         if self.publishes:
             persist(self._storage, f"{self.place} cannot be written", self._prepare)
         return self._folder.make("save")
@@ -195,7 +195,7 @@ class UploadedDraft:
     def _prepare(self) -> None:
         self._storage.clean(self.place)
         if not self._held.enter_context(self._storage.lock(self.place, self._save)):
-            raise CheckpointError(f"Another save to {self.place} is under way.")
+            raise CheckpointError(f"Another save to {self.place} is in progress.")
 
     def join(self, answers: Sequence[Any]) -> None:
         """Find the directory of this machine."""
@@ -230,12 +230,12 @@ class UploadedDraft:
             upload(self._storage, self.place, sources, advance)
 
     def publish(self, written: Sequence[Entries], facts: Mapping[str, Any]) -> None:
-        """Write the manifest once everything that it lists is in the store."""
+        """Write the manifest, after every file that it lists is in the store."""
         listed = {name: entry for one in written for name, entry in one.items()}
         manifest = Manifest(listed, dict(facts), self._save)
         wrong = sizes_differ(self._storage, self.place, manifest)
         if wrong:
-            raise CheckpointError(f"{wrong[0]} All ranks have to write to the same store.")
+            raise CheckpointError(f"{wrong[0]} All ranks must write to the same store.")
         text = manifest.render().encode()
         address = join(self.place, MANIFEST)
         self._asked = True
@@ -251,10 +251,10 @@ class UploadedDraft:
         try:
             self._storage.clean(self.place)
         except Exception as error:  # the checkpoint is complete; the next save tries again
-            warn(f"What {self.place} held before cannot be deleted: {error}")
+            warn(f"The previous files of {self.place} cannot be deleted: {error}")
 
     def _is_published(self) -> bool:
-        """Return whether a manifest of this save is there: a failed request may have succeeded."""
+        """Return whether this save's manifest is stored. A request that failed may have stored it."""
         if not self._asked:
             return False
         try:
@@ -268,14 +268,14 @@ class UploadedDraft:
         return parse_manifest(text, self.place).folder == self._save
 
     def abandon(self) -> None:
-        """Delete what was uploaded; what cannot be deleted is left to the next save."""
+        """Delete the uploaded files. If that fails, the next save deletes them."""
         if not self.publishes:
             return
         try:
             if not self._is_published():
                 self._storage.delete(self.place, self._save)
         except Exception as error:
-            warn(f"What was uploaded to {join(self.place, self._save)} is left there: {error}")
+            warn(f"The files in {join(self.place, self._save)} could not be deleted: {error}")
 
     def close(self) -> None:
         """Delete the temporary directory."""
@@ -284,7 +284,7 @@ class UploadedDraft:
 
 
 def _files_below(directory: Path) -> list[str]:
-    """Return the files of a directory by their names in it, sorted."""
+    """Return the paths of all files, relative to the directory and sorted."""
     return [
         path.relative_to(directory).as_posix()
         for path in sorted(directory.rglob("*"))
@@ -295,7 +295,7 @@ def _files_below(directory: Path) -> list[str]:
 def raise_any(
     troubles: Sequence[str | None], place: str, cause: BaseException | None = None
 ) -> None:
-    """Raise on every rank what any of them could not do."""
+    """Raise on every rank if any rank failed, with the failures of all ranks in the message."""
     found: dict[str, list[int]] = {}
     for rank, trouble in enumerate(troubles):
         if trouble:
@@ -306,6 +306,6 @@ def raise_any(
             for trouble, ranks in found.items()
         ]
         raise CheckpointError(
-            f"The checkpoint {place} was not saved; earlier ones are as they were. "
+            f"The checkpoint {place} was not saved. Earlier checkpoints are unchanged. "
             + " ".join(lines)
         ) from cause

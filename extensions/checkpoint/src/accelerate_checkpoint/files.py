@@ -1,4 +1,4 @@
-"""Files of a checkpoint: their checksums are taken while they are written; reading runs no code."""
+"""Write files of a checkpoint, with checksums computed on the way, and read them without code."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ SCALER = "scaler.pt"
 RNG = "random_states"
 CUSTOM = "custom_checkpoint"
 
-#: Bytes hashed and written, or read and hashed, at a time: they stay in the processor's cache.
+#: Bytes per chunk, small enough to stay in the CPU cache between hashing and writing or reading.
 _CHUNK = 1 << 20
 
-#: Takes the bytes since the last call.
+#: Called with the number of bytes since the last call.
 Progress = Callable[[int], None]
-#: Takes a weight's name and returns the weight.
+#: Returns the weight of a name.
 Read = Callable[[str], torch.Tensor]
 
 
@@ -52,10 +52,10 @@ def numbered(stem: str, index: int, suffix: str) -> str:
 
 
 class HashingFile:
-    """A new file for writing that keeps size and checksum of what goes through it.
+    """A new file that computes its size and checksum while it is written.
 
     Args:
-        progress: told the bytes that have been written.
+        progress: called with the number of bytes written.
     """
 
     def __init__(self, path: Path, progress: Progress | None = None) -> None:
@@ -63,11 +63,11 @@ class HashingFile:
         self._file: BinaryIO = path.open("wb")
         self._hash = xxhash.xxh3_128()
         self._size = 0
-        #: What the system said when a write failed; whoever writes may say something else.
+        #: The system's error if a write failed. The library that writes may raise another one.
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write bytes, or the memory of anything that has the buffer interface."""
+        """Write bytes, or any object with the buffer interface."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _CHUNK):
             part = view[start : start + _CHUNK]
@@ -75,7 +75,7 @@ class HashingFile:
             try:
                 self._file.write(part)
             except OSError as error:
-                # A copy: with its traceback it would hold torch's writer, which holds this file.
+                # A copy, because the traceback would keep torch's writer and so this file alive.
                 self.failure = OSError(error.errno, error.strerror)
                 raise
             if self._progress is not None:
@@ -92,7 +92,7 @@ class HashingFile:
         return FileEntry(self._size, self._hash.hexdigest())
 
     def close(self) -> None:
-        """Close the file, whatever of it could be written."""
+        """Close the file, even if a part of it could not be written."""
         with suppress(OSError):
             self._file.close()
 
@@ -100,7 +100,7 @@ class HashingFile:
 def write(
     path: Path, put: Callable[[HashingFile], object], progress: Progress | None = None
 ) -> FileEntry:
-    """Write one file by `put(file)`, to the disk; return its size and checksum."""
+    """Write one file with `put(file)` and sync it to disk. Return its size and checksum."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = HashingFile(path, progress)
     try:
@@ -124,7 +124,7 @@ def write_text(path: Path, text: str) -> FileEntry:
 
 
 def write_beside(path: Path, put: Callable[[Path], object]) -> None:
-    """Write a file beside `path`, then rename: `path` is old or new, never half."""
+    """Write a temporary file and rename it, so `path` is never partly written."""
     beside = path.with_name(f".{path.name}.saving-{secrets.token_hex(6)}")
     try:
         put(beside)
@@ -149,16 +149,16 @@ def write_safetensors(
     progress: Progress | None = None,
     read: Read | None = None,
 ) -> FileEntry:
-    """Write tensors in the safetensors format, one after the other, without a copy of them all.
+    """Write tensors in the safetensors format one at a time, without a copy of all of them.
 
-    Args:
-        read: returns, by name, a tensor that is on the meta device in `tensors`.
-
-    The library's own writer takes a path only, and what it wrote would have to be read back for
+    The library's own writer only takes a path, so its file would have to be read back to compute
     the checksum. Format: https://github.com/huggingface/safetensors#format
 
+    Args:
+        read: returns the tensor of a name, for tensors that are on the meta device.
+
     Raises:
-        CheckpointError: a tensor's dtype is none of the format's.
+        CheckpointError: the format does not support the dtype of a tensor.
     """
     text, order, _ = _header(tensors, metadata)
 
@@ -169,21 +169,21 @@ def write_safetensors(
             if tensor.numel():
                 tensor = with_data(name, tensor, read)
                 host = tensor.detach().cpu().contiguous().reshape(-1)
-                # Its memory, without NumPy.
+                # Reads the tensor's memory without needing NumPy.
                 file.write((ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr()))
 
     return write(path, put, progress)
 
 
 def with_data(name: str, value: Any, read: Read | None) -> Any:
-    """Return a value; one that is on the meta device is read by its name."""
+    """Return the value. If it is a tensor on the meta device, return what `read` finds for it."""
     if read is None or not isinstance(value, torch.Tensor) or not value.is_meta:
         return value
     found = read(name)
     if (found.shape, found.dtype) != (value.shape, value.dtype):
         raise CheckpointError(
-            f"{name!r} was expected as {value.dtype} of shape {tuple(value.shape)}, and is "
-            f"{found.dtype} of shape {tuple(found.shape)} where it is kept."
+            f"{name!r} should be {value.dtype} of shape {tuple(value.shape)}, but its stored copy "
+            f"is {found.dtype} of shape {tuple(found.shape)}."
         )
     return found
 
@@ -191,10 +191,10 @@ def with_data(name: str, value: Any, read: Read | None) -> Any:
 def _header(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int], int]:
-    """Return what stands before the tensors, where behind it each begins, and the size of all."""
+    """Return the header, the offset of each tensor after it, and the size of all tensors."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset, starts = 0, {}
-    # Elements of larger size first, so that every tensor is aligned.
+    # Dtypes with larger elements come first, so that every tensor is aligned.
     for name, tensor in sorted(
         tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
     ):
@@ -215,10 +215,10 @@ def _header(
 
 
 def map_safetensors(path: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make a safetensors file and return its tensors, to be filled in: their memory is the file.
+    """Create a safetensors file and return its tensors, mapped into memory, for you to fill in.
 
     Args:
-        like: tensors of the same shape and dtype, on the meta device.
+        like: tensors on the meta device with the shapes and dtypes to create.
     """
     text, starts, size = _header(like, {"format": "pt"})
     with path.open("w+b") as file:
@@ -240,7 +240,7 @@ def map_safetensors(path: Path, like: Mapping[str, torch.Tensor]) -> dict[str, t
 
 
 def checksum(path: Path, progress: Progress | None = None) -> FileEntry:
-    """Read a file and return its size and checksum; `progress` is told the bytes read."""
+    """Read a file and return its size and checksum. `progress` is called with the bytes read."""
     digest = xxhash.xxh3_128()
     size = 0
     buffer = memoryview(bytearray(_CHUNK))
@@ -257,8 +257,8 @@ def checksum(path: Path, progress: Progress | None = None) -> FileEntry:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable, where the system has such a thing."""
-    with suppress(OSError):  # Windows opens no directories
+    """Sync the names in a directory to disk, if the system supports it."""
+    with suppress(OSError):  # Windows cannot open directories
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -273,14 +273,15 @@ def read(
     allowed: AbstractContextManager[Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Load a file torch has written, tensors and plain containers only.
+    """Load a file that torch wrote. By default, it may only hold tensors and plain containers.
 
     Args:
-        trust: also run pickled code; only for files you made yourself. None: this file never.
-        allowed: entered while reading: `torch.serialization.safe_globals` of harmless classes.
+        trust: True also runs pickled code, for files that you wrote yourself. None means that
+            `load_state(trust=True)` does not apply to this file.
+        allowed: context entered while reading, such as `torch.serialization.safe_globals`.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or holds more than plain data.
+        CheckpointError: the file is missing or damaged, or contains more than plain data.
     """
     try:
         with allowed or nullcontext():
@@ -291,7 +292,7 @@ def read(
         way = (
             "are never loaded from this file"
             if trust is None
-            else "are not loaded unless you say so: pass trust=True to load_state if you wrote this "
+            else "are not loaded by default: pass trust=True to load_state if you wrote this "
             "checkpoint yourself"
         )
         found = re.search(
@@ -299,11 +300,11 @@ def read(
             str(error),
         )
         what = f"Python objects ({found[1]})" if found else "Python objects"
-        raise CheckpointError(f"{path} is damaged or holds {what}, which {way}.") from error
+        raise CheckpointError(f"{path} is damaged or contains {what}, which {way}.") from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type where it has none."""
+    """Return the first line of an error's message, or its type if the message is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,7 +1,8 @@
-"""A lock for stores that have none: a small file that its holder renews.
+"""A lock for stores without locks: a small file that its holder renews.
 
-The file says which process holds it and until when. On the machine of the holder the process is
-looked up, so what it left when it was killed is free at once. Elsewhere the time decides.
+The file names the process that holds the lease and says when the lease expires. On the holder's own
+machine, the process is looked up, so the lease is free as soon as its holder was killed. On other
+machines, it is free when it has expired.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from accelerate_checkpoint.store import Store
 
 LEASE = ".lease"
 
-#: Seconds between two renewals, and for how long one of them holds.
+#: Seconds between two renewals, and seconds for which a renewal is valid.
 RENEWED, HOLDS = 60.0, 600.0
 
-#: Seconds before a lease that cannot be parsed is read again: its holder may be writing it.
+#: Seconds before a lease that cannot be parsed is read again. Its holder may be writing it.
 _AGAIN = 0.5
 
 logger = logging.getLogger(__name__)
@@ -33,12 +34,15 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def hold_lease(storage: Store, place: str, save: str) -> Iterator[bool]:
-    """Hold the lease of a save in the block; False if another process that may live holds it.
+    """Hold the lease of a save inside the block.
 
     Args:
-        storage: where the lease is kept, among the files of the save.
-        place: of the checkpoint.
+        storage: where the lease is kept, next to the files of the save.
+        place: address of the checkpoint.
         save: name of the save.
+
+    Yields:
+        False, without the lease, if another process holds it and may still be alive.
     """
     name = f"{save}/{LEASE}"
     if _is_held(storage, place, name):
@@ -51,7 +55,7 @@ def hold_lease(storage: Store, place: str, save: str) -> Iterator[bool]:
         while not released.wait(RENEWED):
             try:
                 _write(storage, place, name)
-            except Exception as error:  # the next one may succeed before the lease runs out
+            except Exception as error:  # the next renewal may succeed before the lease expires
                 logger.warning("The lease of %s/%s was not renewed: %s", place, save, error)
 
     thread = threading.Thread(target=renew, name="checkpoint lease", daemon=True)
@@ -61,7 +65,7 @@ def hold_lease(storage: Store, place: str, save: str) -> Iterator[bool]:
     finally:
         released.set()
         thread.join()
-        with suppress(Exception):  # it runs out by itself
+        with suppress(Exception):  # otherwise the lease expires
             storage.delete(place, name)
 
 
@@ -97,7 +101,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Return a name of this machine and its numbering of processes, "" where there is none."""
+    """Return an identifier of this machine and its PID namespace, or "" without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = os.readlink("/proc/self/ns/pid")
@@ -107,7 +111,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return when a process was started, so that another one of its number is told apart."""
+    """Return when a process was started. This distinguishes it from a later one with its PID."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""What each rank reads of a checkpoint: all of it is read and compared, then it is applied."""
+"""Load a checkpoint on each rank: read and check everything first, then apply it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ T = TypeVar("T")
 
 @dataclass
 class Source:
-    """A checkpoint that was found good; without a manifest it is Accelerate's.
+    """A checkpoint that passed its checks.
 
     Attributes:
         place: where it is kept.
         directory: where its files are on this machine.
-        fetched: the temporary directory they were fetched to; deleted at the end of the `with`.
+        manifest: its manifest. None means that Hugging Face Accelerate wrote the checkpoint.
+        fetched: the temporary directory that its files were fetched to. It is deleted at the end
+            of the `with` block.
     """
 
     place: str
@@ -51,18 +53,18 @@ class Source:
 
     @contextmanager
     def naming_place(self) -> Iterator[None]:
-        """Let errors name what is kept, not the temporary copy of it."""
+        """Make errors name the stored checkpoint instead of its temporary copy."""
         try:
             yield
         except CheckpointError as error:
             if self.fetched is None:
                 raise
-            told = str(error).replace(str(self.directory), self.place)
-            raise CheckpointError(told) from error
+            text = str(error).replace(str(self.directory), self.place)
+            raise CheckpointError(text) from error
 
     @property
     def listed(self) -> Container[str] | None:
-        """The names the manifest vouches for; None without one."""
+        """The names of the files that the manifest lists, or None without a manifest."""
         return None if self.manifest is None else self.manifest.files
 
     @property
@@ -76,7 +78,7 @@ class Source:
         return sum(1 for _ in self.directory.glob(f"{files.RNG}_*.pkl"))
 
     def has(self, name: str) -> bool:
-        """Tell whether the checkpoint has a file: ours only what the manifest lists."""
+        """Return whether the checkpoint has a file. With a manifest, only listed files count."""
         if self.manifest is not None:
             return name in self.manifest.files
         return (self.directory / name).is_file()
@@ -85,8 +87,9 @@ class Source:
         if not self.has(name):
             shards = sorted(self.directory.glob("backend_*"))
             way = (
-                f" The backend {shards[0].name.removeprefix('backend_')!r} saved it in a form of its "
-                "own: load it with that backend, or make weights of it with merge-weights."
+                f" The backend {shards[0].name.removeprefix('backend_')!r} saved it in its own "
+                "format. Load it with that backend, or convert it with `accelerate-core "
+                "merge-weights`."
                 if shards
                 else ""
             )
@@ -96,7 +99,7 @@ class Source:
 
 
 def run_collectively(state: TrainingState, what: str, job: Callable[[], T]) -> T:
-    """Do something on every rank; if any of them fails, all do."""
+    """Run a job on every rank. If it fails on any rank, raise on all of them."""
     failure: Exception | None = None
     try:
         result = job()
@@ -115,10 +118,12 @@ def run_collectively(state: TrainingState, what: str, job: Callable[[], T]) -> T
 def open_together(
     state: TrainingState, storage: Storage, place: str, verify: bool
 ) -> tuple[Source | None, str]:
-    """Return a checkpoint, or what is wrong with it as any rank sees it; the same on all ranks.
+    """Return a checkpoint, or None and the first problem that any rank found.
+
+    The result is the same on all ranks.
 
     Args:
-        verify: compare checksums too, not sizes only.
+        verify: compare checksums as well as sizes.
     """
     directory = storage.path(place)
     if directory is None:
@@ -136,21 +141,21 @@ def open_together(
 def _examine_together(
     state: TrainingState, directory: Path, verify: bool
 ) -> tuple[Manifest | None, str]:
-    """Return the manifest, and what is wrong as any rank sees it, the same on all; "" if nothing.
+    """Return the manifest, and the first problem that any rank found, or "".
 
-    The ranks of a machine share the hashing.
+    The ranks of a machine share the hashing. All ranks return the same problem.
     """
     manifest, wrong = None, [f"There is no checkpoint directory {directory}."]
     if directory.is_file():
         wrong = [
-            f"{directory} is a file, and load_state needs the directory that save_state wrote."
+            f"{directory} is a file, but load_state needs the directory that save_state wrote."
         ]
     elif directory.is_dir():
         part = state.process.local_process_index, state.process.local_num_processes
         with ExitStack() as bars:
 
             def begin(manifest: Manifest) -> files.Progress:
-                # Of the ranks' shares, which are nearly equal, one is shown.
+                # The bar shows one rank's share; the shares are nearly equal.
                 bar = byte_bar(f"Verifying {directory.name}", manifest.size // part[1])
                 return bars.enter_context(bar)
 
@@ -160,20 +165,20 @@ def _examine_together(
 
 
 def check_fits(state: TrainingState, source: Source) -> None:
-    """Refuse a checkpoint of other objects before anything is changed."""
-    said = source.facts.get("objects", {})
+    """Refuse a checkpoint with other objects than this run has, before anything is changed."""
+    saved = source.facts.get("objects", {})
     have = {
         "models": len(state.models),
         "optimizers": len(state.optimizers),
         "schedulers": len(state.schedulers),
         "registered": len(state.registered),
     }
-    there = {what: said.get(what, count) for what, count in have.items()}
-    fewer = [f"{there[w]} {w}, and {count} here" for w, count in have.items() if there[w] < count]
+    there = {what: saved.get(what, count) for what, count in have.items()}
+    fewer = [f"{there[w]} {w} (not {count})" for w, count in have.items() if there[w] < count]
     more = [f"{there[w] - count} {w}" for w, count in have.items() if there[w] > count]
     if fewer:
         raise CheckpointError(
-            f"{source.place} does not fit this run: it holds {'; '.join(fewer)}. Prepare and "
+            f"{source.place} does not fit this run: it holds only {', '.join(fewer)}. Prepare and "
             "register the same objects in the same order as when it was saved."
         )
     names = [f"{files.GRADIENTS}_{rank}.bin" for rank in range(source.saved_by)]
@@ -183,13 +188,13 @@ def check_fits(state: TrainingState, source: Source) -> None:
     if more:
         state.warn_once(
             f"{source.place} holds {' and '.join(more)} more than this run has prepared or "
-            "registered; they are left."
+            "registered. They are not loaded."
         )
 
 
 @dataclass
 class OptimizerState:
-    """What a checkpoint has of one optimizer; `mapped`: its tensors lie in the mapped file."""
+    """The saved state of one optimizer. If `mapped`, its tensors are mapped from the file."""
 
     optimizer: Optimizer
     held: Any
@@ -198,17 +203,17 @@ class OptimizerState:
 
 @dataclass
 class LoadedState:
-    """What this rank has read of a checkpoint that fits the run; `apply` puts it back.
+    """The parts of a checkpoint that this rank has read. `apply` restores them.
 
-    Weights and gradients are not here: they are read when they are put back, so that memory holds
-    them once.
+    Weights and gradients are missing here. They are read when they are restored, so that memory
+    holds them only once.
 
     Attributes:
-        state, source: the run, and where the checkpoint is.
-        options: of the backend, and `strict`.
-        optimizers: one each; none where the backend reads them itself.
-        objects: states of schedulers, scaler and registered objects by the name of their file.
-        ranks: what belongs to one rank each, by rank: those that this one needs.
+        state, source: the run and the checkpoint.
+        options: options of the backend, and `strict`.
+        optimizers: one per optimizer, or empty if the backend reads them itself.
+        objects: states of schedulers, scaler and registered objects, by file name.
+        ranks: the states per rank that this rank needs, by rank.
     """
 
     state: TrainingState
@@ -219,9 +224,9 @@ class LoadedState:
     ranks: Mapping[int, Any]
 
     def apply(self) -> None:
-        """Put everything back. The generators are set last: what comes before may draw."""
+        """Restore everything. Generators come last, because the other steps may draw from them."""
         with self.source.naming_place():
-            self.state.update_scale()  # what is pending belongs to the state that is replaced
+            self.state.update_scale()  # a pending update belongs to the state being replaced
             self._apply_models()
             self._apply_optimizers()
             self._apply_objects()
@@ -231,7 +236,7 @@ class LoadedState:
     def _apply_models(self) -> None:
         models = list(self.state.models)
         hooks = list(self.state.load_hooks())
-        for hook in hooks:  # one may load a model itself, and take it off the list
+        for hook in hooks:  # a hook may load a model itself and remove it from the list
             hook(models, str(self.source.directory))
         if self.state.owns_format:
             return
@@ -245,7 +250,7 @@ class LoadedState:
 
     def _apply_optimizers(self) -> None:
         for one in self.optimizers:
-            held = _off_the_file(one.held, one.optimizer) if one.mapped else one.held
+            held = _copy_from_map(one.held, one.optimizer) if one.mapped else one.held
             self.state.load_optimizer_state(one.optimizer, held)
 
     def _apply_objects(self) -> None:
@@ -254,7 +259,8 @@ class LoadedState:
                 obj.load_state_dict(self.objects[name])
             else:
                 self.state.warn_once(
-                    f"{self.source.place} was saved without a gradient scaler: its scale starts anew."
+                    f"{self.source.place} was saved without a gradient scaler, so the loss scale "
+                    "keeps its initial value."
                 )
 
     def _apply_plugins(self) -> None:
@@ -268,14 +274,14 @@ class LoadedState:
             self.state.warn_once(
                 f"{self.source.place} was written by Hugging Face Accelerate and has no checksums. "
                 "Models, optimizers, schedulers, scaler, registered objects and random states were "
-                "taken over; the position in the data was not: use skip_first_batches for the epoch "
-                "that was begun."
+                "loaded. It has no position in the data: use skip_first_batches to continue a "
+                "partial epoch."
             )
         saved_by = self.source.saved_by
         mesh = self.source.facts.get("mesh")
         same_layout = self.state.has_layout(saved_by, mesh)
-        whose = [self.state.process.process_index] if same_layout else range(saved_by)
-        names = [f"{files.GRADIENTS}_{rank}.bin" for rank in whose]
+        ranks = [self.state.process.process_index] if same_layout else range(saved_by)
+        names = [f"{files.GRADIENTS}_{rank}.bin" for rank in ranks]
         gradients = (self.source.read(name) for name in names if self.source.has(name))
         self.state.load_rank_state(self.ranks, saved_by, gradients, mesh)
 
@@ -287,10 +293,10 @@ def read_checkpoint(
     options: Mapping[str, Any],
     trust: bool,
 ) -> LoadedState:
-    """Read a checkpoint and compare it with the run, of which nothing is changed.
+    """Read a checkpoint and check that it fits the run, without changing the run.
 
     Raises:
-        CheckpointError: a file cannot be read, or is of another model or optimizer.
+        CheckpointError: a file cannot be read, or belongs to another model or optimizer.
     """
     with source.naming_place():
         if not state.owns_format and not state.load_hooks():
@@ -326,20 +332,22 @@ def _compare_groups(source: Source, name: str, index: int, held: Any, optimizer:
     path, classes = source.directory / name, source.facts.get("optimizers", [])
     own = type(optimizer).__name__
     if index < len(classes) and classes[index] != own:
-        raise CheckpointError(f"{path} is of a {classes[index]}, and the optimizer is a {own}.")
+        raise CheckpointError(
+            f"{path} is the state of {classes[index]}, but the optimizer here is {own}."
+        )
     if not isinstance(held, dict) or not isinstance(held.get("param_groups"), list):
-        return  # of an optimizer with a form of its own
+        return  # an optimizer with its own format
     there = [len(group.get("params", ())) for group in held["param_groups"]]
     here = [len(group["params"]) for group in optimizer.param_groups]
     if there != here:
         raise CheckpointError(
-            f"{path} does not fit the optimizer: it has {len(there)} parameter groups of {there} "
-            f"parameters, and the optimizer {len(here)} of {here}."
+            f"{path} does not fit the optimizer: the file has {len(there)} parameter groups of "
+            f"{there} parameters, but the optimizer has {len(here)} groups of {here}."
         )
 
 
 def _read_ranks(state: TrainingState, source: Source) -> dict[int, Any]:
-    """Read the files of the ranks this one needs: the first, its own, and all if they are regrouped."""
+    """Read the states of rank 0 and of this rank, or of all ranks if the layout has changed."""
     same = state.has_layout(source.saved_by, source.facts.get("mesh"))
     wanted = {0, state.process.process_index} if same else {*range(source.saved_by)}
     names = {other: f"{files.RNG}_{other}.pkl" for other in sorted(wanted)}
@@ -358,25 +366,25 @@ def check_weights(
     models: Sequence[torch.nn.Module],
     options: Mapping[str, Any],
 ) -> None:
-    """Refuse weights of other models, before the first is changed."""
+    """Refuse weights of other models before any model is changed."""
     for index, model in enumerate(models):
         stem = files.numbered(files.MODEL, index, "")
         _compare_layout(source, stem, state.inner(model), _is_strict(options))
 
 
 def _compare_layout(source: Source, stem: str, model: torch.nn.Module, strict: bool) -> None:
-    """Compare names and shapes, which is cheap: no weights are read."""
+    """Compare names and shapes. This is cheap, because it reads no weights."""
     layout = weights_layout(source.directory, stem, model, source.listed)
     if layout is None:
         return
     own = {n: list(t.shape) for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
     wrong = [
-        f"{name} has shape {layout[name]} there and {shape} here"
+        f"{name} has shape {layout[name]} in the checkpoint and {shape} in the model"
         for name, shape in own.items()
         if name in layout and layout[name] != shape and 0 not in shape
     ]
     if strict:
-        wrong += [f"{name} is missing there" for name in own if name not in layout]
+        wrong += [f"{name} is not in the checkpoint" for name in own if name not in layout]
         wrong += [f"{name} is not in the model" for name in layout if name not in own]
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
@@ -385,10 +393,10 @@ def _compare_layout(source: Source, stem: str, model: torch.nn.Module, strict: b
         )
 
 
-def _off_the_file(state: Any, optimizer: Any) -> Any:
-    """Copy a state off the mapped file: into the memory of the present one where that fits.
+def _copy_from_map(state: Any, optimizer: Any) -> Any:
+    """Copy a state from its mapped file, into the memory of the optimizer's state if it fits.
 
-    A loaded state would keep the file mapped, and fresh memory costs more than the copy.
+    Without the copy, the file would stay mapped. Allocating new memory costs more than the copy.
     """
     present: dict[Any, Any] = optimizer.state_dict().get("state", {})
     same_groups = isinstance(state, dict) and present.keys() == state.get("state", {}).keys()

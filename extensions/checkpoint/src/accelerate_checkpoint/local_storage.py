@@ -1,4 +1,4 @@
-"""Checkpoints on the disks of this machine, or on a file system that all machines mount."""
+"""Checkpoints on local disks, or on a file system that all machines mount."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from accelerate_checkpoint.storage import Storage, is_save
 
 
 class LocalStorage(Storage):
-    """Directories that are published by renaming them, and read and written in place.
+    """Keeps checkpoints in directories that are written in place and published by a rename.
 
-    The files of a save are in `.NAME.saving-ID` beside the place until it is published.
+    Until then, the files of a save are in the directory `.NAME.saving-ID` next to the place.
     """
 
     def __init__(self) -> None:
-        #: The saves of this process that are under way.
+        #: The saves in progress in this process.
         self._saves: dict[tuple[str, str], SaveInProgress] = {}
 
     def locate(self, target: str | os.PathLike[str], *, saving: bool = False) -> str:
-        """Return the real path, without links and `~`.
+        """Return the real path, with links and `~` resolved.
 
         Raises:
-            CheckpointError: a file, the current directory or a mount point cannot be replaced.
+            CheckpointError: a save cannot replace a file, a mount point or the current directory.
         """
         return str(target_of(target) if saving else real_path(target))
 
     def path(self, place: str, name: str = "") -> Path:
-        """Return the path of a file; what belongs to a save is in its hidden directory."""
+        """Return the path of a file. Files of a save are in its hidden directory."""
         save, _, rest = name.partition("/")
         if is_save(save):
             return self._begun(place, save).path / rest
@@ -63,7 +63,7 @@ class LocalStorage(Storage):
         return self.path(place, name).read_bytes()
 
     def write(self, place: str, name: str, source: Path, progress: Progress) -> None:
-        """Copy a file, and have it on the disk."""
+        """Copy a file and sync it to disk."""
         path = self.path(place, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, path)
@@ -72,7 +72,7 @@ class LocalStorage(Storage):
         progress(path.stat().st_size)
 
     def publish(self, place: str, save: str, manifest: bytes) -> None:
-        """Rename the directory of the save to the place; an older checkpoint goes."""
+        """Rename the directory of the save to the place. This replaces an older checkpoint."""
         saving = self._begun(place, save)
         write_text(saving.path / MANIFEST, manifest.decode())
         saving.publish()
@@ -84,7 +84,7 @@ class LocalStorage(Storage):
             return file.read(stop - start)
 
     def delete(self, place: str, name: str = "") -> None:
-        """Delete a file or directory; a whole place is renamed first, so that no half is seen."""
+        """Delete a file or directory. A whole place is renamed first, so it vanishes in one step."""
         path = self.path(place, name)
         if is_save(name):
             self._begun(place, name).abandon()
@@ -97,7 +97,7 @@ class LocalStorage(Storage):
 
     @contextmanager
     def lock(self, place: str, save: str) -> Iterator[bool]:
-        """Make the directory of a save and lock it; the system unlocks it when the process dies."""
+        """Create and lock the directory of a save. The lock ends when the process dies."""
         saving = SaveInProgress(Path(place), save.removeprefix("save-"))
         if saving.path.exists():
             with lock_directory(saving.path) as locked:
@@ -112,5 +112,5 @@ class LocalStorage(Storage):
             del self._saves[place, save]
 
     def clean(self, place: str) -> None:
-        """Finish or remove what killed runs left beside a place."""
+        """Finish or remove the saves of killed runs next to a place."""
         clean_up(Path(place).parent)

@@ -1,6 +1,7 @@
-"""`manifest.json`: what a checkpoint consists of, and whether that is still so.
+"""`manifest.json`: lists the files of a checkpoint, to find missing and damaged ones.
 
-Directories of Hugging Face Accelerate 1.x have none: they are recognised by their random states.
+Checkpoints of Hugging Face Accelerate 1.x have no manifest. They are recognised by their file of
+random states.
 """
 
 from __future__ import annotations
@@ -21,24 +22,25 @@ from accelerate_checkpoint import files
 from accelerate_checkpoint.files import FileEntry, Progress, checksum
 from accelerate_core.plugin import CheckpointError
 
-#: Name of the file that makes the files it lists a checkpoint.
+#: Name of the manifest. A checkpoint exists once this file does.
 MANIFEST = "manifest.json"
 KIND = "accelerate-core checkpoint"
 FORMAT = 1
 
-#: Stands in files of ours that another reader may take for its own.
+#: Marks our files in formats that other libraries write too.
 MARK = "accelerate_core"
 
 
 @dataclass
 class Manifest:
-    """The files of one checkpoint by their path in it, and what wrote them.
+    """The files of one checkpoint, by their path in it, and facts about the run that wrote them.
 
-    `facts` are plain JSON: `saved_at` (seconds since 1970), `step` (optimizer steps), `epoch`,
-    `world_size`, `mesh`, `written_by`, `objects`.
-
-    `folder` is where the files are: "" beside the manifest, else the name of the save that wrote
-    them, as in a store whose files cannot be moved.
+    Attributes:
+        files: size and checksum of each file.
+        facts: plain JSON: `saved_at` (seconds since 1970), `step` (optimizer steps), `epoch`,
+            `world_size`, `mesh`, `written_by`, `objects`.
+        folder: where the files are: "" means next to the manifest. In stores that cannot move
+            files, it is the name of the save that wrote them.
     """
 
     files: dict[str, FileEntry]
@@ -47,7 +49,7 @@ class Manifest:
 
     @property
     def content(self) -> dict[str, Any]:
-        """All of it but its own checksum, as plain JSON."""
+        """The manifest as plain JSON, without its own checksum."""
         return {
             "kind": KIND,
             "format": FORMAT,
@@ -60,7 +62,7 @@ class Manifest:
         }
 
     def render(self) -> str:
-        """Return the text of the file, with a checksum of the rest as its last value."""
+        """Return the text of the file. Its last value is a checksum of the rest."""
         body = json.dumps(self.content, indent=2, sort_keys=True)
         own = xxhash.xxh3_128_hexdigest(body.encode())
         rendered = {"content": self.content, "xxh3_128": own}
@@ -76,7 +78,8 @@ def read_manifest(directory: Path) -> Manifest:
     """Read and check `manifest.json`.
 
     Raises:
-        CheckpointError: it is missing, damaged, of a newer format, or names files outside.
+        CheckpointError: it is missing, damaged or of a newer format, or names a file outside the
+            checkpoint.
     """
     path = directory / MANIFEST
     try:
@@ -89,13 +92,14 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(data: bytes, path: str) -> Manifest:
-    """Return the manifest that a file holds.
+    """Parse and check the content of a manifest.
 
     Args:
-        path: of the file, for errors.
+        path: path of the file, for errors.
 
     Raises:
-        CheckpointError: it is damaged, of a newer format, or names files outside.
+        CheckpointError: it is damaged or of a newer format, or names a file outside the
+            checkpoint.
     """
     try:
         text = data.decode()
@@ -104,7 +108,7 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     try:
         content = dict(json.loads(text)["content"])
         if content.pop("kind") != KIND:
-            raise CheckpointError(f"{path} is no manifest of a checkpoint.")
+            raise CheckpointError(f"{path} is not the manifest of a checkpoint.")
         version = int(content.pop("format"))
         folder = str(content.pop("folder", ""))
         listed = {
@@ -115,15 +119,16 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         raise CheckpointError(f"{path} is damaged: it cannot be parsed.") from error
     if version > FORMAT:
         raise CheckpointError(
-            f"{path} has format {version}; this accelerate-core reads up to {FORMAT}. Upgrade it."
+            f"{path} has format {version}, but this version of accelerate-checkpoint only reads "
+            f"up to format {FORMAT}. Upgrade it."
         )
     manifest = Manifest(listed, content, folder)
     if manifest.render() != text:
-        raise CheckpointError(f"{path} is damaged: its own checksum does not fit.")
+        raise CheckpointError(f"{path} is damaged: its checksum does not match its content.")
     for name in (*listed, folder):
         parts = PurePosixPath(name)
         if parts.is_absolute() or ".." in parts.parts:
-            raise CheckpointError(f"{path} names {name!r}, which is outside of the checkpoint.")
+            raise CheckpointError(f"{path} names {name!r}, which is outside the checkpoint.")
     return manifest
 
 
@@ -135,13 +140,13 @@ def problems(
     part: tuple[int, int] = (0, 1),
     progress: Progress | None = None,
 ) -> list[str]:
-    """Return what is wrong with the files, one line each, empty if nothing is.
+    """Return the problems with the files of a checkpoint, one line per file.
 
     Args:
-        directory: of the files: that of the manifest, or its `folder` there.
-        contents: compare checksums too, not sizes only.
-        part: index and count: every `count`-th file's checksum is compared, by size.
-        progress: told the bytes that have been hashed.
+        directory: the directory that holds the files.
+        contents: compare checksums as well as sizes.
+        part: this caller's index, and the number of callers that share the hashing.
+        progress: called with the number of bytes hashed.
     """
     found = []
     for name, entry in manifest.files.items():
@@ -164,7 +169,7 @@ def problems(
             same = checksum(path, progress) == manifest.files[name]
         except OSError as error:
             return f"{path} cannot be read: {error}"
-        return "" if same else f"{path} is damaged: its checksum is not the one in {MANIFEST}."
+        return "" if same else f"{path} is damaged: its checksum differs from {MANIFEST}."
 
     index, count = part
     chosen = sorted(manifest.files, key=lambda name: manifest.files[name].size)[index::count]
@@ -179,32 +184,32 @@ def examine(
     part: tuple[int, int] = (0, 1),
     progress: Callable[[Manifest], Progress] | None = None,
 ) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest of a checkpoint and what is wrong with it; one of Accelerate's has none.
+    """Return the manifest of a checkpoint, or None for one of Accelerate's, and its problems.
 
     Args:
         contents, part: see `problems`.
-        progress: makes what `problems` tells its progress.
+        progress: returns the function that `problems` calls with its progress.
     """
     if not (directory / MANIFEST).exists():
-        wrong = why_not_foreign(directory)
+        wrong = why_not_accelerate(directory)
         return None, [wrong] if wrong else []
     try:
         manifest = read_manifest(directory)
     except CheckpointError as error:
         return None, [str(error)]
-    told = None if progress is None else progress(manifest)
+    advance = None if progress is None else progress(manifest)
     where = directory / manifest.folder
-    return manifest, problems(where, manifest, contents=contents, part=part, progress=told)
+    return manifest, problems(where, manifest, contents=contents, part=part, progress=advance)
 
 
 # --- directories of Hugging Face Accelerate --------------------------------------------------------
 
 
-def why_not_foreign(directory: Path) -> str:
-    """Return why a directory without a manifest cannot be loaded, "" if it is Accelerate's."""
+def why_not_accelerate(directory: Path) -> str:
+    """Return why a directory without a manifest is not a checkpoint of Accelerate, or ""."""
     ours = (
-        f"{directory / MANIFEST} is missing: the checkpoint is not whole, or was tampered with, "
-        "and is not loaded."
+        f"{directory / MANIFEST} is missing, so the checkpoint is incomplete or was modified. It "
+        "is not loaded."
     )
     for path in sorted(directory.glob("*.safetensors")):
         try:
@@ -216,8 +221,8 @@ def why_not_foreign(directory: Path) -> str:
     states = directory / f"{files.RNG}_0.pkl"
     if not states.is_file():
         return (
-            f"{directory} is no checkpoint: it has neither {MANIFEST} (ours) nor {states.name} "
-            "(Hugging Face Accelerate's)."
+            f"{directory} is not a checkpoint: it contains neither {MANIFEST} (written by "
+            f"accelerate-core) nor {states.name} (written by Hugging Face Accelerate)."
         )
     try:
         found = files.read(states, allowed=numpy_globals())
@@ -229,7 +234,7 @@ def why_not_foreign(directory: Path) -> str:
 
 
 def numpy_globals() -> AbstractContextManager[Any]:
-    """Allow NumPy's arrays of numbers while a file is read: Accelerate keeps generators as such."""
+    """Allow NumPy arrays while a file is read, because Accelerate stores generators as arrays."""
     try:
         import numpy
     except ImportError:

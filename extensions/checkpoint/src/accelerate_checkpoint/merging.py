@@ -1,4 +1,4 @@
-"""Make one model of weights in shards: safetensors with an index, or torch.distributed.checkpoint."""
+"""Merge sharded weights (safetensors with an index, or torch.distributed.checkpoint) into one file."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ from accelerate_core.plugin import CheckpointError
 def merge_weights(
     source: Path, output: Path, *, safe_serialization: bool = True, remove: bool = False
 ) -> Path:
-    """Write the weights of `source` as one file into `output`; return the file.
+    """Write the weights of `source` as one file into `output`. Return the path of the file.
 
     Args:
-        source: a directory of `save_state` or `save_model`, or of torch.distributed.checkpoint
-            (or of one directory in it).
-        safe_serialization: `model.safetensors`; False: `pytorch_model.bin`.
-        remove: delete `source` once the file stands.
+        source: a directory that `save_state`, `save_model` or torch.distributed.checkpoint wrote,
+            or one with such a directory in it.
+        safe_serialization: write `model.safetensors`. If False, write `pytorch_model.bin`.
+        remove: delete `source` after the file was written.
 
     Raises:
         CheckpointError: there are no weights, or they are damaged.
     """
     if remove and output.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(
-            f"{output} is inside of {source}, which is to be removed. Write elsewhere."
+            f"{output} is inside {source}, which you asked to remove. Choose another output "
+            "directory."
         )
     if (output / MANIFEST).exists() or output.resolve() == source.resolve():
         raise CheckpointError(
-            f"{output} is a checkpoint itself, whose files would be replaced. Write elsewhere."
+            f"{output} is itself a checkpoint, and merging would overwrite its files. Choose "
+            "another output directory."
         )
     target = output / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
     manifest = read_manifest(source) if (source / MANIFEST).exists() else None
@@ -72,13 +74,15 @@ def _distributed(source: Path) -> Path | None:
         models = [path for path in found if "optim" not in path.name]
         if len(models) != 1:
             names = ", ".join(path.name for path in found)
-            raise CheckpointError(f"{source} holds several checkpoints: {names}. Name one.")
+            raise CheckpointError(
+                f"{source} contains several checkpoints: {names}. Pass the path of one of them."
+            )
         found = models
     return found[0] if found else None
 
 
 def _merge_distributed(directory: Path, target: Path, safe_serialization: bool) -> None:
-    """Write the weights of one model; as safetensors a shard at a time is in memory."""
+    """Write the weights of one model. For safetensors, one shard at a time is in memory."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -110,7 +114,7 @@ def _merge_distributed(directory: Path, target: Path, safe_serialization: bool) 
         try:
             state = {f"{prefix}{name}": tensor for name, tensor in merged.items()}
             reader = SafeReader(directory, metadata)
-            with warnings.catch_warnings():  # one process is what was asked for
+            with warnings.catch_warnings():  # loading in a single process is intended
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
                 dcp.load(state, storage_reader=reader, planner=Counting(), no_dist=True)
         except Exception as error:
@@ -118,7 +122,7 @@ def _merge_distributed(directory: Path, target: Path, safe_serialization: bool) 
         if not safe_serialization:
             write_torch(path, merged)
             return
-        del state, merged  # unmapped, the file can be flushed and renamed everywhere
+        del state, merged  # unmaps the file; Windows cannot rename a mapped one
         with path.open("rb") as file:
             os.fsync(file.fileno())
 
@@ -129,13 +133,15 @@ def _merge_distributed(directory: Path, target: Path, safe_serialization: bool) 
 
 
 def _prefix(directory: Path, names: list[str]) -> str:
-    """Return what stands before the names of the one model's weights."""
+    """Return the prefix of the names of the model's weights."""
     ours = sorted({match[0] for name in names if (match := re.match(r"model\.\d+\.", name))})
     if len(ours) == 1 and all(n.startswith((ours[0], "optimizer.")) for n in names):
         return ours[0]
     if len(ours) > 1 and all(n.startswith((*ours, "optimizer.")) for n in names):
-        raise CheckpointError(f"{directory} holds {len(ours)} models; merge-weights takes one.")
-    for prefix in ("model.", "app.model."):  # how Accelerate, and torch's examples, nest it
+        raise CheckpointError(
+            f"{directory} contains {len(ours)} models, but merge-weights can only merge one."
+        )
+    for prefix in ("model.", "app.model."):  # used by Accelerate and by torch's examples
         if names and all(name.startswith(prefix) for name in names):
             return prefix
     return ""

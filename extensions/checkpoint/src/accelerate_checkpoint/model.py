@@ -1,4 +1,4 @@
-"""Weights for others to load: safetensors, in shards with an index."""
+"""Model weights in files that other programs can load: safetensors, in shards with an index."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def save_weights(
 ) -> None:
     """Write a state dict as `model.safetensors`, or in shards of at most `max_shard_size` bytes.
 
-    All files are written beside their places before any is replaced, so weights may be read from
-    those that they replace; shards of an earlier save are removed.
+    All new files are complete before any old one is replaced, so weights may be read from files
+    that this call replaces. Shards of an earlier save are removed.
 
     Args:
-        safe_serialization: write safetensors, else by `torch.save`.
-        read: returns, by name, a weight that is on the meta device in `state`. It is called when
-            the weight is written, so that not all are in memory at once.
+        safe_serialization: write safetensors instead of using `torch.save`.
+        read: returns the weight of a name, for weights that are on the meta device. It is called
+            when that weight is written, so they are never all in memory at once.
     """
     directory.mkdir(parents=True, exist_ok=True)
     whole = clean_state_dict_for_safetensors(state) if safe_serialization else dict(state)
@@ -54,17 +54,17 @@ def save_weights(
         how = files.MODEL, max_shard_size, safe_serialization
         with byte_bar(f"Writing {directory.name}", size) as advance:
             made = write_weights(Path(beside), whole, *how, advance, read)
-        # The index comes last: it is what makes shards a model.
+        # The index comes last, because readers find the shards through it.
         for name in sorted(made, key=lambda name: name.endswith(".json")):
             os.replace(Path(beside, name), directory / name)
     files.sync_directory(directory)
-    for path in directory.iterdir():  # those of an earlier save would load as if they were current
+    for path in directory.iterdir():  # readers would mistake older shards for current ones
         if is_weights(path.name) and path.name not in made:
             path.unlink()
 
 
 def is_weights(name: str) -> bool:
-    """Return whether a file has a name that `save_weights` gives."""
+    """Return whether `save_weights` uses this file name."""
     return _WEIGHTS.fullmatch(name) is not None
 
 
@@ -80,18 +80,20 @@ def write_weights(
     progress: files.Progress | None = None,
     read: files.Read | None = None,
 ) -> dict[str, FileEntry]:
-    """Write a state dict as `model.safetensors`, or in shards of at most `max_shard_size` bytes.
-
-    For safetensors it has been cleaned of aliases. Returns the files with their checksums.
+    """Write a state dict in one file or in shards, and return the files with their checksums.
 
     Args:
-        read: as in `save_weights`.
+        state: weights by name. For safetensors, none of them may share memory.
+        stem: start of the file names.
+        max_shard_size: largest size of a file.
+        safe: write safetensors instead of using `torch.save`.
+        read: see `save_weights`.
     """
     suffix = ".safetensors" if safe else ".bin"
     name = stem if safe else stem.replace(files.MODEL, "pytorch_model", 1)
     shards: Mapping[str, Mapping[str, Any]] = {f"{name}{suffix}": state}
     index = None
-    # Extra state of modules cannot be measured.
+    # The extra state of modules has no known size, so such state dicts are not sharded.
     if all(isinstance(value, torch.Tensor) for value in state.values()):
         shards, index = shard_state_dict(state, max_shard_size, f"{name}{{suffix}}{suffix}")
     made = {}
@@ -119,11 +121,13 @@ def load_weights(
     stem: str = files.MODEL,
     listed: Container[str] | None = None,
 ) -> dict[str, Any]:
-    """Read what `save_weights` wrote; names tied in `into` are filled in, as only one was kept.
+    """Read the files that `save_weights` wrote.
+
+    Only one name of tied weights is stored. The other names in `into` get the same tensor.
 
     Args:
-        stem: what the names of the files begin with.
-        listed: the files that may be read; all, if there is no manifest.
+        stem: start of the file names.
+        listed: the files that may be read. None allows all, for checkpoints without a manifest.
 
     Raises:
         CheckpointError: there is no such file, or it is damaged.
@@ -134,7 +138,7 @@ def load_weights(
 def weights_layout(
     directory: Path, stem: str, into: torch.nn.Module, listed: Container[str] | None = None
 ) -> dict[str, list[int]] | None:
-    """Return names and shapes without reading the weights, None if they are no safetensors."""
+    """Return names and shapes without reading the weights, or None if that is not possible."""
     paths = _files(directory, stem, listed)
     if any(path.suffix != ".safetensors" for path in paths):
         return None
@@ -151,10 +155,10 @@ def _shapes(path: Path) -> dict[str, list[int]]:
 
 
 def read_files(paths: Iterable[Path], read: Callable[[Path], Mapping[str, T]]) -> dict[str, T]:
-    """Return what `read` finds in all files together.
+    """Return the merged results of `read` for all files.
 
     Raises:
-        CheckpointError: one of them cannot be read, by name.
+        CheckpointError: a file cannot be read. The message names it.
     """
     found: dict[str, T] = {}
     for path in paths:
@@ -165,12 +169,12 @@ def read_files(paths: Iterable[Path], read: Callable[[Path], Mapping[str, T]]) -
     return found
 
 
-#: What wrappers put before the names; Accelerate keeps the wrapped model's state dict.
+#: Prefixes that wrappers add to names. Accelerate saves the wrapped model's state dict.
 _PREFIXES = ("module.", "_orig_mod.")
 
 
 def _fit(found: dict[str, T], into: torch.nn.Module) -> dict[str, T]:
-    """Take wrappers' prefixes off the names, and give tied ones what was kept under another name."""
+    """Remove prefixes of wrappers from the names, and add the missing names of tied weights."""
     own = into.state_dict(keep_vars=True)
     while found and not any(name in own for name in found):
         prefix = next((p for p in _PREFIXES if all(n.startswith(p) for n in found)), None)
@@ -188,16 +192,16 @@ def _fit(found: dict[str, T], into: torch.nn.Module) -> dict[str, T]:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Return what tied tensors have in common: their memory; the object, where it has no address.
+    """Return a key that tied tensors share: their memory, or the object if it has no address.
 
-    Such are DTensor and other wrappers, what is on meta, and what is empty.
+    DTensors and other wrappers, meta tensors and empty tensors have no address.
     """
     pointer = tensor.data_ptr()
     return (tensor.device, pointer, tensor.shape, tensor.stride()) if pointer else id(tensor)
 
 
 def _files(directory: Path, stem: str, listed: Container[str] | None) -> list[Path]:
-    """Return the files of one model's weights; with a manifest, only such as it vouches for."""
+    """Return the weight files of one model. With a manifest, they must be listed in it."""
     index = stem.removeprefix(files.MODEL)
     for name in (f"{stem}.safetensors", f"pytorch_model{index}.bin"):
         for path in (directory / name, directory / f"{name}.index.json"):
@@ -206,17 +210,17 @@ def _files(directory: Path, stem: str, listed: Container[str] | None) -> list[Pa
                 for one in found:
                     if listed is not None and one.name not in listed:
                         raise CheckpointError(
-                            f"{path} names {one.name}, which the manifest does not."
+                            f"{path} names {one.name}, which the manifest does not list."
                         )
                 return found
     raise CheckpointError(f"The checkpoint {directory} has no {stem}.safetensors.")
 
 
 def save_object(obj: Any, f: Any, safe_serialization: bool) -> None:
-    """Write one object with torch or safetensors: to a path, or into an open file.
+    """Write one object to a path or an open file.
 
     Args:
-        safe_serialization: write safetensors, else by `torch.save`.
+        safe_serialization: write safetensors instead of using `torch.save`.
     """
     state = clean_state_dict_for_safetensors(dict(obj)) if safe_serialization else obj
     if not hasattr(f, "write"):

@@ -1,4 +1,4 @@
-"""Checkpoints with numbers: which is saved next, which is the newest, which go."""
+"""Numbered checkpoints: choose the next number, find the newest, and delete old ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Numbering:
 
     @property
     def how_to_ask(self) -> str:
-        """What a script says to get numbered checkpoints."""
+        """The code that turns on automatic checkpoint naming, for error messages."""
         folder = self._state.project.project_dir or "runs"
         return (
             "Accelerator(project_config=ProjectConfiguration("
@@ -54,35 +54,35 @@ class Numbering:
         return self._storage.locate(join(str(base), "checkpoints"))
 
     def place_of(self, number: int) -> str:
-        """Return the place of a number."""
+        """Return the place of the checkpoint with a number."""
         return self._storage.locate(join(self.root, f"checkpoint_{number}"))
 
     def _numbers(self) -> list[int]:
-        """Return the numbers that are there, whole or not, the oldest first."""
+        """Return the numbers of all stored checkpoints, damaged or not, oldest first."""
         names = list_stored(self._storage, self.root)
         found = (_NUMBERED.fullmatch(name) for name, size in names.items() if size is None)
         return sorted(int(match[1]) for match in found if match)
 
     def next(self) -> tuple[str, str | None]:
-        """Return where to save and, as a text, why not; rank 0 chooses the number."""
+        """Return where to save, and an error message or None. Rank 0 chooses the number."""
         state = self._state
         number, trouble = state.project.iteration, None
         if state.process.process_index == 0:
             try:
                 number, trouble = self._choose(number)
-            except Exception as error:  # the other ranks wait for an answer
+            except Exception as error:  # the other ranks wait for the broadcast
                 trouble = str(error)
         number, trouble = state.collectives.broadcast_object((number, trouble))
         if number != state.project.iteration:
             state.warn_once(
-                f"checkpoint_{number - 1} is later than the one that was loaded and is kept: "
-                f"saving goes on with checkpoint_{number}."
+                f"checkpoint_{number - 1} is later than the checkpoint that was loaded. It is kept, "
+                f"and saving continues with checkpoint_{number}."
             )
             state.project.iteration = number
         return self.place_of(number), trouble
 
     def _choose(self, number: int) -> tuple[int, str | None]:
-        # One that is later would be the newest for ever, and outlive what this run saves.
+        # A later checkpoint would remain the newest, and retention would keep it over new ones.
         later = [
             other
             for other in self._numbers()
@@ -90,23 +90,23 @@ class Numbering:
         ]
         if later and not self._resumed:
             return number, (
-                f"{self.place_of(later[-1])} is there already, of an earlier run. "
-                "Call load_state() to go on from it, or set "
-                f"ProjectConfiguration(iteration={later[-1] + 1}) to number on behind it."
+                f"{self.place_of(later[-1])} already exists from an earlier run. Call load_state() "
+                "to resume from it, or set "
+                f"ProjectConfiguration(iteration={later[-1] + 1}) to start numbering after it."
             )
         return (later[-1] + 1 if later else number), None
 
     def newest_first(self) -> list[str]:
-        """Return the checkpoints that rank 0 sees.
+        """Return the checkpoints that rank 0 sees, newest first.
 
         Raises:
-            CheckpointError: rank 0 cannot look; on every rank.
+            CheckpointError: rank 0 cannot list them. Raised on every rank.
         """
         numbers, trouble = [], None
         if self._state.process.process_index == 0:
             try:
                 numbers = self._numbers()
-            except Exception as error:  # the other ranks wait for an answer
+            except Exception as error:  # the other ranks wait for the broadcast
                 trouble = str(error)
         numbers, trouble = self._state.collectives.broadcast_object((numbers, trouble))
         if trouble is not None:
@@ -117,14 +117,14 @@ class Numbering:
         self._damaged.add(place)
 
     def loaded(self, place: str) -> None:
-        """Go on behind the checkpoint that was loaded."""
+        """Continue the numbering after the checkpoint that was loaded."""
         match = _NUMBERED.fullmatch(basename(place))
         if self.automatic and match:
             self._state.project.iteration = int(match[1]) + 1
             self._resumed = True
 
     def saved(self, newest: str, limit: int | None) -> None:
-        """Keep `limit` checkpoints, now that the new one stands; damaged ones go first."""
+        """Delete old checkpoints down to `limit`, damaged ones first."""
         self._damaged.discard(newest)
         if limit is None or not self._state.saves_here:
             return
@@ -136,7 +136,7 @@ class Numbering:
     def _keep(self, newest: str, limit: int) -> None:
         found = [place for number in self._numbers() if (place := self.place_of(number)) != newest]
         whole = {place: self._is_whole(place) for place in found}
-        # What only has the name of a checkpoint is neither counted nor removed.
+        # A directory that only has the name of a checkpoint is neither counted nor removed.
         earlier = [
             place
             for place in found

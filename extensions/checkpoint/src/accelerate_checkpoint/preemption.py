@@ -1,9 +1,9 @@
-"""Saving and leaving when the machine is about to be taken away.
+"""Save and exit when the machine is about to be preempted.
 
-A signal may reach some ranks only, and each at another step. Whoever got one says so through the
-store; every rank then names the next step boundary it can still stop at, and waits there until
-the latest of these is known: at that one all save. Until a signal comes a boundary costs a
-comparison, and no rank waits for another.
+A signal may reach only some ranks, and each of them at a different step. A rank that receives one
+announces it in the store. Every rank then announces the next step boundary at which it can still
+stop, and waits there until all boundaries are known. All ranks save at the latest one. Without a
+signal, a boundary costs one comparison, and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from accelerate_core.plugin import ConfigurationError, did_you_mean, listing
 if TYPE_CHECKING:
     from accelerate_checkpoint.training_state import TrainingState
 
-#: `EX_TEMPFAIL` of sysexits.h: try again later.
+#: `EX_TEMPFAIL` in sysexits.h: try again later.
 EXIT_STATUS = 75
 
-#: Seconds between two looks at the store, beside the training.
+#: Seconds between two checks of the store by the background thread.
 _LOOK = 0.5
 
 logger = logging.getLogger(__name__)
 
 
 class Preempted(SystemExit):
-    """The run has saved its state and leaves, to be started again."""
+    """The run has saved its state and exits, so that it can be restarted."""
 
     def __init__(self, directory: str) -> None:
         super().__init__(EXIT_STATUS)
@@ -40,10 +40,10 @@ class Preempted(SystemExit):
 
 
 def read_signals(text: str | None) -> list[signal.Signals]:
-    """Return the signals of a text such as "SIGTERM,SIGUSR1".
+    """Return the signals named in a string such as "SIGTERM,SIGUSR1".
 
     Raises:
-        ConfigurationError: a name is no signal.
+        ConfigurationError: a name is not a signal, or the signal cannot be caught.
     """
     names = [part.strip().upper() for part in (text or "").split(",") if part.strip()]
     known = {one.name: one for one in signal.Signals}
@@ -53,19 +53,19 @@ def read_signals(text: str | None) -> list[signal.Signals]:
         if full not in known or full in ("SIGKILL", "SIGSTOP"):
             usual = ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"]
             raise ConfigurationError(
-                f"preemption_signals: {name!r} is no signal that can be caught. Usual are "
-                f"{listing(usual)}.{did_you_mean(full, usual)}"
+                f"preemption_signals: {name!r} is not a signal that a process can catch. Common "
+                f"signals are {listing(usual)}.{did_you_mean(full, usual)}"
             )
         found.append(known[full])
     return found
 
 
 class Preemption:
-    """Waits for one of the signals and ends the run at a step boundary, with a checkpoint.
+    """Waits for a signal, then saves a checkpoint at a step boundary and ends the run.
 
     Args:
-        wait: returns when no save is under way.
-        save: makes the checkpoint and returns its directory.
+        wait: waits for the current background save.
+        save: saves a checkpoint and returns its directory.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Preemption:
         self._save = save
         process = state.process
         self._rank = process.process_index
-        # Without a store of all ranks each is asked, and leaves, by itself.
+        # Without a store shared by all ranks, each rank is signalled and exits independently.
         self._ranks = range(process.num_processes) if process.store else [self._rank]
         self._store: Any = dist.PrefixStore("preemption", process.store or dist.HashStore())
         self._asked = threading.Event()
@@ -94,7 +94,9 @@ class Preemption:
         self._target = 0
         if threading.current_thread() is not threading.main_thread():
             raise ConfigurationError(
-                "preemption_signals needs the Accelerator to be made in the main thread."
+                "preemption_signals is set, but this Accelerator is not created in the main "
+                "thread, and only the main thread can handle signals. Create it there, or remove "
+                "the setting."
             )
         self._before = {one: signal.signal(one, self._on_signal) for one in signals}
         self._thread = threading.Thread(target=self._watch, name="preemption", daemon=True)
@@ -103,21 +105,21 @@ class Preemption:
 
     @property
     def requested(self) -> bool:
-        """Whether a rank has got a signal and this one knows of it."""
+        """Whether this rank knows that some rank has received a signal."""
         return self._asked.is_set()
 
     def _on_signal(self, number: int, frame: Any) -> None:
         self._asked.set()
 
     def loop_body_end(self) -> None:
-        """Come to the end of a pass through a training loop's body; leave if it is time.
+        """Handle the end of one iteration of the training loop. Save and exit if it is time.
 
         Raises:
-            ConfigurationError: not every rank answered in the time that a collective may wait.
+            ConfigurationError: some rank did not answer within the timeout of collectives.
         """
         steps = self._state.events.steps
         if steps == self._steps:
-            return  # no optimizer was stepped: a loop that evaluates, or the middle of a cycle
+            return  # no optimizer step: an evaluation loop, or the middle of a cycle
         self._steps = steps
         with self._lock:
             self._boundaries += 1
@@ -126,7 +128,10 @@ class Preemption:
             return
         limit = self._state.process.timeout
         if not self._known.wait(None if limit is None else limit.total_seconds()):
-            raise ConfigurationError("Not every rank answered that it was to be preempted.")
+            raise ConfigurationError(
+                "A signal asked this run to save and exit, but some ranks did not report a step "
+                "boundary in time. Check that every rank is still training."
+            )
         if self._boundaries >= self._target:
             self._leave()
 
@@ -135,11 +140,11 @@ class Preemption:
         self.close()
         try:
             self._wait()
-        except Exception as error:  # an earlier one; this is the last chance for a new one
+        except Exception as error:  # an earlier save failed; still try the final one
             logger.warning("An earlier save in the background failed: %s", error)
         directory = self._save()
         if self._rank == 0:
-            logger.warning("Preempted: the state is saved in %s.", directory)
+            logger.warning("Preempted: the state was saved to %s.", directory)
         self._state.end_training()
         raise Preempted(directory)
 
@@ -161,16 +166,16 @@ class Preemption:
                 time.sleep(_LOOK / 10)
             self._target = max(int(self._store.get(name)) for name in names)
             self._known.set()
-        except Exception as error:  # the store is gone, and with it the run
+        except Exception as error:  # the store is gone because the run has ended
             logger.debug("preemption: %s", error)
 
     def close(self) -> None:
-        """Stop watching and give the signals back."""
+        """Stop watching and restore the previous signal handlers."""
         if self.requested and not self._left:
             self._state.warn_once(
-                "A signal asked this run to save and leave, but no step boundary came after it: "
-                "nothing was saved for it. A step boundary is where the loop over a prepared "
-                "loader asks for its next batch after a step."
+                "A signal asked this run to save and exit, but the run reached no step boundary "
+                "after it, so nothing was saved. A step boundary is where the loop over a "
+                "prepared loader asks for its next batch after an optimizer step."
             )
             self._left = True
         self._stop = True

@@ -1,4 +1,4 @@
-"""How far reading or writing of large files has come, for whom a terminal shows it."""
+"""A progress bar for reading and writing large files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from accelerate_core.plugin import console
 
 @contextmanager
 def byte_bar(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Show bytes, rate and time left on a terminal, once it has taken two seconds; on one rank.
+    """Show a progress bar on a terminal if the work takes more than two seconds.
+
+    Only the first rank of each machine shows it.
 
     Args:
-        shown: False shows nothing, as beside a training that has a bar of its own.
+        what: what is being done, such as "Uploading checkpoint_3".
+        total: number of bytes.
+        shown: False never shows a bar, for example during training, which may have its own.
 
     Yields:
-        A function that takes the bytes that were read or written since the last call.
+        A function to call with the number of bytes read or written since the last call.
     """
     if not shown or not sys.stderr.isatty() or os.environ.get("LOCAL_RANK", "0") != "0":
         yield lambda count: None
@@ -27,7 +31,7 @@ def byte_bar(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[
     from rich import progress
     from rich.table import Column
 
-    cut = Column(no_wrap=True, max_width=30)  # a long name leaves room for the figures
+    cut = Column(no_wrap=True, max_width=30)  # so that a long name does not push out the numbers
     columns = (
         progress.TextColumn("{task.description}", markup=False, table_column=cut),
         progress.BarColumn(bar_width=None),

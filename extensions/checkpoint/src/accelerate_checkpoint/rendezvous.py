@@ -1,9 +1,8 @@
-"""Whether every rank comes to a save, asked through the store before the first collective.
+"""Find out through the store whether every rank has called a save, before the first collective.
 
-Many scripts save in `if accelerator.is_main_process:`. In a collective the main process would wait
-there for ever, and what the others enter next would meet it. In the store nothing is half entered:
-each rank says that it has come, and the main process alone decides, once for each of its saves,
-whether all make it together.
+Many scripts save inside `if accelerator.is_main_process:`. A collective there would hang, or would be
+matched with an unrelated collective of the other ranks. The store has neither problem: each rank
+announces its call, and the main process decides once per save whether all ranks save together.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ import torch.distributed as dist
 
 from accelerate_core.plugin import CheckpointError, of_the_user, warn
 
-#: Seconds the main process waits for the others if it can save alone.
+#: Seconds that the main process waits for the other ranks if it can save alone.
 ALONE = 5.0
-#: The same at a line where they came late before.
+#: The same at a line of the script where they were late before.
 LATE = 60.0
-#: The same if it cannot save alone.
+#: The same if the main process cannot save alone.
 SHARDED = 60.0
 
-#: Seconds the others wait for the main process where the group has no limit of its own.
+#: Seconds that the other ranks wait for the main process if the process group has no timeout.
 _MAIN = 1800.0
 
 TOGETHER = "together"
@@ -39,13 +38,13 @@ REFUSED = "refused"
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a save by one rank, in values that go through JSON.
+    """One rank's call of a save, in values that JSON can represent.
 
     Attributes:
         verb: `save_state` or `save_model`.
-        directory: where to.
-        done: steps and backwards so far; ranks at the same save have done as many.
-        place: the lines of the user's that led here, the nearest first.
+        directory: the target.
+        done: number of steps and of backwards so far, which is equal on ranks at the same save.
+        place: the lines of the user's code that led here, innermost first.
     """
 
     verb: str
@@ -55,7 +54,7 @@ class Call:
 
     @classmethod
     def here(cls, verb: str, directory: str, done: Sequence[int]) -> Call:
-        """Return the call that is under way."""
+        """Return the call that this rank is making now."""
         frames = [f for f, _ in traceback.walk_stack(sys._getframe(1)) if of_the_user(f)]
         place = [f"{frame.f_code.co_filename}:{frame.f_lineno}" for frame in frames]
         return cls(verb, directory, [*done], place)
@@ -68,13 +67,13 @@ class Call:
         return json.dumps(vars(self))
 
     def meets(self, other: Call) -> bool:
-        """Whether the calls of two ranks that are both here are one save."""
+        """Return whether the calls of two ranks belong to the same save."""
         there = self.place == other.place or self.directory == other.directory
         return self.verb == other.verb and there
 
 
 class Rendezvous:
-    """The saves of one process, by number; `of` returns the one of a process."""
+    """Matches the saves of one process, by number, with those of the other ranks."""
 
     _made: weakref.WeakKeyDictionary[Any, Rendezvous] = weakref.WeakKeyDictionary()
 
@@ -83,12 +82,12 @@ class Rendezvous:
         self._rank, self._process = process.process_index, process
         self._others = range(1, process.num_processes)
         self._number = 0
-        #: Place -> the keys of those who were missing when a save was made alone there.
+        #: Place -> keys of the ranks that were missing when the main process saved alone there.
         self._alone: dict[tuple[str, ...], list[str]] = {}
 
     @classmethod
     def of(cls, process: Any) -> Rendezvous | None:
-        """Return that of a process, whatever Accelerator saves; None without a store of all ranks."""
+        """Return the rendezvous shared by all Accelerators of a process, or None without a store."""
         if process.num_processes == 1 or process.store is None:
             return None
         if process.store not in cls._made:
@@ -96,13 +95,14 @@ class Rendezvous:
         return cls._made[process.store]
 
     def together(self, call: Call, whole: bool) -> bool:
-        """Return whether all ranks make this save; if not, the main process makes it alone.
+        """Return True if all ranks save together, False if the main process saves alone.
 
         Args:
             whole: whether the main process can save alone.
 
         Raises:
-            CheckpointError: it cannot, and the others did not come; or it did not come itself.
+            CheckpointError: the main process cannot save alone and the others did not call, or
+                the main process itself did not call.
         """
         return self._decide(call, whole) if self._rank == 0 else self._ask(call)
 
@@ -124,16 +124,16 @@ class Rendezvous:
             return True
         if wait:
             warn(
-                f"{call.verb} was called here by the main process, and not by "
-                f"{_ranks(missing)} within {wait:.0f} s: the main process saves alone. Random states "
-                "and gradients of a begun cycle of the other ranks are left out; to have them, call "
-                "it on every rank. It does not wait at this line again."
+                f"The main process called {call.verb} here, but {_ranks(missing)} did not within "
+                f"{wait:.0f} s, so the main process saves alone. The checkpoint has no random states "
+                "and no accumulated gradients of the other ranks. To save these too, call "
+                f"{call.verb} on every rank. The main process will not wait at this line again."
             )
         self._alone[place] = [f"{number}/{rank}" for rank in missing]
         return False
 
     def _patience(self, place: tuple[str, ...]) -> float:
-        """Return how long to wait at a place: longer if all who were missing there came late."""
+        """Return how long to wait at a place: longer if all missing ranks called it late before."""
         if place not in self._alone:
             return ALONE
         came = [self._read(key) for key in self._alone[place]]
@@ -148,21 +148,21 @@ class Rendezvous:
             self._store.set(f"{number}/{self._rank}", call.text())
             if not self._wait([f"{number}/verdict"], seconds):
                 raise CheckpointError(
-                    f"Rank {self._rank} is at {call.description}, and the main process did not come to it "
-                    f"within {seconds:.0f} s. All ranks have to call it."
+                    f"Rank {self._rank} called {call.description}, but the main process did not "
+                    f"within {seconds:.0f} s. All ranks must call it."
                 )
             verdict, text, missing = json.loads(self._store.get(f"{number}/verdict"))
             theirs = Call(**json.loads(text))
             if verdict == TOGETHER:
                 return True
             if not call.meets(theirs) or call.done != theirs.done:
-                continue  # the main process made that one alone, and this rank had no part in it
+                continue  # another save, which the main process made alone
             if verdict == REFUSED:
                 raise CheckpointError(_refusal(theirs, missing))
             warn(
-                f"The main process did not wait longer for {_ranks(missing)} and saved alone: the "
-                f"checkpoint {theirs.directory} has no random state and no gradients of a begun "
-                f"cycle of rank {self._rank}."
+                f"The main process stopped waiting for {_ranks(missing)} and saved alone, so the "
+                f"checkpoint {theirs.directory} has no random state and no accumulated gradients of "
+                f"rank {self._rank}."
             )
             return False
 
@@ -170,11 +170,11 @@ class Rendezvous:
         return Call(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _wait(self, keys: list[str], seconds: float, drain_device: bool = False) -> bool:
-        """Wait for keys; in short sleeps, as a wait in the store keeps other threads out of it."""
+        """Wait for keys by polling, because waiting in the store would block other threads."""
         until, pause = time.monotonic() + seconds, 0.0005
         while not self._store.check(keys):
             if drain_device and self._process.device.type != "cpu":
-                # What is queued on the device waits for the others: it is no time of theirs.
+                # Work queued on the device may wait for the other ranks. Don't count that time.
                 synchronize(self._process.device)
                 until, drain_device = time.monotonic() + seconds, False
             if time.monotonic() >= until:
@@ -185,7 +185,7 @@ class Rendezvous:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what is queued on a device; one without queues that torch knows has copied already."""
+    """Wait for the work queued on a device. Does nothing for devices without queues."""
     module: Any = getattr(torch, device.type, None)
     if hasattr(module, "synchronize"):
         module.synchronize()
@@ -198,7 +198,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _refusal(call: Call, missing: Sequence[int]) -> str:
     return (
-        f"{call.description} was called by the main process, and not by {_ranks(missing)} within "
-        f"{SHARDED:.0f} s. Each rank holds a part of what is saved here, so all of them have to call "
-        "it: take it out of blocks that only some of them run."
+        f"The main process called {call.description}, but {_ranks(missing)} did not within "
+        f"{SHARDED:.0f} s. Each rank holds a part of the state, so all ranks must call it: move it "
+        "out of blocks that only some ranks run."
     )

@@ -1,4 +1,7 @@
-"""The random number generators of one process, as plain data, with Accelerate's keys."""
+"""Save and restore the random number generators of one process as plain data.
+
+The keys are the same as in Accelerate's files.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ import torch
 
 
 def capture_rng_state(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
-    """Return the state of Python's, NumPy's, torch's and the given devices' generators.
+    """Return the states of the generators of Python, NumPy, torch and the given devices.
 
-    Devices that this process does not use are left alone: asking one for its state takes memory
-    on it.
+    Don't pass devices that this process does not use: reading a state allocates memory on the
+    device.
     """
     state: dict[str, Any] = {
         "random_state": random.getstate(),
@@ -26,7 +29,7 @@ def capture_rng_state(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
         state["numpy_random_seed"] = (name, *plain)
     per_device = {}
     for device in devices:
-        # Of a device that torch has no module for, the backend keeps the state.
+        # For devices without a torch module, the backend saves the state.
         module = None if device.type in ("cpu", "meta") else getattr(torch, device.type, None)
         if module is not None and hasattr(module, "get_rng_state"):
             per_device[str(device)] = module.get_rng_state(device).cpu()
@@ -36,7 +39,7 @@ def capture_rng_state(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> list[str]:
-    """Set the generators to what `capture`, or Accelerate, kept; return what could not be set."""
+    """Restore states from `capture_rng_state` or Accelerate. Return the names that failed."""
     version, internal, gauss = state["random_state"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(state["torch_manual_seed"].cpu())
@@ -48,7 +51,7 @@ def restore_rng_state(state: Mapping[str, Any]) -> list[str]:
         name, keys, *rest = state["numpy_random_seed"]
         numpy.random.set_state((name, numpy.asarray(keys, dtype="uint32"), *rest))
     missed = []
-    for name, tensor in _of_devices(state):
+    for name, tensor in _device_states(state):
         device = torch.device(name)
         try:
             torch.get_device_module(device).set_rng_state(tensor, device)
@@ -57,7 +60,7 @@ def restore_rng_state(state: Mapping[str, Any]) -> list[str]:
     return missed
 
 
-def _of_devices(state: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+def _device_states(state: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
     found = list(state.get("devices", {}).items())
     for key, tensors in state.items():
         kind = key.removeprefix("torch_").removesuffix("_manual_seed")

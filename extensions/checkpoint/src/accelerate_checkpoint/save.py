@@ -1,4 +1,4 @@
-"""What each rank writes of a run into a checkpoint: now, or copied now and written later."""
+"""Write the state of each rank into a checkpoint, at once or later from a copy."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Writer:
-    """Writes files into `directory` and keeps their checksums in `files`, by path.
+    """Writes files into `directory` and records their checksums in `files`, by path.
 
-    The first failure is kept in `error`, and nothing more is written after it; but whoever
-    calls goes on, since the other ranks count on the collectives that are still to come.
+    After the first failure, which is recorded in `error`, nothing more is written. Callers still
+    continue, because the other ranks depend on the collectives that follow.
 
     Args:
-        staging: where to copy states if they are to be written by `finish`; None: at once.
+        staging: copies the states, which `finish` then writes. None writes them at once.
     """
 
     def __init__(self, directory: Path, staging: Staging | None = None) -> None:
@@ -38,7 +38,7 @@ class Writer:
 
     @contextmanager
     def part(self, what: str | Callable[[], str]) -> Iterator[None]:
-        """Keep an exception of the block as this rank's failure of saving `what`."""
+        """Record an exception raised in the block as this rank's failure to save `what`."""
         try:
             yield
         except Exception as error:
@@ -48,7 +48,7 @@ class Writer:
                 self.error, self.cause = f"{named}: {kind}", error
 
     def torch(self, name: str, state: Any, unsaved: Callable[[], str] = str) -> None:
-        """Write a state; `unsaved` names what of it could not be, "" for the file."""
+        """Write a state. If that fails, `unsaved` names the part at fault, or "" for the file."""
         path = self.directory / name
         self._write(
             lambda: unsaved() or name, state, lambda held: {name: files.write_torch(path, held)}
@@ -57,7 +57,7 @@ class Writer:
     def weights(
         self, state: Mapping[str, Any], *, stem: str, max_shard_size: int | str, safe: bool
     ) -> None:
-        """Write a model's state dict: safetensors or torch's format, in shards with an index."""
+        """Write a model's state dict as safetensors or with torch, in shards with an index."""
         whole = clean_state_dict_for_safetensors(state) if safe else dict(state)
         to = self.directory
         self._write(stem, whole, lambda held: write_weights(to, held, stem, max_shard_size, safe))
@@ -77,9 +77,9 @@ class Writer:
         self.run(what, run)
 
     def run(self, what: str | Callable[[], str], job: Callable[[], None]) -> None:
-        """Run a job that writes files by itself: now, or with the others.
+        """Run a job that writes its own files, now or in `finish`.
 
-        Also after a failure here: it may meet the other ranks.
+        It runs even after a failure on this rank, because it may be collective.
         """
 
         def guarded() -> None:
@@ -98,7 +98,7 @@ class Writer:
 
 
 def named_objects(state: TrainingState) -> dict[str, Any]:
-    """Return schedulers, scaler and registered objects by the names of their files."""
+    """Return schedulers, scaler and registered objects by file name."""
     named = {
         files.numbered(files.SCHEDULER, index, ".bin"): scheduler
         for index, scheduler in enumerate(state.schedulers)
@@ -115,7 +115,7 @@ def write_state(
     max_shard_size: int | str,
     options: Mapping[str, Any],
 ) -> None:
-    """Write everything in a fixed order: what a backend gathers, all ranks gather together."""
+    """Write everything, in the same order on all ranks, because backends gather some states."""
     here, rank = state.saves_here, state.process.process_index
     if not state.owns_format:
         _write_models(state, writer, safe_serialization, max_shard_size)
@@ -126,11 +126,11 @@ def write_state(
                 if here:
                     writer.torch(name, held)
                 del held
-    else:  # the backend writes the models; hooks may add what they like
+    else:  # the backend writes the models; hooks may still add files
         _call_hooks(state, writer, list(state.models), [])
     for name, obj in named_objects(state).items():
         with writer.part(f"{name} ({type(obj).__name__}.state_dict)"):
-            # Every rank asks for it, as it may communicate.
+            # Called on every rank, because it may be collective.
             held = obj.state_dict()
             if here:
                 writer.torch(name, held)
@@ -159,14 +159,14 @@ def write_state(
 def _call_hooks(state: TrainingState, writer: Writer, models: list[Any], weights: Any) -> None:
     for hook in state.save_hooks():
         with writer.part("a save_state pre hook"):
-            hook(models, weights, str(writer.directory))  # may take off either list
+            hook(models, weights, str(writer.directory))  # may remove items from both lists
 
 
 def _write_models(
     state: TrainingState, writer: Writer, safe_serialization: bool, max_shard_size: int | str
 ) -> None:
     models = list(state.models)
-    # One at a time, as a backend may have to gather it; but hooks see them all.
+    # One at a time, because a backend may have to gather each state. Hooks need all of them.
     states: Iterator[Any] = (state.model_state(model) for model in models)
     if state.save_hooks():
         weights = list(states)

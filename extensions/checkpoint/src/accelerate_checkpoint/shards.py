@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint's directories, read without running a pickle."""
+"""Read directories of torch.distributed.checkpoint without executing pickled code."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata
 
-#: Torch's file that describes a directory of its distributed checkpoints.
+#: The file with the metadata of a directory.
 METADATA = ".metadata"
 
 
-#: What torch's metadata consists of; nothing else is unpickled.
+#: The classes in torch's metadata. Nothing else is unpickled.
 _ALLOWED = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
@@ -39,7 +39,7 @@ _ALLOWED = {
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        module = "pathlib" if module == "pathlib._local" else module  # of Python 3.13
+        module = "pathlib" if module == "pathlib._local" else module  # written by Python 3.13
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) in _ALLOWED or is_dtype:
             return super().find_class(module, name)
@@ -47,10 +47,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Return what a directory says of itself, its pickle read through an allow-list.
+    """Return the metadata of a directory. Only classes on an allow-list are unpickled.
 
     Raises:
-        CheckpointError: it is missing, damaged, or holds anything else.
+        CheckpointError: it is missing or damaged, or contains another class.
     """
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -61,14 +61,16 @@ def read_metadata(directory: Path) -> Metadata:
         if not isinstance(metadata, Metadata):
             raise TypeError(f"a {type(metadata).__name__}")
     except Exception as error:
-        raise CheckpointError(f"{path} is damaged or no metadata of torch's: {error}") from error
+        raise CheckpointError(
+            f"{path} is damaged, or not metadata of torch.distributed.checkpoint: {error}"
+        ) from error
     return metadata
 
 
 def SafeReader(directory: Path, metadata: Metadata) -> FileSystemReader:
-    """Return a reader of tensors that takes the metadata as it was read already.
+    """Return a reader of tensors that uses the given metadata.
 
-    Bytes would be unpickled by torch: leave their names out of what is loaded.
+    Only load tensors with it: torch would unpickle entries of bytes.
     """
     import torch.distributed.checkpoint as dcp
 

@@ -1,6 +1,6 @@
-"""Checkpoints in a store that has to be uploaded to: looked at, fetched and cleaned up.
+"""Inspect, fetch and clean up checkpoints in a store that files are uploaded to.
 
-The ranks of a machine share one temporary directory for what is on its way.
+The ranks of a machine share one temporary directory for files that are being transferred.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ def stored_manifest(storage: Store, place: str) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: there is none, or it is damaged or cannot be read.
+        CheckpointError: it is missing or damaged, or cannot be read.
     """
     address = join(place, MANIFEST)
     try:
         text = persist(storage, f"{address} cannot be read", partial(storage.read, place, MANIFEST))
     except FileNotFoundError:
-        raise CheckpointError(f"There is no checkpoint {place}: it has no {MANIFEST}.") from None
+        raise CheckpointError(
+            f"There is no checkpoint at {place}: {MANIFEST} is missing."
+        ) from None
     return parse_manifest(text, address)
 
 
 def list_stored(storage: Store, place: str, folder: str = "") -> dict[str, int | None]:
-    """Return what `Storage.list` does, in several attempts.
+    """Call `Storage.list`, with several attempts.
 
     Raises:
         CheckpointError: the store cannot be reached.
@@ -73,7 +75,7 @@ def _other_size(address: str, size: int, entry: FileEntry) -> str:
 
 
 def why_not_whole(storage: Store, place: str) -> str:
-    """Return what is wrong with a checkpoint as far as names and sizes say, "" if nothing is."""
+    """Return the first problem with the names and sizes of a checkpoint's files, or ""."""
     try:
         wrong = sizes_differ(storage, place, stored_manifest(storage, place))
     except CheckpointError as error:
@@ -82,7 +84,7 @@ def why_not_whole(storage: Store, place: str) -> str:
 
 
 def delete_leftovers(storage: Store, place: str) -> None:
-    """Delete the files of saves that are neither the checkpoint nor under way."""
+    """Delete the files of saves that are neither published nor in progress."""
     saves = [name for name in storage.list(place) if is_save(name)]
     if not saves:
         return
@@ -90,7 +92,7 @@ def delete_leftovers(storage: Store, place: str) -> None:
         current = stored_manifest(storage, place).folder
     except CheckpointError:
         if MANIFEST in storage.list(place):
-            return  # a damaged manifest does not say what belonged to it
+            return  # a damaged manifest does not tell which files belong to it
         current = ""
     for save in saves:
         if save == current:
@@ -101,7 +103,7 @@ def delete_leftovers(storage: Store, place: str) -> None:
 
 
 def delete_checkpoint(storage: Store, place: str) -> None:
-    """Delete a checkpoint so that what is left if this is cut short is none."""
+    """Delete a checkpoint, manifest first, so an interrupted deletion leaves no checkpoint."""
     if storage.path(place) is None:
         storage.delete(place, MANIFEST)
     storage.delete(place)
@@ -122,22 +124,25 @@ class SharedFolder:
         self.path: Path | None = None
 
     def make(self, kind: str) -> tuple[int, str | None]:
-        """Make it on the first rank of each machine; return what the other ranks need to find it.
+        """Create the directory on the first rank of each machine.
 
         Args:
-            kind: "save" or "load", for the name of the directory.
+            kind: "save" or "load", used in the name of the directory.
+
+        Returns:
+            A value to gather from all ranks and pass to `find`.
         """
         if self._makes:
             self._made = tempfile.mkdtemp(prefix=f"accelerate-{kind}-")
         return self.machine, self._made
 
-    def find(self, told: Sequence[tuple[int, str | None]]) -> None:
-        """Take what `make` returned on all ranks."""
-        made = [path for machine, path in told if machine == self.machine and path]
+    def find(self, answers: Sequence[tuple[int, str | None]]) -> None:
+        """Set `path` from the values that `make` returned on all ranks."""
+        made = [path for machine, path in answers if machine == self.machine and path]
         self.path = Path(made[0])
 
     def remove(self) -> None:
-        """Delete it, on the rank that made it."""
+        """Delete the directory, on the rank that created it."""
         if self._made is not None:
             shutil.rmtree(self._made, ignore_errors=True)
             self._made = None
@@ -146,13 +151,13 @@ class SharedFolder:
 def fetch_together(
     state: TrainingState, storage: Store, place: str, verify: bool
 ) -> tuple[Manifest | None, SharedFolder | None, str]:
-    """Bring what the ranks of this machine need to a directory that they share.
+    """Fetch the files that the ranks of this machine need into a directory that they share.
 
     Args:
-        verify: compare checksums too, not sizes only.
+        verify: compare checksums as well as sizes.
 
     Returns:
-        The manifest, the directory, and what is wrong as any rank sees it; "" if nothing is.
+        The manifest, the directory, and the first problem that any rank found, or "".
     """
     manifest, wrong = None, ""
     first = state.process.local_process_index == 0
@@ -171,8 +176,8 @@ def fetch_together(
     try:
         if not folder.path.is_dir():
             raise CheckpointError(
-                f"{folder.path} is not there for rank {state.process.process_index}: the ranks of "
-                "one machine need a temporary directory that they share. Set TMPDIR."
+                f"Rank {state.process.process_index} cannot find {folder.path}: the ranks of one "
+                "machine need a shared temporary directory. Set TMPDIR."
             )
         with byte_bar(f"Downloading {basename(place)}", _wanted_size(state, manifest)) as advance:
             _fetch_share(state, storage, place, manifest, folder.path, verify, advance)
@@ -190,9 +195,9 @@ def _any(state: TrainingState, wrong: str) -> str:
 
 
 def _wanted(state: TrainingState, manifest: Manifest) -> list[str]:
-    """Return the files that the ranks of this machine read, the largest first.
+    """Return the files that the ranks of this machine read, largest first.
 
-    Random states and gradients of ranks elsewhere are left out, unless the layout has changed.
+    Unless the layout has changed, this excludes the random states and gradients of other machines.
     """
     process, facts = state.process, manifest.facts
     saved_by = int(facts.get("world_size", 1))
@@ -207,7 +212,7 @@ def _wanted(state: TrainingState, manifest: Manifest) -> list[str]:
 
 
 def _wanted_size(state: TrainingState, manifest: Manifest) -> int:
-    """Return how many bytes one rank fetches: the shares are nearly equal, and one is shown."""
+    """Return how many bytes one rank fetches, for its bar. The shares are nearly equal."""
     size = sum(manifest.files[name].size for name in _wanted(state, manifest))
     return size // state.process.local_num_processes
 
@@ -221,7 +226,7 @@ def _fetch_share(
     verify: bool,
     progress: Progress,
 ) -> None:
-    """Fetch every n-th file, where n ranks share the work, and compare it with the manifest."""
+    """Fetch this rank's share of the files, and compare them with the manifest."""
     process = state.process
     share = _wanted(state, manifest)[process.local_process_index :: process.local_num_processes]
     target = {name: folder / basename(place) / name for name in share}
@@ -234,6 +239,4 @@ def _fetch_share(
         if size != entry.size:
             raise CheckpointError(_other_size(address, size, entry))
         if verify and checksum(target[name]) != entry:
-            raise CheckpointError(
-                f"{address} is damaged: its checksum is not the one in {MANIFEST}."
-            )
+            raise CheckpointError(f"{address} is damaged: its checksum differs from {MANIFEST}.")

@@ -1,4 +1,4 @@
-"""`Store`: what saving and loading use of a `Storage`, and how names below a place are formed."""
+"""`Store`: the interface of `Storage` that saving and loading use, and helpers for addresses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate_checkpoint.files import Progress
 
 _SAVE = re.compile(r"save-[0-9a-f]{12}")
 
-#: What a network or a busy server causes. Trying again may help.
+#: Errors of networks and busy servers, for which another attempt may succeed.
 _TRANSIENT = {
     errno.EAGAIN, errno.EBUSY, errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET,
     errno.EHOSTUNREACH, errno.EINTR, errno.EIO, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH,
@@ -23,12 +23,12 @@ _TRANSIENT = {
 
 
 def is_save(name: str) -> bool:
-    """Return whether a name is one that a save gets."""
+    """Return whether a name is the name of a save."""
     return _SAVE.fullmatch(name) is not None
 
 
 def join(place: str, name: str) -> str:
-    """Return the address of something below a place."""
+    """Return the address of a name below a place."""
     return f"{place.rstrip('/')}/{name}" if place and name else place or name
 
 
@@ -38,23 +38,23 @@ def basename(place: str) -> str:
 
 
 class Store(Protocol):
-    """Keeps the files of checkpoints; authors of one subclass `Storage`.
+    """Keeps the files of checkpoints. To write a store, subclass `Storage`.
 
-    All methods may be called from several threads at once. Names have "/" between their parts.
+    All methods may be called from several threads at once. "/" separates the parts of a name.
     """
 
-    #: How many files, or parts of files, are transferred at once.
+    #: Number of files, or parts of files, that are transferred at once.
     parallel: int = 8
-    #: How often something that failed for a passing reason is tried in all.
+    #: Largest number of attempts for a request that fails with a transient error.
     attempts: int = 5
 
     @abstractmethod
     def list(self, place: str, folder: str = "") -> dict[str, int | None]:
-        """Return what is directly below a place, or below a folder of it.
+        """Return the names directly below a place, or below a folder of it.
 
         Returns:
-            Name -> size in bytes; None for what has names below it: a folder, or a checkpoint in a
-            directory of checkpoints. Empty if there is nothing.
+            Name -> size in bytes. The size is None for names with other names below them: a
+            folder, or a checkpoint in a directory of checkpoints. Empty if nothing is there.
         """
 
     @abstractmethod
@@ -62,8 +62,8 @@ class Store(Protocol):
         """Return the whole content of a small file.
 
         Args:
-            place: of the checkpoint.
-            name: of the file in it, such as "manifest.json".
+            place: address of the checkpoint.
+            name: name of the file in it, such as "manifest.json".
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -71,33 +71,35 @@ class Store(Protocol):
 
     @abstractmethod
     def write(self, place: str, name: str, source: Path, progress: Progress) -> None:
-        """Store a local file under a name, replacing what was there.
+        """Store a local file under a name, replacing an older file of that name.
 
-        Send large files in several parts at once if the store can. When this returns, everyone
-        who reads from the store sees the file.
+        Send large files in several parts at once if the store supports it. All readers of the
+        store must see the file when this method returns.
 
         Args:
-            place: of the checkpoint.
-            name: begins with the name of a save, except for weights that `save_model` exports.
+            place: address of the checkpoint.
+            name: starts with the name of a save, except for weights that `save_model` exports.
             source: the file to store.
-            progress: call it with the number of bytes sent since the last call.
+            progress: call this with the number of bytes sent since the last call.
         """
 
     @abstractmethod
     def publish(self, place: str, save: str, manifest: bytes) -> None:
         """Put `manifest.json` at the place, which makes the files of `save` the checkpoint.
 
-        This has to happen in one step: a reader, and a run that starts after this process was
-        killed, finds either the previous manifest or this one. Everything else is stored already.
+        This must happen in one step: readers, and runs that start after this process was killed,
+        find either the previous manifest or the new one. All other files are already stored.
         """
 
     @abstractmethod
     def fetch(self, place: str, name: str, start: int, stop: int) -> bytes:
-        """Return the bytes [start, stop) of a file: at least one, none beyond its size.
+        """Return the bytes [start, stop) of a file.
+
+        The range has at least one byte and never ends after the end of the file.
 
         Args:
-            place: of the checkpoint.
-            name: of the file in it.
+            place: address of the checkpoint.
+            name: name of the file in it.
             start, stop: positions in the file.
 
         Raises:
@@ -106,52 +108,52 @@ class Store(Protocol):
 
     @abstractmethod
     def delete(self, place: str, name: str = "") -> None:
-        """Delete a file, a folder with everything below it, or with "" the whole place.
+        """Delete a file, or a folder with everything below it. "" deletes the whole place.
 
-        Deleting what is not there is not an error.
+        Deleting a name that does not exist is not an error.
         """
 
     @abstractmethod
     def lock(self, place: str, save: str) -> AbstractContextManager[bool]:
         """Mark a save as under way for as long as the block runs and this process lives.
 
-        The context manager returns False, and marks nothing, if another save has the mark and its
-        process may be alive. That distinguishes the leftovers of a killed process from a save that
+        The context manager yields False, and marks nothing, if another process has marked the save
+        and may still be alive. This distinguishes leftovers of a killed process from a save that
         another process is still writing.
 
         Args:
-            place: of the checkpoint.
+            place: address of the checkpoint.
             save: name of the save.
         """
 
-    # --- a store may change these as well ----------------------------------------------------------
+    # --- optional for a store -----------------------------------------------------------------------
 
     def locate(self, target: str | os.PathLike[str], *, saving: bool = False) -> str:
-        """Return the place that a script means by `target`: an absolute path or URL.
+        """Return the place for the `target` in a script: an absolute path or URL.
 
         Args:
-            saving: a checkpoint is to be written there.
+            saving: whether a checkpoint will be written there.
 
         Raises:
-            CheckpointError: no checkpoint can be kept there.
+            CheckpointError: a checkpoint cannot be kept there.
         """
         return os.fspath(target)
 
     def path(self, place: str, name: str = "") -> Path | None:
-        """Return where a file is on this machine, or None if it has to be uploaded and fetched.
+        """Return the local path of a file, or None if files must be uploaded and fetched.
 
-        A store that returns paths is written and read in place. All ranks have to see the same
-        files under these paths, and `publish` has to move the files of the save, which are below
-        `path(place, save)`, to `path(place)`.
+        If a store returns paths, checkpoints are written and read in place. All ranks must then
+        see the same files under these paths, and `publish` must move the files of the save from
+        `path(place, save)` to `path(place)`.
         """
         return None
 
     @abstractmethod
     def clean(self, place: str) -> None:
-        """Delete what saves of killed processes left at a place."""
+        """Delete the files that saves of killed processes left at a place."""
 
     def is_transient(self, error: Exception) -> bool:
-        """Return whether something that failed with `error` is worth another attempt."""
+        """Return whether another attempt may succeed after a request failed with `error`."""
         if isinstance(error, TimeoutError | ConnectionError):
             return True
         return isinstance(error, OSError) and error.errno in _TRANSIENT

@@ -1,7 +1,7 @@
-"""Checkpoints of sharded tensors: planners for torch.distributed.checkpoint.
+"""Planners that save and load sharded tensors with torch.distributed.checkpoint.
 
-What is read is found by the name of a whole tensor and a shard of it, so any layout reads what another
-one wrote.
+Shards are stored under the name of the whole tensor and their offset in it, so a checkpoint can be
+read in another layout than the one that wrote it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TensorShard:
-    """A tensor in memory that is one rectangular part of a stored tensor.
+    """A rectangular part of a stored tensor, in memory.
 
     Attributes:
         key: name of the stored tensor.
-        tensor: the values, in the shard's shape.
+        tensor: the values, in the shape of the shard.
         size: shape of the stored tensor.
-        offset: where the shard begins in it.
-        main: whether this copy is the one that is written.
+        offset: position of the shard in the stored tensor.
+        main: whether this is the copy to write, if several ranks hold the shard.
     """
 
     key: str
@@ -51,17 +51,17 @@ class TensorShard:
 
     @property
     def index(self) -> MetadataIndex:
-        """By what it is found again."""
+        """The key under which the shard is stored."""
         return MetadataIndex(self.key, torch.Size(self.offset))
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """Where it lies in the whole."""
+        """The position of the shard in the stored tensor."""
         return ChunkStorageMetadata(torch.Size(self.offset), self.tensor.shape)
 
 
 class TensorShardWriter(SavePlanner):
-    """Writes shards; each is written by the rank that holds its main copy."""
+    """Writes shards. The rank with the main copy of a shard writes it."""
 
     def __init__(self, shards: Sequence[TensorShard]) -> None:
         self._shards = {shard.index: shard for shard in shards if shard.main}
@@ -69,10 +69,10 @@ class TensorShardWriter(SavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Have all that is needed."""
+        """Do nothing: the shards were passed to the constructor."""
 
     def create_local_plan(self) -> SavePlan:
-        """Write what this rank is the first to hold."""
+        """Plan to write the main copies of this rank."""
         items = [
             WriteItem(
                 index=index,
@@ -88,23 +88,23 @@ class TensorShardWriter(SavePlanner):
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
-        """Put the plans of the ranks together."""
+        """Merge the plans of all ranks."""
         return create_default_global_save_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Take the plan as it is."""
+        """Return the plan unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """Return what is written."""
+        """Return the tensor to write for an item of the plan."""
         return self._shards[MetadataIndex(write_item.index.fqn, write_item.index.offset)].tensor
 
 
 class TensorShardReader(DefaultLoadPlanner):
-    """Reads shards in place, whatever layout they were saved in.
+    """Reads shards in place, from a checkpoint saved in any layout.
 
     Args:
-        shards: what is wanted here.
+        shards: the shards to fill in.
         stored: the checkpoint's metadata of each key.
     """
 
@@ -116,21 +116,21 @@ class TensorShardReader(DefaultLoadPlanner):
             self._by_key.setdefault(shard.key, []).append(shard)
 
     def create_local_plan(self) -> LoadPlan:
-        """Read each shard of this rank."""
+        """Plan to read each shard of this rank."""
         items = []
         for key, shards in self._by_key.items():
             stored: Any = self._stored[key]
-            items += create_read_items_for_chunk_list(key, stored, [b.chunk for b in shards])
+            items += create_read_items_for_chunk_list(key, stored, [s.chunk for s in shards])
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: Any) -> torch.Tensor:
-        """Return where it is read to.
+        """Return the memory to read an item into.
 
         Args:
-            read_item: which part is read.
+            read_item: describes the part to read.
 
         Raises:
-            KeyError: no shard contains it.
+            KeyError: no shard contains this part.
         """
         index = read_item.dest_index
         for shard in self._by_key[index.fqn]:
@@ -144,4 +144,4 @@ class TensorShardReader(DefaultLoadPlanner):
         return tensor
 
     def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-        """Nothing to do: it was read in place."""
+        """Do nothing: the tensor was read in place."""

@@ -1,4 +1,4 @@
-"""What there is to save of a run: captured here, and given back here."""
+"""`TrainingState`: captures and restores everything about a run that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from accelerate_core.plugin import (
     SharedHooksView,
 )
 
-#: Under this key a rank's state has what no other library would read.
+#: Key in a rank's state for everything that Accelerate does not save.
 OWN = "accelerate_core"
 
 
 class TrainingState:
-    """All that there is to save of a run, and to go on from.
+    """The state of a run that a checkpoint saves and restores.
 
-    Methods that gather are called by all ranks in the same order.
+    All ranks must call the methods that gather, in the same order.
 
     Attributes:
         process: ranks, device, store and timeout of this process.
-        collectives: the world; `duplicate()` returns one for a thread, or None where there is no
-            second group.
-        project: `ProjectConfiguration`: directories, naming and retention.
+        collectives: collectives of all ranks. `duplicate()` returns a copy for a background
+            thread, or None if there cannot be a second group.
+        project: the `ProjectConfiguration` with directories, naming and retention.
         backend: name of the backend.
         owns_format: whether the backend writes and reads models and optimizers itself.
-        events: the loop's slot `loop_body_end`, and what it has counted.
-        models, schedulers, registered: objects in the order of their preparing.
+        events: counters of the training loop, and its callback `loop_body_end`.
+        models, schedulers, registered: objects in the order in which they were prepared.
         scaler: the gradient scaler or None.
     """
 
@@ -58,16 +58,16 @@ class TrainingState:
         self.process = run.process
         self.collectives: CommunicatorView = accelerator.communicator
         self.backend = accelerator.backend.name
-        #: What `supports["gradients"]` of the backend says: True, "same_layout" or False.
+        #: The backend's `supports["gradients"]`: True, "same_layout" or False.
         self.gives_gradients: Any = accelerator.backend.supports.get("gradients", True)
         self.events = accelerator.gradient_state
         self.models = accelerator.models
         self.schedulers = accelerator.schedulers
         self.registered = run.registered
         self.scaler = accelerator.scaler
-        # What the backend alone answers: `(model, state, strict)`, `(optimizer)`, `(optimizer,
-        # state)`, `(directory, options, later)` -> None or a function that writes the rest later,
-        # `(directory, options)`.
+        # Hooks of the backend, with the arguments `(model, state, strict)`, `(optimizer)`,
+        # `(optimizer, state)`, `(directory, options, later)` and `(directory, options)`.
+        # `backend_save` returns None or a function that writes the rest later.
         self.load_model_state = hooks.load_model_state
         self.optimizer_state = hooks.optimizer_state
         self.load_optimizer_state = hooks.load_optimizer_state
@@ -75,25 +75,25 @@ class TrainingState:
         self.backend_load = hooks.load_state
         self.save_hooks = run.save_hooks.values
         self.load_hooks = run.load_hooks.values
-        #: Applies a scale update that waits for other optimizers.
+        #: Applies a pending update of the loss scale.
         self.update_scale = run.update_scale
-        #: The model without the backend's wrapping and `torch.compile`'s.
+        #: Returns the model without the wrappers of the backend and `torch.compile`.
         self.inner = run.inner_model
-        #: What `save_model` writes: the whole weights, where they are needed.
+        #: Returns the unsharded weights that `save_model` writes, on the ranks that need them.
         self.whole_model_state = run.whole_state
-        #: Warns, once per text, on the main process.
+        #: Warns once per text, on the main process.
         self.warn_once = accelerator.warn_once
-        #: Ends the run; called by preemption once its save stands.
+        #: Ends the run. Preemption calls it after its save.
         self.end_training = run.end_training
 
     @property
     def project(self) -> ProjectConfiguration:
-        """The `ProjectConfiguration` in force, which a script may replace."""
+        """The current `ProjectConfiguration`, which a script may replace."""
         return self._project()
 
     @property
     def owns_format(self) -> bool:
-        """Whether the backend writes and reads models and optimizers itself, as its settings say now."""
+        """Whether the backend, with its current settings, writes models and optimizers itself."""
         return "checkpoint" in self._accelerator.backend.owns
 
     @property
@@ -103,25 +103,25 @@ class TrainingState:
 
     @property
     def saves_here(self) -> bool:
-        """Whether this rank writes what is written once (per machine, if so configured)."""
+        """Whether this rank writes the shared files, on one rank in all or one per machine."""
         per_machine, process = self.project.save_on_each_node, self.process
         return (process.local_process_index if per_machine else process.process_index) == 0
 
     @property
     def whole_on_main(self) -> bool:
-        """Whether the main process holds all that is written once, and asks nobody for it."""
+        """Whether the main process holds the whole shared state and can save it alone."""
         backend: Any = type(self._accelerator.backend)
         hooks = ("model_state", "optimizer_state", "save_state")
         return all(getattr(backend, hook) is getattr(Backend, hook) for hook in hooks)
 
     def is_sharded(self, model: torch.nn.Module) -> bool:
-        """Whether a model's parameters are here in part: as DTensors, or empty as ZeRO-3 has them."""
+        """Whether this rank holds only parts of the parameters: DTensors, or empty with ZeRO-3."""
         parameters = self.inner(model).parameters()
         return any(hasattr(one, "placements") or not one.numel() for one in parameters)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let this process save without the others."""
+        """Use collectives of this process alone inside the block."""
         every = self.collectives
         self.collectives = every.alone()
         try:
@@ -129,15 +129,15 @@ class TrainingState:
         finally:
             self.collectives = every
 
-    # --- what the backend and the plugins keep ------------------------------------------------
+    # --- state of the backend and of plugins --------------------------------------------------
 
     def model_state(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return a model's state as the backend gives it."""
+        """Return a model's state dict from the backend."""
         state = self._accelerator.hooks.model_state(model)
         return self._accelerator.precision.plain_state(self.inner(model), state)
 
     def contributors(self) -> list[Contributor]:
-        """Return the plugins that have `on_save` or `on_load`, by name."""
+        """Return the plugins with `on_save` or `on_load`, sorted by name."""
         found: dict[str, Contributor] = {}
         for hook in ("on_save", "on_load"):
             for one in self._shared_hooks.implementations(hook):
@@ -145,13 +145,13 @@ class TrainingState:
                 contributor.hooks[hook] = one
         return [one for _, one in sorted(found.items())]
 
-    # --- what is this rank's own --------------------------------------------------------------
+    # --- state of this rank -------------------------------------------------------------------
 
     def rank_state(self) -> dict[str, Any]:
-        """Return this rank's own: step, generators, loaders, cycle, runs of trackers.
+        """Return this rank's step, generators, loaders, accumulation cycle and tracker runs.
 
-        Plain data and tensors. Generators and `step` have Accelerate's keys, all else is under
-        "accelerate_core".
+        The result consists of plain data and tensors. Generators and `step` have the same keys as
+        in Accelerate. Everything else is under "accelerate_core".
         """
         accelerator = self._accelerator
         devices = {accelerator.device}
@@ -172,7 +172,7 @@ class TrainingState:
         }
 
     def unsaved_loader(self, own: Mapping[str, Any]) -> str:
-        """Name the loader whose part of `rank_state` cannot be saved, "" if it is none of them."""
+        """Return the loader whose part of `rank_state` cannot be saved, or ""."""
         states = own.get(OWN, {}).get("loaders", ())
         for index, (loader, state) in enumerate(
             zip(self._accelerator.loaders, states, strict=False)
@@ -180,7 +180,7 @@ class TrainingState:
             try:
                 torch.save(state, io.BytesIO())
             except Exception:
-                kind = type(getattr(loader, "base", loader))  # the loader inside, not our wrapper
+                kind = type(getattr(loader, "base", loader))  # the user's loader, not our wrapper
                 return f"state_dict of loader {index} ({kind.__module__}.{kind.__qualname__})"
         return ""
 
@@ -191,15 +191,15 @@ class TrainingState:
         gradients: Iterable[Mapping[int, Mapping[str, torch.Tensor]]],
         mesh: Mapping[str, int] | None = None,
     ) -> None:
-        """Go on from `rank_state`; called last, since the generators are set here.
+        """Restore `rank_state`. Call this last, because it sets the generators.
 
         Args:
-            states: by the rank that saved them: rank 0's and this one's; those of all ranks if
-                the layout has changed. One of Accelerate's has step and generators only.
-            saved_by: how many ranks saved.
-            gradients: this rank's `pending_gradients`, or those of all ranks likewise; read one
-                after the other.
-            mesh: the mesh of the ranks that saved, as in `facts`; None if it is not known.
+            states: rank that saved it -> state, for rank 0 and this rank, or for all ranks if the
+                layout has changed. States saved by Accelerate only have step and generators.
+            saved_by: number of ranks that saved.
+            gradients: `pending_gradients` of this rank, or of all ranks if the layout has
+                changed. They are read one at a time.
+            mesh: the mesh of the ranks that saved, as in `facts`. None if it is not known.
         """
         same_layout = self.has_layout(saved_by, mesh)
         accelerator = self._accelerator
@@ -210,15 +210,15 @@ class TrainingState:
         else:
             if saved_by != count:
                 self.warn_once(
-                    f"The checkpoint was saved by {saved_by} process(es) and is loaded by {count}: "
-                    "the position in the data is carried over; ranks that were not there keep "
+                    f"The checkpoint was saved by {saved_by} process(es) and is loaded by {count}. "
+                    "The position in the data is restored. Ranks that did not exist then keep "
                     "their own random states."
                 )
             self._load_positions(first[OWN]["loaders"])
             cycles = [one[OWN]["cycle"] for _, one in sorted(states.items())]
             mine = first if own is None else own
             self._load_cycle(mine[OWN]["cycle"], None if same_layout else cycles)
-            if own is not None:  # a rank that was not there has no runs to go on in
+            if own is not None:  # a rank that did not exist then has no runs to continue
                 runs = own[OWN].get("trackers") or {}
                 self._tracking.load_state_dict(runs)
         self._load_gradients(gradients, None if same_layout else saved_by)
@@ -230,19 +230,20 @@ class TrainingState:
         missed = rng_state.restore_rng_state(own)
         if missed:
             accelerator.warn_once(
-                f"No random state could be set on rank {rank} for {', '.join(missed)}.",
+                f"The random state of {', '.join(missed)} could not be restored on rank {rank}.",
                 every_rank=True,
             )
 
     def _load_positions(self, states: Sequence[Any]) -> None:
-        """Put the loaders where they stood; one of other data stays at its beginning."""
+        """Restore the positions of the loaders. A loader with other data starts from the beginning."""
         if not self._restore_positions():
             return
         loaders = self._accelerator.loaders
         if len(states) != len(loaders):
             self.warn_once(
-                f"The checkpoint has the positions of {len(states)} loaders, and {len(loaders)} "
-                "are prepared here: they are matched in the order of their preparing."
+                f"The checkpoint has the positions of {len(states)} loaders, but this run has "
+                f"prepared {len(loaders)}. They are matched in the order in which they were "
+                "prepared."
             )
         for index, (loader, state) in enumerate(zip(loaders, states, strict=False)):
             if state is None or not hasattr(loader, "load_state_dict"):
@@ -250,14 +251,14 @@ class TrainingState:
             was, now = state.get("dataset_size"), getattr(loader, "dataset_size", None)
             if was is not None and was != now:
                 self.warn_once(
-                    f"Loader {index} had {was} samples when the checkpoint was saved, and has "
-                    f"{now} here: its position is not taken over. Loaders are matched in the "
-                    "order of their preparing."
+                    f"Loader {index} had {was} samples when the checkpoint was saved, but has "
+                    f"{now} now, so its position is not restored. Loaders are matched in the "
+                    "order in which they were prepared."
                 )
                 continue
             loader.load_state_dict(state)
 
-    # --- the accumulation cycle that has begun ------------------------------------------------
+    # --- the current accumulation cycle -------------------------------------------------------
 
     def waiting(self) -> list[Any]:
         """Return the optimizers that have not stepped since the last backward."""
@@ -269,7 +270,7 @@ class TrainingState:
         ]
 
     def pending_gradients(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Return the gradients that wait for an optimizer step, by model and the backend's names."""
+        """Return accumulated gradients without a step yet, by model and the backend's names."""
         accelerator = self._accelerator
         found: dict[int, dict[str, torch.Tensor]] = {}
         waiting = self.waiting()
@@ -288,7 +289,7 @@ class TrainingState:
         return found
 
     def check_gradients_can_be_saved(self) -> None:
-        """Refuse a save in the middle of a cycle whose gradients the backend cannot give.
+        """Refuse to save in the middle of a cycle if the backend cannot save its gradients.
 
         Raises:
             CheckpointError: there are such gradients.
@@ -297,8 +298,8 @@ class TrainingState:
             return
         raise CheckpointError(
             f"save_state was called in the middle of an accumulation cycle, and the backend "
-            f"{self.backend!r} cannot save the gradients of one. Save after the optimizer's step, "
-            "where accelerator.sync_gradients is True."
+            f"{self.backend!r} cannot save accumulated gradients. Save after the optimizer step, "
+            "when accelerator.sync_gradients is True."
         )
 
     def check_gradients_fit(
@@ -307,9 +308,9 @@ class TrainingState:
         """Refuse a checkpoint with gradients that the backend cannot move to this layout.
 
         Args:
-            directory: of the checkpoint, for the message.
-            saved_by: how many ranks saved it.
-            mesh: the mesh they had, as in `facts`.
+            directory: path of the checkpoint, for the message.
+            saved_by: number of ranks that saved it.
+            mesh: the mesh of these ranks, as in `facts`.
 
         Raises:
             CheckpointError: the layout has changed.
@@ -321,29 +322,29 @@ class TrainingState:
         raise CheckpointError(
             f"{directory} was saved in the middle of an accumulation cycle on {there}, and the "
             f"backend {self.backend!r} cannot move its gradients to {here}. Load it on the layout "
-            "that saved it, or load a checkpoint saved after an optimizer step."
+            "that saved it, or load a checkpoint that was saved after an optimizer step."
         )
 
     def has_layout(self, ranks: int, mesh: Mapping[str, int] | None) -> bool:
-        """Tell whether this run has as many ranks, on the same mesh; None is an unknown mesh."""
+        """Return whether this run has this number of ranks and this mesh. None matches any mesh."""
         if ranks != self.process.num_processes:
             return False
         here = self.mesh_sizes()
         if mesh is None or here is None:
             return True
-        # A dimension of one rank is the same as none.
+        # A dimension of size 1 does not change the layout.
         wide = [{name: size for name, size in one.items() if size > 1} for one in (mesh, here)]
         return wide[0] == wide[1]
 
     def _load_gradients(
         self, gradients: Iterable[Mapping[int, Mapping[str, torch.Tensor]]], saved_by: int | None
     ) -> None:
-        """Put gradients back; after a change of layout their mean over the ranks stays the same.
+        """Restore gradients. A change of layout preserves their mean over the ranks.
 
-        Where items are counted it is the sum that does.
+        If items are counted, it preserves their sum instead.
 
         Args:
-            saved_by: how many ranks saved; None if this rank gets its own back.
+            saved_by: number of ranks that saved. None if this rank restores its own gradients.
         """
         factor = None
         if saved_by is not None:
@@ -354,7 +355,7 @@ class TrainingState:
                 parameter.grad = None
         accelerator = self._accelerator
         for found in gradients:
-            self.events.backwards += 1  # they wait for a step, here too
+            self.events.backwards += 1  # so that they count as waiting for a step
             for index, named in found.items():
                 model = self.models[index]
                 accelerator.hooks.load_pending_gradients(model, named, factor)
@@ -370,7 +371,7 @@ class TrainingState:
     def _load_cycle(
         self, state: Mapping[str, Any], all_ranks: Sequence[Mapping[str, Any]] | None
     ) -> None:
-        """Go on in the cycle; `all_ranks`: the states of those that saved on another layout."""
+        """Restore the cycle. After a change of layout, `all_ranks` has the states of all ranks."""
         self._accelerator.step = int(state["step"])
         self.events.sync_gradients = bool(state["sync_gradients"])
         items = dict(state["items"])
@@ -388,16 +389,16 @@ class TrainingState:
             optimizer.seen_backwards = self.events.backwards
 
     def mesh_sizes(self) -> dict[str, int] | None:
-        """Return the size of each dimension of the mesh, None without one."""
+        """Return the size of each dimension of the mesh, or None without a mesh."""
         mesh = self._accelerator.torch_device_mesh
         if mesh is None:
             return None
         return {str(name): int(mesh[name].size()) for name in (mesh.mesh_dim_names or ())}
 
-    # --- what a reader of the checkpoint is told ----------------------------------------------
+    # --- facts for readers of the checkpoint --------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """Return step, epoch, world, mesh, precision, plugins, versions and numbers of objects."""
+        """Return the facts about this run that go into the manifest."""
         accelerator = self._accelerator
         epochs = [int(getattr(loader, "iteration", 0)) for loader in self._accelerator.loaders]
         steps = [optimizer.steps_taken for optimizer in self._accelerator.optimizers]
@@ -431,11 +432,11 @@ def _layout(ranks: int, mesh: Mapping[str, int] | None) -> str:
 
 @dataclass
 class Contributor:
-    """One plugin's `on_save` and `on_load`, whichever it has."""
+    """The `on_save` and `on_load` of one plugin, which may have only one of them."""
 
     key: str
     shared_hooks: SharedHooksView
-    #: Its implementation of each hook.
+    #: Hook name -> the plugin's implementation.
     hooks: dict[str, Contribution] = field(default_factory=dict)
 
     def save(self, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files on their way to a store and back: several at once, and again after a passing failure."""
+"""Upload and download several files at once, and repeat requests that fail with transient errors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from accelerate_checkpoint.files import Progress, first_line
 from accelerate_checkpoint.store import Store, join
 from accelerate_core.plugin import CheckpointError
 
-#: Bytes of a file that are fetched in one request.
+#: Bytes that are fetched in one request.
 PART = 32 << 20
 
-#: Seconds before the second attempt; each further one waits twice as long, up to the longest.
+#: Seconds before the second attempt. The pause doubles with each attempt, up to the longest.
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 
 T = TypeVar("T")
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 
 def persist(storage: Store, what: str, job: Callable[[], T]) -> T:
-    """Do a job, again if it failed for a passing reason.
+    """Run a job, and repeat it if it fails with a transient error.
 
     Args:
-        what: names the object and what is done to it, for the error: "s3://a/b cannot be read".
+        what: the start of the error message, such as "s3://a/b cannot be read".
 
     Raises:
-        FileNotFoundError: as the job raised it.
-        CheckpointError: what failed in the end, and why.
+        FileNotFoundError: the job raised it.
+        CheckpointError: the job raised it, or its last attempt failed with another error.
     """
     for attempt in range(1, storage.attempts + 1):
         try:
@@ -48,20 +48,21 @@ def persist(storage: Store, what: str, job: Callable[[], T]) -> T:
             if attempt == storage.attempts:
                 raise CheckpointError(f"{what} after {attempt} attempts: {reason}") from error
             pause = min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * random.uniform(0.8, 1.2)
-            logger.info("%s: %s. Attempt %d follows in %.1f s.", what, reason, attempt + 1, pause)
+            logger.info("%s: %s. Starting attempt %d in %.1f s.", what, reason, attempt + 1, pause)
         time.sleep(pause)
-    raise AssertionError("a store makes at least one attempt")
+    raise AssertionError("a store must allow at least one attempt")
 
 
 def upload(storage: Store, place: str, files: Mapping[str, Path], progress: Progress) -> None:
-    """Write local files below a place, the largest first.
+    """Write local files below a place, largest first.
 
     Args:
         files: name below the place -> local file.
-        progress: told the bytes that have been sent; those of a failed attempt are taken back.
+        progress: called with the number of bytes sent. If an attempt fails, it is called with
+            their negative sum.
 
     Raises:
-        CheckpointError: one of them could not be written, by name.
+        CheckpointError: a file could not be written. The message names it.
     """
 
     def send(name: str, source: Path) -> None:
@@ -86,10 +87,10 @@ def download(
 
     Args:
         files: name below the place -> local file and its size in bytes.
-        progress: told the bytes that have come.
+        progress: called with the number of bytes received.
 
     Raises:
-        CheckpointError: one of them is missing or cannot be read, by name.
+        CheckpointError: a file is missing or cannot be read. The message names it.
     """
 
     def receive(name: str, target: Path, start: int, stop: int) -> None:
@@ -118,7 +119,7 @@ def download(
 
 
 def _run_all(parallel: int, jobs: Iterable[Callable[[], None]]) -> None:
-    """Run jobs in threads; after the first failure those that have not begun are dropped."""
+    """Run jobs in threads. After the first failure, no further job is started."""
     with ThreadPoolExecutor(parallel, thread_name_prefix="checkpoint transfer") as pool:
         running = [pool.submit(job) for job in jobs]
         done, _ = wait(running, return_when=FIRST_EXCEPTION)
@@ -129,7 +130,7 @@ def _run_all(parallel: int, jobs: Iterable[Callable[[], None]]) -> None:
 
 
 class _Counted:
-    """Progress of one attempt."""
+    """Counts the progress of one attempt, so that it can be subtracted if the attempt fails."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._sent = progress, 0

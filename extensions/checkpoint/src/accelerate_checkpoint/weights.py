@@ -1,4 +1,4 @@
-"""State dicts as files: reading, removing aliases, cutting into shards."""
+"""Read state dicts from files, remove aliases from them, and split them into shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from accelerate_core.plugin import CheckpointError, ConfigurationError, did_you_mean
 
-#: What a folder of weights is looked through for, in this order.
+#: The usual file names of weights, in the order in which they are looked for.
 _USUAL = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -26,20 +26,20 @@ _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def convert_file_size_to_int(size: float | str) -> int:
-    """Return the bytes that a size such as `"5MB"`, `"1.5GiB"` or `"200"` means.
+    """Return the number of bytes in a size such as `"5MB"`, `"1.5GiB"` or `"200"`.
 
-    `KB`, `MB` … count in thousands, `KiB`, `MiB` … in 1024. A small `b` after the unit
+    `KB`, `MB` … are powers of 1000, `KiB`, `MiB` … powers of 1024. A lowercase `b` after the unit
     means bits.
 
     Raises:
-        ConfigurationError: the text is no size.
+        ConfigurationError: the string is not a size.
     """
     if isinstance(size, (int, float)):
         return int(size)
     match = _SIZE.fullmatch(size)
     if match is None:
         raise ConfigurationError(
-            f"{size!r} is not a size; write a number and a unit, as '5MB', '2GiB' or '512'."
+            f"{size!r} is not a size. Write a number and a unit, such as '5MB', '2GiB' or '512'."
         )
     number, unit, binary, last = match.groups()
     count = float(number) * (1024 if binary else 1000) ** _POWER[unit.upper()]
@@ -47,42 +47,42 @@ def convert_file_size_to_int(size: float | str) -> int:
 
 
 def as_device(device: int | str | torch.device) -> torch.device:
-    """Turn an accelerator's index, a name or a device into a device.
+    """Return the device for an accelerator's index, a name or a device.
 
     Raises:
-        ConfigurationError: an index is given and there is no accelerator.
+        ConfigurationError: `device` is an index, but torch finds no accelerator.
     """
     if not isinstance(device, int):
         return torch.device(device)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         raise ConfigurationError(
-            f"Device {device} means an accelerator, and torch sees none on this machine."
+            f"Device {device} is the index of an accelerator, but torch finds none on this machine."
             " Use 'cpu' or 'disk'."
         )
     return torch.device(accelerator.type, device)
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the entry of a device map that covers a full name.
+    """Return the device for a name: that of the longest prefix in the device map.
 
     Raises:
-        ConfigurationError: none does.
+        ConfigurationError: no entry covers the name.
     """
     prefix = name
     while prefix and prefix not in device_map:
         prefix = prefix.rpartition(".")[0]
     if prefix not in device_map:
         raise ConfigurationError(
-            f"The device map gives no device for {name!r}.{did_you_mean(name, device_map)}"
+            f"The device map has no device for {name!r}.{did_you_mean(name, device_map)}"
         )
     return device_map[prefix]
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return device, address and bytes of the storage: equal for tensors that share it.
+    """Return device, address and size of the storage, which are equal for tensors that share it.
 
-    On the meta device, where nothing has an address, the tensor's own identity serves.
+    Meta tensors have no address, so their `id` is used instead.
     """
     if tensor.device.type == "meta":
         return tensor.device, id(tensor), tensor.nbytes
@@ -91,21 +91,21 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
 
 def iter_state_dict(checkpoint_file: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and CPU tensors of a weight file, holding about one tensor at a time."""
+    """Yield names and CPU tensors of a weight file, with about one tensor in memory at a time."""
     path = Path(checkpoint_file)
     if path.suffix == ".safetensors":
         from safetensors import safe_open
 
         with safe_open(path, framework="pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118 - the handle is no mapping
+            for name in file.keys():  # noqa: SIM118 - the handle is not a mapping
                 yield name, file.get_tensor(name)
         return
-    # Only torch's zip files can be mapped, those from before torch 1.6 cannot.
+    # torch can only map zip files. Files from before torch 1.6 have another format.
     mapped = zipfile.is_zipfile(path)
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    # Some trainers put the weights under one key beside other things.
+    # Some trainers store the weights under one key next to other values.
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"{path} holds a {type(state).__name__}, and no state dict.")
+        raise CheckpointError(f"{path} contains a {type(state).__name__}, not a state dict.")
     inner = state.get("state_dict")
     weights = inner if isinstance(inner, Mapping) else state
     yield from weights.items()
@@ -114,12 +114,12 @@ def iter_state_dict(checkpoint_file: str | Path) -> Iterator[tuple[str, torch.Te
 def load_state_dict(
     checkpoint_file: str | Path, device_map: Mapping[str, Any] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Read one weight file, safetensors or `torch.save`'s, without running code from it.
+    """Read one weight file without running code from it.
 
     Args:
-        checkpoint_file: the path; `.safetensors` is read as such, others by `torch.load`.
-        device_map: each tensor goes to the device of the entry that covers its name;
-            what is for `"disk"`, and everything without a map, stays on the CPU.
+        checkpoint_file: a `.safetensors` file, or a file that `torch.save` wrote.
+        device_map: each tensor is moved to the device of the entry that covers its name. Tensors
+            for `"disk"` stay on the CPU. Without a map, all tensors do.
     """
     tensors = iter_state_dict(checkpoint_file)
     if device_map is None:
@@ -132,10 +132,10 @@ def load_state_dict(
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return a state dict whose tensors share no memory, as safetensors demands.
+    """Return a state dict whose tensors share no memory, as safetensors requires.
 
-    Of names for the very same tensor the first is kept; views of parts of a storage are
-    copied. What is not a tensor is left out.
+    If several names have the same tensor, only the first name is kept. Views of a part of a
+    storage are copied. Values that are not tensors are dropped.
     """
     clean: dict[str, torch.Tensor] = {}
     seen: dict[tuple[torch.device, int, int], list[tuple[Any, ...]]] = {}
@@ -163,16 +163,16 @@ def shard_state_dict(
     max_shard_size: int | str = "10GB",
     pattern: str = "model{suffix}.safetensors",
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any] | None]:
-    """Cut a state dict into files of limited size, in the order of its names.
+    """Split a state dict into files of limited size, in the order of its names.
 
     Args:
-        state: tensors by name; clean it of aliases first.
-        max_shard_size: bytes, or text as `"5GB"`; a larger single tensor has its own file.
-        pattern: the file name, with `{suffix}` where `-00001-of-00003` is to stand.
+        state: tensors by name, none of which may share memory.
+        max_shard_size: bytes, or a string such as `"5GB"`. A larger tensor gets its own file.
+        pattern: the file name. `{suffix}` is replaced by `-00001-of-00003`.
 
     Returns:
         The tensors of each file by file name, and the content of the index file
-        (`metadata.total_size` and `weight_map`), or None where one file holds all.
+        (`metadata.total_size` and `weight_map`), or None if there is only one file.
 
     Raises:
         ConfigurationError: `max_shard_size` is not positive.
@@ -180,7 +180,7 @@ def shard_state_dict(
     limit = convert_file_size_to_int(max_shard_size)
     if limit <= 0:
         raise ConfigurationError(
-            f"max_shard_size={max_shard_size!r} is no size: it must be positive."
+            f"max_shard_size={max_shard_size!r} is not valid: it must be positive."
         )
     shards: list[dict[str, torch.Tensor]] = [{}]
     filled = 0
@@ -204,13 +204,13 @@ def shard_state_dict(
 
 
 def checkpoint_files(checkpoint: str | Path) -> list[Path]:
-    """Return the weight files of a checkpoint: a file, an index, or a folder with either.
+    """Return the weight files of a checkpoint: a file, an index, or a folder with one of these.
 
-    In a folder safetensors win over `.bin`, one file over an index, the usual names over any
-    other index.
+    In a folder, safetensors take precedence over `.bin`, a single file over an index, and the
+    usual names over any other index.
 
     Raises:
-        CheckpointError: there is none, or several with equal right, or a file is missing.
+        CheckpointError: there are no weights, several candidates, or a file is missing.
     """
     path = Path(checkpoint)
     if path.is_file():
@@ -224,8 +224,8 @@ def checkpoint_files(checkpoint: str | Path) -> list[Path]:
     if len(found) != 1:
         held = f"several: {', '.join(f.name for f in found)}" if found else "none"
         raise CheckpointError(
-            f"The folder {path} must hold one checkpoint ({_USUAL[0]}, {_USUAL[2]} or"
-            f" an index of shards); it holds {held}."
+            f"The folder {path} must contain one checkpoint ({_USUAL[0]}, {_USUAL[2]} or"
+            f" an index of shards), but contains {held}."
         )
     return checkpoint_files(found[0])
 
@@ -235,12 +235,12 @@ def _files_of_index(index: Path) -> list[Path]:
         content = json.loads(index.read_text(encoding="utf-8"))
         names = sorted(set(content.get("weight_map", content).values()))
     except (ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is no index of shards: {error}") from error
+        raise CheckpointError(f"{index} is not an index of shards: {error}") from error
     files = [index.parent / name for name in names]
     for name, file in zip(names, files):
-        # A name from a file must not lead out of the checkpoint's folder; its links may, as the hub's do.
+        # Names must not lead outside the folder. Links may, as in caches of the Hugging Face Hub.
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{index} names {file}, which is outside of its folder.")
+            raise CheckpointError(f"{index} names {file}, which is outside its folder.")
         if not file.is_file():
-            raise CheckpointError(f"{index} names {file.name}, which does not exist beside it.")
+            raise CheckpointError(f"{index} names {file.name}, which does not exist next to it.")
     return files

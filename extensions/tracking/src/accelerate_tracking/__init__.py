@@ -1,4 +1,4 @@
-"""Experiment tracking: the base class of trackers, the normalisation of values, the fan-out."""
+"""Experiment tracking: the base class of trackers, and the hub that sends values to all of them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return a tracker class that an installed package exports, such as Accelerate has here."""
+    """Return a tracker class exported by an installed package, as `accelerate.tracking` has them."""
     from accelerate_core.plugin import exported
 
     if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""Who tracks: what `log_with` asks for, what `"all"` stands for, and how each is built."""
+"""Choose and build the trackers that `log_with` requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from accelerate_tracking.tracker import GeneralTracker, RunGroup
 
 ALL = "all"
 
-#: A tracker class to be built, or an instance.
+#: A tracker class, which will be instantiated, or an instance.
 Asked = type[GeneralTracker] | GeneralTracker
 Requested = str | Asked
 InitKwargs = Mapping[str, Mapping[str, Any]]
@@ -35,18 +35,19 @@ _registered: dict[str, type[GeneralTracker]] = {}
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
-    """Let a tracker class of your own be asked for by its name, and be part of `"all"`.
+    """Register your own tracker class, so that `log_with` accepts its name and `"all"` includes it.
 
-    Call it before the `Accelerator` is made; it returns the class, so that it can decorate one.
-    Registering a class again, or one that is defined anew in a notebook, replaces it.
+    Call this before creating the `Accelerator`. It returns the class, so you can use it as a
+    decorator. Registering a class again replaces it, for example after you redefine it in a
+    notebook.
 
     Raises:
-        ConfigurationError: it is no subclass of `GeneralTracker`, or lacks a name or
-            `requires_logging_directory`; or the name is that of an installed tracker, or `all`.
+        ConfigurationError: the class is not a subclass of `GeneralTracker`, has no name or no
+            `requires_logging_directory`, or its name is `all` or the name of an installed tracker.
     """
     if not _is_tracker_class(tracker_class):
         raise ConfigurationError(
-            f"register_tracker_class takes a subclass of GeneralTracker, not {tracker_class!r}."
+            f"register_tracker_class needs a subclass of GeneralTracker, not {tracker_class!r}."
         )
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name:
@@ -59,10 +60,16 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralT
             "requires_logging_directory = True or False."
         )
     if name == "all" or any(record.name == name for record in installed().of_kind("tracker")):
-        raise ConfigurationError(f"The name {name!r} is taken by a tracker that is installed.")
+        raise ConfigurationError(
+            f"register_tracker_class: an installed tracker already has the name {name!r}. Choose "
+            "another name."
+        )
     before = _registered.get(name, tracker_class)
     if before.__qualname__.rpartition(".")[2] != tracker_class.__qualname__.rpartition(".")[2]:
-        warn(f"The name {name!r} was that of {before.__qualname__}; now it is {tracker_class!r}.")
+        warn(
+            f"The tracker name {name!r} now belongs to {tracker_class!r}. It replaces "
+            f"{before.__qualname__}."
+        )
     _registered[name] = tracker_class
     LoggerType.register(name)
     return tracker_class
@@ -73,8 +80,9 @@ def tracker_class(name: str) -> type[GeneralTracker]:
 
     Raises:
         PluginVersionError: it was written for another major version of the contract.
-        MissingPluginError: there is none; the text has the pip command or the nearest name.
-        TrackerError: what is installed by that name is no tracker.
+        MissingPluginError: no tracker has this name. The message has the pip command to install
+            it, or the most similar name.
+        TrackerError: the installed plugin of this name is not a tracker.
     """
     own = _registered.get(name)
     if own is not None:
@@ -82,39 +90,36 @@ def tracker_class(name: str) -> type[GeneralTracker]:
     record = find("tracker", name, source="log_with")
     if not _is_tracker_class(record.load()):
         raise TrackerError(
-            f"{record.label} is offered as a tracker but is no GeneralTracker class."
+            f"{record.label} is registered as a tracker, but is not a subclass of GeneralTracker."
         )
     found: type[GeneralTracker] = record.load_checked()
     return found
 
 
 def _is_tracker_class(given: object) -> TypeGuard[type[GeneralTracker]]:
-    """Tell whether it is a tracker class, not an instance or something else."""
     return isinstance(given, type) and issubclass(given, GeneralTracker)
 
 
 def available_names() -> list[str]:
-    """Return the names that `"all"` looks at."""
+    """Return the names of all installed and registered trackers."""
     named = [record.name for record in installed().of_kind("tracker")]
     return list(dict.fromkeys([*named, *_registered]))
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """Return the trackers that are installed or registered; whether they can run is not asked."""
+    """Return all installed and registered trackers, without checking whether they can run."""
     return [LoggerType(name) for name in available_names()]
 
 
 def normalise_log_with(log_with: object) -> list[Requested]:
-    """Return what `log_with` asks for as a list of names, tracker classes and instances.
+    """Return `log_with` as a list of names, tracker classes and instances without duplicates.
 
     Args:
-        log_with: None, a name, a `LoggerType` or other string enum, a tracker
-            class, an instance, or a list, tuple or set of those. `"all"` is kept
-            as a name; what it stands for is decided by `choose`.
+        log_with: None, a name, a `LoggerType` or other string enum, a tracker class, an instance,
+            or a list, tuple or set of those. The name `"all"` is kept, and `choose` expands it.
 
     Raises:
-        TypeError: something else was given.
-        IncompleteTrackerError: an instance lacks what every tracker must have.
+        TypeError: `log_with` has another type.
     """
     if log_with is None:
         return []
@@ -136,19 +141,20 @@ def _normalise_one(item: object) -> Requested:
         return item
     what = f"the class {item.__qualname__}" if isinstance(item, type) else type(item).__name__
     raise TypeError(
-        f"log_with takes names of trackers, GeneralTracker classes or instances, and 'all'; "
-        f"got {what}. A tracker of your own must be a subclass of GeneralTracker."
+        "log_with accepts names of trackers, GeneralTracker classes or instances, and 'all', but "
+        f"got {what}. Your own tracker must be a subclass of GeneralTracker."
     )
 
 
 def choose(
     requested: list[Requested], logging_dir: str | os.PathLike[str] | None, is_main: bool
 ) -> list[Asked]:
-    """Return the trackers that are to run, those asked for by name first.
+    """Return the trackers to run, with those requested by name first.
 
     Raises:
-        MissingPluginError: one asked for by name, or its library, is not installed.
-        ConfigurationError: one asked for requires a directory and there is none.
+        MissingPluginError: a requested tracker or its library is not installed.
+        ConfigurationError: a requested tracker requires a directory, but none is set.
+        IncompleteTrackerError: an instance lacks a required attribute.
     """
     chosen: list[Asked] = []
     for item in requested:
@@ -169,14 +175,14 @@ def choose(
 def _check_usable(
     tracker: type[GeneralTracker], logging_dir: str | os.PathLike[str] | None
 ) -> None:
-    """Refuse a class asked for by name; whether it has an account is for its library to say."""
+    """Refuse a requested class that cannot run. Missing accounts are reported by its library."""
     lacking = GeneralTracker.unusable.__func__(tracker, os.environ)  # type: ignore[attr-defined]
     if lacking:
         raise MissingPluginError(f"The tracker {name_of(tracker)!r} cannot run: {lacking}.")
     if tracker.requires_logging_directory is True and logging_dir is None:
         raise ConfigurationError(
-            f"The tracker {name_of(tracker)!r} writes into a directory and none is given. Pass "
-            f"Accelerator(project_dir=...) or ProjectConfiguration(logging_dir=...)."
+            f"The tracker {name_of(tracker)!r} needs a directory to write to. Pass "
+            "Accelerator(project_dir=...) or ProjectConfiguration(logging_dir=...)."
         )
 
 
@@ -190,7 +196,7 @@ def _add_all(
         try:
             tracker = tracker_class(name)
             if tracker.requires_logging_directory is True and logging_dir is None:
-                why: str | None = "it writes into a directory and no logging_dir is given"
+                why: str | None = "it needs a directory to write to, but no logging_dir is set"
             else:
                 why = tracker.unusable(os.environ)
         except RAISED as error:
@@ -199,15 +205,13 @@ def _add_all(
             if tracker not in chosen:
                 chosen.append(tracker)
         elif is_main:
-            warn(f"log_with='all' passes over the tracker {name!r}: {why}.")
+            warn(f"log_with='all' skips the tracker {name!r}: {why}.")
     if not chosen:
-        warn(
-            "log_with='all' found no tracker that can be used here; nothing is tracked.",
-        )
+        warn("log_with='all' found no usable tracker, so nothing is tracked.")
 
 
 def name_of(item: Asked) -> str:
-    """Return the name by which a tracker is asked for."""
+    """Return the name of a tracker, or the name of its class if it declares none."""
     name = getattr(item, "name", None)
     if isinstance(name, str):
         return str(name)
@@ -216,11 +220,7 @@ def name_of(item: Asked) -> str:
 
 
 def is_for_every_rank(item: Asked, init_kwargs: InitKwargs) -> bool:
-    """Tell whether a tracker runs on the other ranks too: by its class, or by `init_kwargs`.
-
-    Args:
-        item: a name, a class or an instance.
-    """
+    """Return whether a tracker runs on every rank, according to `init_kwargs` or its class."""
     declared = getattr(item, "main_process_only", True)
     wanted = init_kwargs.get(name_of(item), {}).get("main_process_only", declared)
     return wanted is False
@@ -234,17 +234,17 @@ def builder(
     rank: int,
     size: int,
 ) -> Callable[[], GeneralTracker]:
-    """Return what makes a tracker, with its arguments already checked.
+    """Check the arguments of a tracker's constructor, and return a function that builds it.
 
     Raises:
-        ConfigurationError: its constructor does not take the arguments.
+        ConfigurationError: the constructor does not accept the arguments.
     """
     keywords = dict(init_kwargs.get(name_of(item), {}))
     keywords.pop("main_process_only", None)
     positional: tuple[Any, ...] = (project_name,)
     if isinstance(item, type) and item.requires_logging_directory is True:
         positional += (logging_dir,)
-    # A class of the script's own is called as it is: it has no settings of a plugin.
+    # A class defined in the script is not a plugin, so it has no plugin settings.
     record = next((one for one in installed().of_kind("tracker") if one.loaded is item), None)
     if isinstance(item, type):
         settings = (None,) if record is not None and hasattr(item, "Settings") else ()
@@ -286,6 +286,6 @@ def _check_arguments(
 
 
 def _group_name(project: str) -> str:
-    """Return a name all ranks of this start come to without communicating, and no other start has."""
+    """Return a name that is unique to this start and equal on all ranks, without communication."""
     parts = [os.environ.get(v, "") for v in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
     return f"{project}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:8]}"

@@ -1,4 +1,4 @@
-"""Close the runs when a script ends without saying so: as failed if it raised."""
+"""Close the runs when a script ends without `end_training`, as failed if it raised."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from accelerate_core.plugin import is_failure
 
 
 class TooLongError(TimeoutError):
-    """A call did not come back in time."""
+    """A call did not return in time."""
 
 
 def limited(function: Callable[[], object], seconds: float, name: str) -> None:
-    """Call a function in a thread of its own, and wait for it no longer than this.
+    """Call a function in a new thread, and wait for it for a limited time.
 
     Raises:
-        TooLongError: it is still under way; the thread dies with the process.
-        Exception: what it raised.
+        TooLongError: it has not returned. The thread ends with the process.
+        Exception: the function raised it.
     """
     raised: list[BaseException] = []
 
@@ -38,24 +38,24 @@ def limited(function: Callable[[], object], seconds: float, name: str) -> None:
     thread = threading.Thread(target=call, name=name, daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # the interpreter is ending and takes no thread any more
+    except RuntimeError:  # the interpreter is exiting and starts no more threads
         function()
         return
     thread.join(seconds)
     if thread.is_alive():
-        raise TooLongError(f"it was not done after {seconds:.0f} s")
+        raise TooLongError(f"it did not finish within {seconds:.0f} s")
     if raised:
         raise raised[0]
 
 
 def watch(finish: Callable[[bool], None]) -> Callable[[], None]:
-    """Have a method called at the end of the script, told whether that failed.
+    """Call a method at the end of the script, with True if the script failed.
 
-    It is held weakly. Returns what takes that back.
+    Only a weak reference to the method is kept. Returns a function that undoes this.
 
-    An uncaught exception is seen by our hook before any hook installed so far: libraries that
-    close their own runs in one would do so before what is still on its way has arrived. No hook
-    is told of `sys.exit`, so that its code is noticed at the call, while the run is open.
+    Our hook for uncaught exceptions runs before those installed earlier. Libraries that close
+    their runs in such a hook would otherwise do so before all queued values have arrived. There is
+    no hook for `sys.exit`, so the function itself is wrapped to see the exit status.
     """
     method = weakref.WeakMethod(finish)
     code: object = None
@@ -70,7 +70,7 @@ def watch(finish: Callable[[bool], None]) -> Callable[[], None]:
                 with _undisturbed():
                     close(True)
             except Exception as problem:
-                sys.stderr.write(f"Closing the trackers after the failure: {problem}\n")
+                sys.stderr.write(f"Closing the trackers after the failure failed: {problem}\n")
         previous_hook(kind, error, trace)
 
     @functools.wraps(previous_exit)
@@ -87,7 +87,7 @@ def watch(finish: Callable[[bool], None]) -> Callable[[], None]:
 
     def forget() -> None:
         atexit.unregister(ended)
-        # Where somebody has wrapped them since, they stay, and find nothing to close.
+        # If something else has wrapped them since, they stay in place and do nothing.
         if sys.excepthook is raised:
             sys.excepthook = previous_hook
         if sys.exit is exiting:
@@ -101,7 +101,7 @@ def watch(finish: Callable[[bool], None]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Let the launcher, which ends the other ranks once one has failed, wait for the last flush."""
+    """Ignore SIGTERM, which the launcher sends when a rank fails, until the last flush is done."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""From one `log` call to every tracker: started, fed by writers, switched off, closed."""
+"""`TrackerHub`: starts the trackers, sends each `log` call to all of them, and closes them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from accelerate_tracking.normalise import (
     RAISED,
     NotTaken,
     Reporter,
-    is_ill,
+    is_broken,
     normalise_config,
     normalise_values,
 )
@@ -54,38 +54,37 @@ _logger = logging.getLogger(__name__)
 
 _CLOSED = {
     "new": "the trackers ({names}) are not started. Call init_trackers(project_name) first.",
-    "forked": "this process was forked while a run was open, which is its parent's. Log there; a "
-    "child has no thread that would write.",
+    "forked": "this process was forked while a run was open. The run belongs to the parent "
+    "process, and the threads that write it don't exist here. Log in the parent process.",
     "ended": "the run has ended. Log before end_training(), or start a new run with "
     "init_trackers(project_name).",
 }
 
-#: Those with an open run, which a forked child is to let go of.
+#: Hubs with an open run, which forked children must drop.
 _open_hubs: weakref.WeakSet[TrackerHub] = weakref.WeakSet()
 
 
 class TrackerHub(MediaVerbs):
-    """The trackers of one Accelerator; implements `accelerate_core.contract.parts.Tracking`.
+    """The trackers of one Accelerator. Implements `accelerate_core.contract.parts.Tracking`.
 
-    Which trackers run is decided at construction; `init_trackers` builds and starts them. On ranks
-    other than the main one they are blank unless `main_process_only` is False, in their class or
-    among their `init_kwargs`.
+    The constructor chooses the trackers, and `init_trackers` builds and starts them. Ranks other
+    than the main one get blank trackers, unless `main_process_only` is False in the class of the
+    tracker or in its `init_kwargs`.
 
-    `log` and the verbs return at once: one thread per tracker feeds its library in
-    order, and flushes it every other second. A tracker that raises is named once in
-    a warning, replaced by a blank one, and the run goes on.
+    `log` and the methods for media return at once. One thread per tracker passes the entries to
+    its library in order, and flushes it every two seconds. If a tracker keeps failing, a warning
+    names it, a blank tracker replaces it, and the run continues.
 
     Args:
-        asked: what `log_with` has: names, classes, instances, `"all"`.
-        logging_dir: handed to trackers that require a directory.
-        rank, size: of this process in the world.
+        asked: the value of `log_with`: names, classes, instances, `"all"`.
+        logging_dir: passed to trackers that require a directory.
+        rank, size: rank of this process and number of processes.
         is_main: whether this rank is the main one.
 
     Raises:
-        TypeError: `asked` has something else.
-        MissingPluginError: for a name that was asked for and is not installed.
-        ConfigurationError: a tracker asked for by name or class requires a directory, and there
-            is none.
+        TypeError: `asked` has another type.
+        MissingPluginError: a requested tracker is not installed.
+        ConfigurationError: a requested tracker requires a directory, but none is set.
     """
 
     api_version = (1, 0)
@@ -99,7 +98,7 @@ class TrackerHub(MediaVerbs):
         is_main: bool = True,
     ) -> None:
         self.trackers: list[GeneralTracker] = []
-        #: Ids of the trackers' runs of the checkpoint that was loaded, by tracker name.
+        #: Tracker name -> id of its run in the checkpoint that was loaded.
         self.resumed_runs: dict[str, str] = {}
         self._asked = choose(normalise_log_with(asked), logging_dir, is_main)
         self._logging_dir = logging_dir
@@ -110,46 +109,46 @@ class TrackerHub(MediaVerbs):
         self._artifacts = ArtifactCopies(logging_dir)
         self._state = "new"
         self._logged = False
-        #: The runs to go on in; forgotten at the end of the run.
+        #: Tracker name -> id of the run to continue. Cleared at the end of the run.
         self._resume: dict[str, str] = {}
         self._start = ""
         self._openers: list[Callable[[], GeneralTracker]] = []
         self._writers: list[TrackerWriter] = []
-        #: Switched off by an error of theirs, and not closed yet.
+        #: Trackers that were turned off after an error, and are not closed yet.
         self._retired: list[GeneralTracker] = []
         self._at_exit: Callable[[], None] | None = None
-        #: What was being handled when the run began, which is none of its failures.
+        #: The exception that was being handled when the run started. It is not a failure of the run.
         self._handled: int | None = None
 
     @property
     def names(self) -> list[str]:
-        """The names of the trackers asked for, those switched off included."""
+        """The names of the requested trackers, including those that were turned off."""
         return [tracker.name for tracker in self.trackers] or [name_of(it) for it in self._asked]
 
-    # --- the life of a run --------------------------------------------------------------------
+    # --- starting a run -----------------------------------------------------------------------
 
     def init_trackers(
         self, project_name: str, config: object = None, init_kwargs: LogKwargs = None
     ) -> None:
-        """Build and start the trackers, and hand them the configuration.
+        """Build and start the trackers, and store the configuration with them.
 
         Args:
-            project_name: what the libraries group runs by.
-            config: see `normalise_config`; None stores nothing.
-            init_kwargs: per tracker name, further arguments of its constructor, and
+            project_name: the project under which the libraries group runs.
+            config: see `normalise_config`. None stores nothing.
+            init_kwargs: tracker name -> further arguments of its constructor, and
                 `main_process_only=False` to run it on every rank.
 
         Raises:
             TrackerError: a run is already open.
-            ConfigurationError: a tracker's constructor does not take the arguments, or the config
-                is none.
+            ConfigurationError: a tracker's constructor does not accept the arguments, or `config`
+                has an unsupported type.
         """
         if not self._asked:
             return
         if self._state == "open":
             raise TrackerError(
                 f"The trackers ({listing(self.names)}) are already started. Call init_trackers "
-                f"once per run; after end_training() a new run can be started."
+                "once per run. You can start a new run after end_training()."
             )
         kwargs = init_kwargs or {}
         here = [self._is_main or is_for_every_rank(item, kwargs) for item in self._asked]
@@ -181,7 +180,7 @@ class TrackerHub(MediaVerbs):
     def _open(
         self, item: Asked, build: Callable[[], GeneralTracker], config: dict[str, Any] | None
     ) -> GeneralTracker:
-        """Return a started tracker, or a blank one in its place."""
+        """Return a started tracker, or a blank one if it cannot start."""
         stage = "its constructor"
         try:
             tracker = build()
@@ -191,64 +190,66 @@ class TrackerHub(MediaVerbs):
                 tracker.validate()
             stage = "start"
             tracker.start()
-        except RAISED as error:  # one that never started has nothing to close
+        except RAISED as error:  # it never started, so it need not be closed
             report_failure(item, stage, error)
             return BlankTracker(name_of(item))
         if config is not None:
             try:
                 tracker.store_init_configuration(dict(config))
             except RAISED as error:
-                ill = is_ill(error)
-                report_failure(item, "store_init_configuration", error, off=ill)
-                if ill:
+                broken = is_broken(error)
+                report_failure(item, "store_init_configuration", error, off=broken)
+                if broken:
                     self._retired.append(tracker)
                     return BlankTracker(name_of(item))
         return tracker
 
     def _feed(self) -> None:
-        """Start a writer for each tracker that runs."""
+        """Start a writer for each running tracker."""
         self._writers = []
         for tracker in self.trackers:
             if isinstance(tracker, BlankTracker):
                 continue
             own = [cls for cls in type(tracker).__mro__ if issubclass(cls, GeneralTracker)][:-1]
-            said = any("same_thread" in vars(cls) for cls in own)
-            if not said and any(type(it).__module__ == "sqlite3" for it in vars(tracker).values()):
+            declared = any("same_thread" in vars(cls) for cls in own)
+            uses_sqlite = any(type(it).__module__ == "sqlite3" for it in vars(tracker).values())
+            if uses_sqlite and not declared:
                 tracker.same_thread = True
                 self._reporter.note(
-                    f"The tracker {tracker.name!r} has a connection of sqlite3, which serves the "
-                    "thread that made it: `log` waits for it. Let its class say same_thread = True, "
-                    "or False if the connection was made with check_same_thread=False."
+                    f"The tracker {tracker.name!r} has a sqlite3 connection, which usually only "
+                    "works in the thread that created it, so `log` will wait for this tracker. Set "
+                    "same_thread = True in its class to silence this warning, or False if the "
+                    "connection was created with check_same_thread=False."
                 )
             kind = InlineWriter if tracker.same_thread else TrackerWriter
             self._writers.append(kind(tracker, self._resolve, self._switch_off, self._refused))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed script needs: the runs' ids by tracker, and this start of them."""
+        """Return the ids of the runs by tracker, and an id of this start, for a checkpoint."""
         runs: dict[str, str] = {}
         for tracker in self.trackers if self._state == "open" else ():
             try:
                 found = None if isinstance(tracker, BlankTracker) else tracker.run_id
             except RAISED:
-                _logger.debug("asking %r for its run", tracker.name, exc_info=True)
+                _logger.debug("run_id of the tracker %r failed", tracker.name, exc_info=True)
                 continue
             if found:
                 runs[tracker.name] = str(found)
         return {"runs": runs, "start": self._start} if runs else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on in the runs of a checkpoint; runs that hold nothing yet are discarded for them."""
+        """Continue the runs of a checkpoint. The current runs are discarded if they are empty."""
         runs = dict(state.get("runs", {}))
         self.resumed_runs = runs
         if not runs or runs == self._resume or state.get("start") == self._start:
-            return  # there is none, or this one goes on already
+            return  # no runs to continue, or they are already being continued
         self._resume = runs
         if self._state != "open":
             return
         if self._logged:
             warn(
-                "load_state came after values were logged: the trackers go on in the new run. "
-                "Load before the first log to go on in the checkpoint's.",
+                "load_state was called after values were logged, so the trackers keep their new "
+                "run. To continue the run of the checkpoint, load it before the first log.",
             )
             return
         self._stop_writers()
@@ -267,25 +268,25 @@ class TrackerHub(MediaVerbs):
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
-        """Hand one set of values to every tracker, without waiting for any.
+        """Queue one set of values for every tracker, without waiting for any of them.
 
         Args:
-            values: see `normalise_values`. What no tracker takes is reported once
-                per key. Tensors of a device are read later, by the writers.
-            step: a whole number of any library, or None.
-            log_kwargs: per tracker name, further arguments of its `log`.
+            values: see `normalise_values`. A value that no tracker accepts causes a warning once
+                per key. Tensors on a device are read later, by the writers.
+            step: an integer of any library, or None.
+            log_kwargs: tracker name -> further arguments of its `log`.
 
         Raises:
             TrackerError: no run is open.
-            ConfigurationError: `values` is no mapping, or `step` no whole number.
+            ConfigurationError: `values` is not a mapping, or `step` is not an integer.
         """
         if not self._is_open("log"):
             return
         if not isinstance(values, Mapping):
             raise ConfigurationError(
-                f"log takes a dict of names and values, not {type(values).__name__}."
+                f"log needs a dict of names and values, not {type(values).__name__}."
             )
-        step = _whole(step)
+        step = _as_int(step)
         if not self._writers:
             return
         pending: dict[str, Any] = {}
@@ -297,7 +298,7 @@ class TrackerHub(MediaVerbs):
             read = DeviceRead(pending).values if pending else None
             self._put(LogEntry("log", plain, step, log_kwargs, other, read))
 
-    def _hand_on(
+    def _queue_media(
         self, verb: str, make: Callable[[], Payload], step: int | None, log_kwargs: LogKwargs
     ) -> None:
         if not self._is_open(f"log_{verb}"):
@@ -305,7 +306,7 @@ class TrackerHub(MediaVerbs):
         without = [w.tracker.name for w in self._writers if verb not in w.tracker.supports]
         if without:
             self._reporter.note(
-                f"log_{verb} is skipped by trackers that have no such thing: {listing(without)}."
+                f"log_{verb} is skipped for trackers that do not support it: {listing(without)}."
             )
         if len(without) == len(self._writers):
             return
@@ -314,7 +315,7 @@ class TrackerHub(MediaVerbs):
         if verb == "artifact":
             arguments["source"] = arguments["path"]
             arguments["path"] = self._artifacts.copy(arguments["path"])
-        self._put(LogEntry(verb, arguments, _whole(step), log_kwargs, None, read))
+        self._put(LogEntry(verb, arguments, _as_int(step), log_kwargs, None, read))
 
     def _put(self, entry: LogEntry) -> None:
         self._logged = True
@@ -326,11 +327,11 @@ class TrackerHub(MediaVerbs):
         try:
             entry.resolve()
         except Exception as error:
-            # What was logged is at fault, which could not be seen while it was on the device.
+            # The value is invalid, which was not visible while it was on the device.
             self._reporter.report(entry.method, f"of {entry.keys}: {error}")
 
     def _refused(self, tracker: GeneralTracker, entry: LogEntry, error: BaseException) -> None:
-        """Say once per method and names what a tracker did not take; it goes on without it."""
+        """Warn once per method and names about entries that a tracker did not accept."""
         what = f"{entry.method} of {entry.keys}"
         if isinstance(error, NotTaken):
             problems = error.problems.items()
@@ -341,9 +342,9 @@ class TrackerHub(MediaVerbs):
             report_failure(tracker, what, error, off=False)
 
     def _is_open(self, what: str) -> bool:
-        """Tell whether a run is open; raise if there should be one.
+        """Return whether a run is open. Raise if it should be.
 
-        Scripts that call `init_trackers` on the main rank alone, where all trackers run, are right.
+        If all trackers run on the main rank only, the other ranks need not call `init_trackers`.
         """
         if self._state == "open" or not self._asked:
             return bool(self._asked)
@@ -353,22 +354,22 @@ class TrackerHub(MediaVerbs):
         raise TrackerError(f"{what}: {_CLOSED[self._state].format(names=listing(self.names))}")
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the tracker of that name, or with `unwrap` its library's run object.
+        """Return the tracker with this name, or with `unwrap` the run object of its library.
 
-        On ranks where it does not run, if it was switched off, or if no tracker
-        was asked for at all, the answer is a blank one that swallows every call.
-        What is logged through it directly may overtake what `log` has queued; see `flush_trackers`.
+        If the tracker does not run on this rank, was turned off, or no tracker was requested, this
+        returns a blank one that ignores every call. Values that you log directly to the library
+        may arrive before values that `log` has queued. See `flush_trackers`.
 
         Raises:
             TrackerError: `init_trackers` has not been called.
-            ConfigurationError (a ValueError): no tracker has that name.
+            ConfigurationError: no tracker has this name. It is also a ValueError.
         """
         name = str(name)
         if not self._asked:
             return BlankTracker(name)
         if name not in self.names:
             raise ConfigurationError(
-                f"There is no tracker {name!r}; there is {listing(self.names)}."
+                f"There is no tracker {name!r}. The trackers are {listing(self.names)}."
                 f"{did_you_mean(name, self.names)}"
             )
         if self._state == "new" and not self._is_open("get_tracker"):
@@ -378,47 +379,49 @@ class TrackerHub(MediaVerbs):
             return tracker
         return tracker.tracker if unwrap else tracker
 
-    # --- the end ------------------------------------------------------------------------------
+    # --- ending a run -------------------------------------------------------------------------
 
     def flush_trackers(self, timeout: float | None = None) -> list[str]:
-        """Wait until every tracker has taken and flushed what was logged so far.
+        """Wait until every tracker has processed and flushed the values logged so far.
 
-        Those whose libraries do not promise that it is on disk then are named once.
+        A warning names trackers whose libraries don't guarantee that flushed values are on disk.
 
         Args:
-            timeout: seconds; None waits for whom makes progress.
+            timeout: seconds. None waits as long as the trackers make progress.
 
         Returns:
-            Names of those that are not done.
+            The names of the trackers that did not finish.
         """
         late = drain(self._writers, timeout)
         unsure = [w.tracker.name for w in self._writers if not (w.durable or w.broken or w in late)]
         if unsure and "jsonl" not in self.names:
             self._reporter.note(
-                f"What is logged is safe from a kill only at the end of the run with "
-                f"{listing(unsure)}. To have every value after one, add 'jsonl' to log_with."
+                f"If this process is killed, {listing(unsure)} may lose values: its library only "
+                "writes everything at the end of the run. To keep every value, add 'jsonl' to "
+                "log_with."
             )
         return [writer.tracker.name for writer in late]
 
     def is_failing(self) -> bool:
-        """Tell whether an exception that came after `init_trackers` is being handled or on its way out."""
+        """Return whether an exception raised after `init_trackers` is currently propagating."""
         error = sys.exc_info()[1]
         return is_failure(error) and id(error) != self._handled
 
     def finish(self, failed: bool = False) -> None:
-        """Deliver what is left and close the run; a second call, or one without a run, does nothing.
+        """Deliver all queued entries and close the run. Does nothing if no run is open.
 
         Args:
-            failed: the script raised; trackers that have a word for it mark the run so.
+            failed: whether the script raised. Trackers that support it mark the run as failed.
         """
         if self._state != "open":
             return
         self._end_run("ended")
-        self._resume = {}  # the next run is a new one
+        self._resume = {}  # the next init_trackers starts a new run
         stuck = self._stop_writers()
         hangs = bool(stuck)
-        # What was switched off may still write out what it had taken. Then the last first: each
-        # has wrapped the streams and hooks that the ones before had wrapped.
+        # Trackers that were turned off come first and may still write what they hold. The others
+        # are closed in reverse order, because each has wrapped the streams and hooks of the
+        # previous ones.
         for tracker in [*self._retired, *reversed(self.trackers)]:
             if tracker in stuck or isinstance(tracker, BlankTracker):
                 continue
@@ -435,7 +438,7 @@ class TrackerHub(MediaVerbs):
                 else:
                     self._switch_off(tracker, "finish", error)
         self._retired = []
-        if not hangs:  # a library that hangs may still be reading
+        if not hangs:  # a library that hangs may still be reading the copies
             self._artifacts.clear()
 
     def _end_run(self, state: str) -> None:
@@ -445,30 +448,30 @@ class TrackerHub(MediaVerbs):
             self._at_exit()
 
     def _stop_writers(self) -> list[GeneralTracker]:
-        """Deliver what is left; return the trackers that are stuck."""
+        """Deliver all queued entries and end the writers. Return the trackers that are stuck."""
         stuck = drain(self._writers, end=True)
         for writer in stuck:
             warn(
-                f"The tracker {writer.tracker.name!r} took {writer.delivered} of "
-                f"{writer.accepted} entries and then made no progress; the rest is lost to it.",
+                f"The tracker {writer.tracker.name!r} received {writer.delivered} of "
+                f"{writer.accepted} entries and then made no progress. It loses the rest.",
                 RuntimeWarning,
             )
         self._writers = []
         return [writer.tracker for writer in stuck]
 
     def _switch_off(self, tracker: GeneralTracker, stage: str, error: BaseException) -> None:
-        """Put a blank tracker in the place of one that raised, and close that at the end."""
+        """Replace a tracker that raised by a blank one. `finish` closes it."""
         self._retired.append(tracker)
         if tracker in self.trackers:
             self.trackers[self.trackers.index(tracker)] = BlankTracker(tracker.name)
         report_failure(tracker, stage, error)
 
 
-def _whole(step: Any) -> int | None:
+def _as_int(step: Any) -> int | None:
     """Return a step as an int.
 
     Raises:
-        ConfigurationError: it is no whole number.
+        ConfigurationError: it is not an integer.
     """
     if step is None or type(step) is int:
         return step
@@ -478,12 +481,12 @@ def _whole(step: Any) -> int | None:
     except TypeError:
         pass
     raise ConfigurationError(
-        f"log(step=...) takes a whole number or None, not {step!r} ({type(step).__name__})."
+        f"log(step=...) must be an integer or None, not {step!r} ({type(step).__name__})."
     )
 
 
 def _forked() -> None:
-    """Let go of the runs in a forked child: they are the parent's, and so are their threads."""
+    """Drop the runs in a forked child. They belong to the parent, and so do their threads."""
     for hub in list(_open_hubs):
         hub._writers = []
         hub._retired = []

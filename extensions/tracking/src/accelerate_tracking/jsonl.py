@@ -1,4 +1,4 @@
-"""The built-in tracker: a run is a directory with `run.jsonl`, written through line by line."""
+"""The built-in tracker `jsonl`: each run is a directory with the file `run.jsonl`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from accelerate_tracking.tracker import GeneralTracker
 
 
 class JsonlTracker(GeneralTracker):
-    """Writes `LOGGING_DIR/PROJECT/RUN/run.jsonl`; without dependencies.
+    """Writes `LOGGING_DIR/PROJECT/RUN/run.jsonl`. It needs no other package.
 
-    Each line is an object with `kind`: `start`, `config`, `log`, `table`, `text`,
-    `images`, `histogram`, `artifact`, `figure` or `end` (`status`: finished or failed),
-    and `time` in seconds since 1970. NaN and infinities are the strings `NaN`, `Infinity`
-    and `-Infinity`, which JSON has no numbers for. Arrays and files lie beside it in `media/`.
+    Each line is an object with a `kind`: `start`, `config`, `log`, `table`, `text`, `images`,
+    `histogram`, `artifact`, `figure` or `end` (with `status`: finished or failed), and a `time` in
+    seconds since 1970. JSON has no NaN and no infinities, so these are the strings `NaN`,
+    `Infinity` and `-Infinity`. Arrays and figures are saved in `media/`, and artifacts in
+    `artifacts/`.
 
     Args:
-        project_name: name of the folder of the project's runs.
-        logging_dir: where that folder is.
-        run_name: name of the run; default: the time with a random end.
+        project_name: name of the folder for all runs of the project.
+        logging_dir: the directory that contains this folder.
+        run_name: name of the run. The default is the time and a random suffix.
     """
 
     name = "jsonl"
@@ -118,7 +119,7 @@ class JsonlTracker(GeneralTracker):
 
     def discard(self) -> None:
         self._close()
-        if self._made:  # not an earlier start's run of that name
+        if self._made:  # keep a run of the same name from an earlier start
             shutil.rmtree(self.tracker, ignore_errors=True)
 
     def finish(self) -> None:
@@ -143,11 +144,11 @@ class JsonlTracker(GeneralTracker):
     def _write(self, kind: str, **fields: Any) -> None:
         if self._file is None:
             raise ValueError("the run is closed")
-        # Line buffering: one system call per line, and the line is the kernel's.
+        # With line buffering, each line is one system call, so it survives a kill of this process.
         line = {"kind": kind, "time": round(time.time(), 3), **fields}
         try:
             text = json.dumps(line, default=str, allow_nan=False)
-        except ValueError:  # JSON has no such numbers
+        except ValueError:  # NaN or an infinity
             text = json.dumps(strict(line), default=str)
         self._file.write(text + "\n")
 

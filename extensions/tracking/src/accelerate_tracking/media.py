@@ -1,8 +1,10 @@
-"""The verbs beside `log`: what they take, made into what trackers take. NumPy is needed only here.
+"""Images, tables, figures, files, texts and histograms, converted to what trackers accept.
 
-Images: name -> one image, H W C, or a batch of them, N H W C; float in [0, 1] or uint8; with
-`channels_first` C H W or N C H W. A NumPy array, a tensor of any device, or a list of images of
-one shape. C is 1, 3 or 4.
+Images are passed as name -> one image (H W C) or a batch of images (N H W C), or C H W and N C H W
+with `channels_first`. Each is a NumPy array, a tensor on any device, or a list of images of the same
+shape, with float values in [0, 1] or uint8. C is 1, 3 or 4.
+
+Only this module needs NumPy.
 """
 
 from __future__ import annotations
@@ -19,22 +21,22 @@ from accelerate_core.plugin import ConfigurationError, LogKwargs, warn
 from accelerate_tracking.normalise import Reporter, is_scalar, is_tensor, scalar, text_of
 
 Arguments = dict[str, Any]
-#: Arguments of a tracker's `log_<verb>`, or what reads them off a device later.
+#: Arguments of a tracker's `log_<verb>`, or a function that reads them from a device later.
 Payload = Arguments | Callable[[], Arguments]
 
 
 class MediaVerbs:
-    """Images, tables, figures, files, texts, histograms; `contract.parts.Tracking` documents them.
+    """The methods for media. `contract.parts.Tracking` documents them.
 
-    Each raises ConfigurationError for what it does not take, with its name.
+    Each raises a ConfigurationError that names the value if it cannot be logged.
     """
 
     _reporter: Reporter
 
-    def _hand_on(
+    def _queue_media(
         self, verb: str, make: Callable[[], Payload], step: int | None, log_kwargs: LogKwargs
     ) -> None:
-        """Hand what `make` returns to the trackers that have the verb; nobody else has it made."""
+        """Queue the result of `make` for trackers that support the verb. Called only if any does."""
         raise NotImplementedError
 
     def log_images(
@@ -45,7 +47,7 @@ class MediaVerbs:
         log_kwargs: LogKwargs = None,
     ) -> None:
         """Log images by name."""
-        self._hand_on("images", lambda: _images(values, channels_first), step, log_kwargs)
+        self._queue_media("images", lambda: _images(values, channels_first), step, log_kwargs)
 
     def log_table(
         self,
@@ -64,7 +66,7 @@ class MediaVerbs:
             rows = dataframe.values.tolist()
             return _table(table_name, dataframe.columns, rows, self._reporter)
 
-        self._hand_on("table", make, step, log_kwargs)
+        self._queue_media("table", make, step, log_kwargs)
 
     def log_figure(
         self, name: str, figure: Any, step: int | None = None, log_kwargs: LogKwargs = None
@@ -74,11 +76,11 @@ class MediaVerbs:
         def make() -> Arguments:
             if isinstance(figure, type) or not callable(getattr(figure, "savefig", None)):
                 raise ConfigurationError(
-                    f"log_figure({name!r}) takes a matplotlib figure, not {type(figure).__name__}."
+                    f"log_figure({name!r}) needs a matplotlib figure, not {type(figure).__name__}."
                 )
             return {"name": text_of(str(name)), "figure": figure}
 
-        self._hand_on("figure", make, step, log_kwargs)
+        self._queue_media("figure", make, step, log_kwargs)
 
     def log_artifact(
         self, path: str | os.PathLike[str], name: str | None = None, log_kwargs: LogKwargs = None
@@ -91,7 +93,7 @@ class MediaVerbs:
                 raise ConfigurationError(f"log_artifact: there is no file or directory {found}.")
             return {"path": str(found.absolute()), "name": text_of(str(name or found.name))}
 
-        self._hand_on("artifact", make, None, log_kwargs)
+        self._queue_media("artifact", make, None, log_kwargs)
 
     def log_text(
         self, name: str, text: str, step: int | None = None, log_kwargs: LogKwargs = None
@@ -101,20 +103,21 @@ class MediaVerbs:
         def make() -> Arguments:
             return {"name": text_of(str(name)), "text": text_of(str(text))}
 
-        self._hand_on("text", make, step, log_kwargs)
+        self._queue_media("text", make, step, log_kwargs)
 
     def log_histogram(
         self, name: str, values: Any, step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
         """Log the distribution of an array or tensor, of any shape."""
-        self._hand_on("histogram", lambda: _histogram(name, values), step, log_kwargs)
+        self._queue_media("histogram", lambda: _histogram(name, values), step, log_kwargs)
 
 
 class ArtifactCopies:
-    """Copies of what `log_artifact` was given, as it was at the call, until the run ends.
+    """Copies of the files passed to `log_artifact`, kept until the run ends.
 
     Args:
-        directory: where their folder is made, with the first file; None for the system's own place.
+        directory: where the folder of the copies is created. None uses the system's temporary
+            directory.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
@@ -123,7 +126,7 @@ class ArtifactCopies:
         self._count = 0
 
     def copy(self, path: str) -> str:
-        """Return the path of a copy of a file or directory; its own where the disk is full."""
+        """Copy a file or directory and return the new path, or the original one if that fails."""
         source = Path(path)
         try:
             if self._folder is None:
@@ -139,8 +142,8 @@ class ArtifactCopies:
                 shutil.copy2(source, target)
         except (OSError, shutil.Error) as error:
             warn(
-                f"log_artifact: {path} could not be copied ({error}); the trackers read it where "
-                f"it lies, so keep it until the end of the run.",
+                f"log_artifact: {path} could not be copied ({error}). The trackers will read the "
+                "original, so keep it unchanged until the end of the run.",
             )
             return path
         return str(target)
@@ -153,10 +156,11 @@ class ArtifactCopies:
 
 
 def pictures(values: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
-    """Yield the single images of what `log_images` of a tracker gets.
+    """Yield the single images in the `values` that a tracker's `log_images` receives.
 
-    As name, index within the batch and uint8 array: H W, or H W C with C 3 or 4. Where the
-    batch has several the name ends in `/` and the index.
+    Yields:
+        The name, the index within the batch, and a uint8 array of shape H W, or H W C with C 3
+        or 4. If the batch has several images, the name ends with `/` and the index.
     """
     for name, batch in values.items():
         for index, image in enumerate(batch):
@@ -167,7 +171,7 @@ def pictures(values: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
 def _images(values: Any, channels_first: bool) -> Payload:
     if not isinstance(values, Mapping) or not values:
         raise ConfigurationError(
-            f"log_images takes a dict of names and images, not {type(values).__name__}."
+            f"log_images needs a non-empty dict of names and images, not {type(values).__name__}."
         )
     batches = {text_of(str(name)): _copied(str(name), value) for name, value in values.items()}
     for name, batch in batches.items():
@@ -182,21 +186,22 @@ def _images(values: Any, channels_first: bool) -> Payload:
 def _check_image(name: str, shape: tuple[int, ...], dtype: str, channels_first: bool) -> None:
     wanted = "C H W or N C H W" if channels_first else "H W C or N H W C"
     if 0 in shape:
-        raise ConfigurationError(f"log_images: {name!r} is empty, of shape {shape}.")
+        raise ConfigurationError(f"log_images: {name!r} is empty: its shape is {shape}.")
     several = len(shape) in (3, 4)
     if not several or shape[-3 if channels_first else -1] not in (1, 3, 4):
         hint = ""
         if several and not channels_first and shape[-3] in (1, 3, 4):
             hint = " It looks like C H W: pass channels_first=True."
         elif len(shape) == 2:
-            hint = " A grey image is H W 1."
+            hint = " A grayscale image has the shape H W 1."
         raise ConfigurationError(
-            f"log_images: {name!r} has the shape {shape}; it takes {wanted} with C 1, 3 or 4.{hint}"
+            f"log_images: {name!r} has the shape {shape}, but must be {wanted} with C 1, 3 or "
+            f"4.{hint}"
         )
     kind = dtype.removeprefix("torch.")
     if kind != "uint8" and "float" not in kind:
         raise ConfigurationError(
-            f"log_images: {name!r} is of type {kind}; it takes uint8, or float in [0, 1]."
+            f"log_images: {name!r} has dtype {kind}, but must be uint8, or float in [0, 1]."
         )
 
 
@@ -212,8 +217,8 @@ def _as_uint8(name: str, value: Any, channels_first: bool) -> Any:
     low, high = float(array.min(initial=0)), float(array.max(initial=0))
     if not (low >= -1e-3 and high <= 1 + 1e-3):
         raise ConfigurationError(
-            f"log_images: {name!r} has values from {low:.4g} to {high:.4g}; a float image is "
-            f"within [0, 1]. Scale it, or pass uint8."
+            f"log_images: {name!r} has values from {low:.4g} to {high:.4g}, but float images must "
+            "be in [0, 1]. Scale it, or pass uint8."
         )
     return (array.clip(0, 1) * 255 + 0.5).astype(numpy.uint8)
 
@@ -224,7 +229,9 @@ def _histogram(name: str, values: Any) -> Payload:
     def read() -> Arguments:
         flat = _as_array(copied).reshape(-1)
         if flat.dtype.kind not in "biuf":
-            raise ConfigurationError(f"log_histogram({name!r}): {flat.dtype} are no numbers.")
+            raise ConfigurationError(
+                f"log_histogram({name!r}) needs numbers, but the values have dtype {flat.dtype}."
+            )
         return {"name": str(name), "values": flat}
 
     return read if _on_device(copied) else read()
@@ -233,7 +240,7 @@ def _histogram(name: str, values: Any) -> Payload:
 def _table(table_name: str, columns: Any, data: Any, reporter: Reporter) -> Arguments:
     if columns is None or data is None:
         raise ConfigurationError(
-            f"log_table({table_name!r}) takes columns= and data= (a list of rows), or dataframe=."
+            f"log_table({table_name!r}) needs columns= and data= (a list of rows), or dataframe=."
         )
     names = _unique(text_of(str(column)) for column in columns)
     rows = []
@@ -252,12 +259,12 @@ def _cell(key: str, value: Any, reporter: Reporter) -> Any:
     plain = None if value is None else scalar(value)
     if is_scalar(plain):
         return plain
-    reporter.report(key, f"is no single value but a {type(value).__name__}")
+    reporter.report(key, f"is a {type(value).__name__}, but a cell must be a single value")
     return None
 
 
 def _unique(names: Iterable[str]) -> list[str]:
-    """Number columns of one name: most libraries keep only the last of them."""
+    """Number columns with the same name, because most libraries would keep only the last."""
     found: list[str] = []
     for name in names:
         number, one = 1, name
@@ -269,9 +276,9 @@ def _unique(names: Iterable[str]) -> list[str]:
 
 
 def _copied(name: str, value: Any) -> Any:
-    """Copy, so that later in-place work of the script does not change what is logged."""
+    """Copy a value, so that later in-place changes don't change what is logged."""
     if is_tensor(value):
-        # On a device the clone is queued behind the work; the writer copies it to the host.
+        # On a device, the copy is queued after pending work. The writer copies it to the host.
         return value.detach().clone()
     numpy = _numpy_module()
     try:
@@ -282,7 +289,7 @@ def _copied(name: str, value: Any) -> Any:
         return numpy.array(value)
     except (ValueError, RuntimeError, TypeError) as error:
         raise ConfigurationError(
-            f"{name!r}: a list of images or numbers must be of one shape: {error}"
+            f"{name!r}: all images or numbers in a list must have the same shape: {error}"
         ) from None
 
 

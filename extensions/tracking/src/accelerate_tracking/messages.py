@@ -1,4 +1,4 @@
-"""What is said of trackers and values that went wrong."""
+"""Warnings about failing trackers and about values that cannot be logged."""
 
 from __future__ import annotations
 
@@ -13,35 +13,38 @@ _logger = logging.getLogger(__name__)
 
 
 def why_not(value: object) -> str:
-    """Say why `log` does not take a value."""
+    """Return why `log` cannot log a value."""
     shape = getattr(value, "shape", None)
     kind = type(value).__name__
     if shape is not None:
-        what = f"is a {kind} of shape {tuple(shape)}; log takes single numbers and strings"
-        return f"{what}: reduce it first, or use log_images, log_histogram or log_table"
-    return f"is a {kind}, which no tracker takes; log takes numbers, strings and dicts of them"
+        what = f"is a {kind} of shape {tuple(shape)}, but log accepts single numbers and strings"
+        return f"{what}. Reduce it first, or use log_images, log_histogram or log_table"
+    return (
+        f"is a {kind}, which none of your trackers accepts. Log numbers, strings, or dicts of them"
+    )
 
 
 def report_failure(tracker: Asked, stage: str, error: BaseException, off: bool = True) -> None:
-    """Warn that a tracker raised; with `off` it is not asked again."""
+    """Warn that a tracker raised. `off` says that the tracker was turned off."""
     name = name_of(tracker)
     _logger.debug("tracker %r raised in %s", name, stage, exc_info=error)
     owner = f"The tracker {name!r}{_distribution_of(tracker)}"
     if isinstance(error, NotTaken):
-        text = f"{owner} did not take all of {stage.partition(' of ')[0]}: {error}."
+        text = f"{owner} did not accept everything in {stage.partition(' of ')[0]}: {error}."
     else:
-        what = "is switched off; the run goes on" if off else "goes on without it"
+        what = "was turned off. The run continues" if off else "skips this entry"
         text = f"{owner} raised in {stage} and {what}. {type(error).__name__}: {error}"
         if "same thread" in str(error) or "different thread" in str(error):
-            text += " Its library is bound to one thread: set `same_thread = True` in its class."
+            text += " Its library can only be used from one thread: set `same_thread = True` in "
+            text += "the tracker class."
     warn(text, RuntimeWarning)
 
 
 def _distribution_of(tracker: Asked) -> str:
-    """Return ` (distribution and version)` of the package a tracker comes from, if it is known."""
+    """Return " (distribution version)" of the package of a tracker, or "" if it is not known."""
     cls = tracker if isinstance(tracker, type) else type(tracker)
     package = cls.__module__.partition(".")[0]
-    for record in installed().of_kind("tracker"):  # also where its files lie in a checkout
+    for record in installed().of_kind("tracker"):  # also finds editable installs
         if record.target.replace(":", ".").split(".")[0] == package:
             return f" ({record.distribution} {record.version})"
     try:

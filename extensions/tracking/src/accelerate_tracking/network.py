@@ -1,4 +1,4 @@
-"""Whether a tracker's server answers, asked before a library waits for it without an end."""
+"""Check whether a tracker's server answers, because some libraries wait for it forever."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from urllib.parse import urlsplit
 
 from accelerate_tracking.ending import limited
 
-#: How long a server may take to take a connection.
+#: Timeout of the connection in seconds.
 SECONDS = 3.0
 
 
 def unreachable(url: str, environ: Mapping[str, str]) -> str | None:
-    """Return why a server cannot be used now, None if it, or the proxy before it, answers.
+    """Return why a server cannot be reached, or None if it, or its proxy, answers.
 
     Args:
-        url: of the server.
+        url: URL of the server.
+        environ: environment variables, which may set a proxy.
     """
     parts = urlsplit(url if "://" in url else f"https://{url}")
     for name in (f"{parts.scheme}_proxy", f"{parts.scheme}_proxy".upper()):
@@ -29,7 +30,7 @@ def unreachable(url: str, environ: Mapping[str, str]) -> str | None:
     def connect() -> None:
         socket.create_connection((host, port), timeout=SECONDS).close()
 
-    try:  # looking a name up takes no time limit: hence one around it
+    try:  # name resolution has no timeout, so this adds one
         limited(connect, SECONDS, "reach")
     except (OSError, ValueError):
         return f"its server does not answer ({host}:{port})"

@@ -1,6 +1,7 @@
-"""One normalisation before the fan-out: what every tracker gets is plain Python.
+"""Convert logged values and configs to plain Python before they are sent to the trackers.
 
-NumPy and torch are recognised only if the script has imported them; nothing is imported here.
+This module imports neither NumPy nor torch. It recognises their objects if the script has imported
+them.
 """
 
 from __future__ import annotations
@@ -20,36 +21,36 @@ from typing import Any
 
 from accelerate_core.plugin import warn
 
-#: Tensors and arrays in a config are written out up to this many elements.
+#: Largest number of elements of tensors and arrays in a config.
 CONFIG_ELEMENTS = 1024
 
 _MISSING: Any = object()
-_TWICE = "because two entries have this name after joining with '/'"
+_TWICE = "because two entries have this name after nested keys were joined with '/'"
 
 
 class Reporter:
-    """Says once per key what was not logged, and why."""
+    """Warns once per key about values that were not logged."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
 
     def first(self, what: str) -> bool:
-        """Tell whether this is said for the first time."""
+        """Return True on the first call with `what`, and False after that."""
         new = what not in self._said
         self._said.add(what)
         return new
 
     def report(self, key: str, problem: str) -> None:
-        """Warn about `key` unless that has been done before.
+        """Warn that `key` was not logged, once per key.
 
         Args:
-            problem: what is the matter with the value.
+            problem: why, such as "is None" or "because it contains itself".
         """
         if self.first(key):
             warn(f"Not logged: {key!r} {problem}.")
 
     def note(self, text: str) -> None:
-        """Warn with `text` unless that has been done before."""
+        """Warn with `text`, once per text."""
         if self.first(text):
             warn(text)
 
@@ -57,19 +58,19 @@ class Reporter:
 def normalise_values(
     values: Mapping[Any, Any], reporter: Reporter, pending: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, object]]:
-    """Make the values of one `log` call plain.
+    """Convert the values of one `log` call to plain Python.
 
-    Nested mappings are joined by `/`; numbers of any library and dtype, and tensors and arrays of
-    one element, become Python numbers. Strings stay; paths and enums become strings.
+    Keys of nested mappings are joined with `/`. Numbers of any library and dtype, and tensors and
+    arrays with one element, become Python numbers. Paths and enums become strings.
 
     Args:
-        reporter: told which keys clash or hold None.
-        pending: if given, one-element tensors of a device are put here unread, by key, and are
-            None among the plain values; else reading them waits for the device.
+        reporter: warns about keys that clash or whose value is None.
+        pending: if given, one-element tensors on a device are not read. They are added to this
+            dict, and are None in the result. Without it, reading them waits for the device.
 
     Returns:
-        The plain values, and those that are none, which a tracker may take: tensors and arrays of
-        several elements, containers, objects of other packages.
+        The plain values, and the other values, which some trackers may accept: tensors and arrays
+        with several elements, containers, and objects of other packages.
     """
     plain: dict[str, Any] = {}
     other: dict[str, object] = {}
@@ -78,7 +79,7 @@ def normalise_values(
         if key in plain or key in other:
             reporter.report(key, _TWICE)
             continue
-        if type(value) is float:  # the common case, and the step waits
+        if type(value) is float:  # fast path for the common case, because the step waits for this
             plain[key] = value
             continue
         if isinstance(value, tensor):
@@ -92,17 +93,17 @@ def normalise_values(
         if number is not _MISSING:
             plain[key] = number
         elif value is None:
-            reporter.report(key, "is None, which no tracker can plot; leave the key out")
+            reporter.report(key, "is None, which no tracker can plot. Leave out the key")
         else:
             other[key] = value
     return plain, other
 
 
 class NotTaken(ValueError):
-    """A library did not take some values: it is said once, and the tracker goes on.
+    """A library did not accept some values. A warning says so once, and the tracker continues.
 
     Args:
-        problems: what was wrong, by key.
+        problems: key -> what was wrong.
     """
 
     def __init__(self, problems: Mapping[str, object]) -> None:
@@ -111,50 +112,50 @@ class NotTaken(ValueError):
 
 
 def each(values: Mapping[str, Any], write: Callable[[str, Any], object]) -> None:
-    """Hand values over one by one; one that a library refuses does not cost the others.
+    """Write values one by one, so that one refused value doesn't lose the others.
 
     Args:
-        write: hands one value over.
+        write: writes one value.
 
     Raises:
-        NotTaken: with the keys of those that were refused.
+        NotTaken: the library refused some values. It has their keys.
     """
     problems: dict[str, object] = {}
     for key, value in values.items():
         try:
             write(key, value)
         except Exception as error:
-            if is_ill(error):
+            if is_broken(error):
                 raise
             problems[key] = f"({type(error).__name__}: {error})"
     if problems:
         raise NotTaken(problems)
 
 
-#: Of an OSError: what is wrong with one entry (a name, a file), not with the disk or the network.
-_OF_ONE_ENTRY = {errno.ENOENT, errno.ENAMETOOLONG, errno.EINVAL, errno.EISDIR, errno.ENOTDIR}
+#: Error numbers caused by a single entry, such as its name, and not by the disk or the network.
+_SINGLE_ENTRY = {errno.ENOENT, errno.ENAMETOOLONG, errno.EINVAL, errno.EISDIR, errno.ENOTDIR}
 
 
-#: What a tracker may raise: some libraries leave the process where something is wrong.
+#: What a tracker may raise. Some libraries exit the process when something is wrong.
 RAISED = (Exception, SystemExit)
 
 
-def is_ill(error: BaseException) -> bool:
-    """Tell whether what a tracker raised says that nothing further will work either."""
+def is_broken(error: BaseException) -> bool:
+    """Return whether an error of a tracker means that its later calls will fail too."""
     if isinstance(error, SystemExit):
         return True
-    return isinstance(error, OSError) and error.errno not in _OF_ONE_ENTRY
+    return isinstance(error, OSError) and error.errno not in _SINGLE_ENTRY
 
 
 def text_of(value: str) -> str:
-    """Return a string that can be encoded: names of files may hold bytes that are no text."""
+    """Return a string that can be encoded. File names may contain undecodable bytes."""
     if value.isascii():
         return value
     return value.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def split(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str], dict[str, Any]]:
-    """Part what `log` gets into numbers (as floats), strings, and objects that were accepted."""
+    """Split the values of `log` into numbers (as floats), strings, and other accepted objects."""
     numbers_ = {}
     texts = {}
     others = {}
@@ -169,7 +170,7 @@ def split(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str], 
 
 
 def as_float(value: float) -> float:
-    """Return a number as a float; an int beyond what a float holds as an infinity."""
+    """Return a number as a float, or as an infinity if it is too large."""
     try:
         return float(value)
     except OverflowError:
@@ -177,17 +178,19 @@ def as_float(value: float) -> float:
 
 
 def normalise_config(config: object, reporter: Reporter) -> dict[str, Any]:
-    """Make a run's configuration plain.
+    """Convert the configuration of a run to plain Python.
+
+    Keys of nested configs are joined with `/`. Sequences, sets and small tensors become lists.
+    Paths, dtypes, devices and dates become strings. Enums become their values or names. Functions
+    and classes become their qualified names. None is kept.
 
     Args:
         config: a mapping, a dataclass instance, an `argparse.Namespace`, or an object with
-            `model_dump` or `to_dict`. Nested ones are joined by `/`; sequences, sets and small
-            tensors become lists; paths, dtypes, devices and dates strings; enums their values, or
-            names; functions and classes their qualified names; None stays.
-        reporter: told which keys cannot be written down.
+            `model_dump` or `to_dict`.
+        reporter: warns about keys whose values cannot be stored.
 
     Raises:
-        TypeError: `config` is none of those.
+        TypeError: `config` has another type.
     """
     fields = _fields(config)
     if fields is None:
@@ -205,12 +208,12 @@ def normalise_config(config: object, reporter: Reporter) -> dict[str, Any]:
         except _NotPlain:
             shape = getattr(value, "shape", None)
             what = type(value).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")
-            reporter.report(key, f"cannot be written down ({what})")
+            reporter.report(key, f"is a {what}, which a config cannot store")
     return plain
 
 
 def scalar(value: object) -> Any:
-    """Return `value` as a Python bool, int, float or str; a private marker if it is none."""
+    """Return `value` as a Python bool, int, float or str, or a marker for `is_scalar`."""
     kind = type(value)
     if kind is float or kind is int or kind is bool:
         return value
@@ -231,23 +234,23 @@ def scalar(value: object) -> Any:
 
 
 def is_scalar(value: object) -> bool:
-    """Whether what `scalar` returned is a plain value, or None."""
+    """Return whether a result of `scalar` is a plain value or None."""
     return value is not _MISSING
 
 
-def is_foreign(value: object) -> bool:
-    """Whether `value` is, or holds, an object for a tracker: not of Python, NumPy or torch."""
+def is_third_party(value: object) -> bool:
+    """Return whether `value` is or contains an object not from Python, NumPy or torch."""
     if isinstance(value, Mapping):
-        return any(is_foreign(item) for item in value.values())
+        return any(is_third_party(item) for item in value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
-        return any(is_foreign(item) for item in value)
+        return any(is_third_party(item) for item in value)
     if value is None or _is_array(value):
         return False
     return type(value).__module__.partition(".")[0] not in {"builtins", "numpy", "torch"}
 
 
 def made_by(value: object, packages: tuple[str, ...]) -> bool:
-    """Whether `value` is an object of one of these packages, or a container of such alone."""
+    """Return whether `value` is an object of these packages, or a container with only those."""
     if isinstance(value, Mapping):
         return bool(value) and all(made_by(item, packages) for item in value.values())
     if isinstance(value, (list, tuple)):
@@ -294,14 +297,14 @@ def _fields(value: object) -> Mapping[Any, Any] | None:
         if callable(getattr(value, method, None)):
             try:
                 dumped = getattr(value, method)()
-            except Exception:  # it means something else by that name; its text may still do
+            except Exception:  # an unrelated method; the object's string may still be usable
                 return None
             return dumped if isinstance(dumped, Mapping) else None
     return None
 
 
 class _NotPlain(ValueError):
-    """A value of a config cannot be written down."""
+    """A config has a value that cannot be stored."""
 
 
 def _written(value: object, parents: tuple[int, ...]) -> Any:
@@ -322,7 +325,7 @@ def _written(value: object, parents: tuple[int, ...]) -> Any:
         return {str(key): _written(item, inside) for key, item in fields.items()}
     if isinstance(value, (Sequence, Set)) and not isinstance(value, (bytes, bytearray)):
         items = [_written(item, inside) for item in value]
-        # A set has no order of its own; ranks and runs should agree on one.
+        # A set is unordered, but the result should be the same on all ranks and in all runs.
         return sorted(items, key=repr) if isinstance(value, Set) else items
     return _text(value)
 
@@ -336,15 +339,15 @@ def _text(value: object) -> Any:
     if callable(value) and isinstance(name, str):
         return f"{getattr(value, '__module__', '?')}.{name}"
     kind = type(value)
-    # The default repr is an address: it differs between runs and says nothing.
-    says_nothing = kind.__repr__ is object.__repr__ and kind.__str__ is object.__str__
-    if says_nothing or callable(getattr(value, "__next__", None)):
+    # The default repr is only an address, which differs between runs.
+    default_repr = kind.__repr__ is object.__repr__ and kind.__str__ is object.__str__
+    if default_repr or callable(getattr(value, "__next__", None)):
         raise _NotPlain
     return str(value)
 
 
 def is_tensor(value: object) -> bool:
-    """Whether `value` is a tensor of torch, which may not be imported, or be half imported."""
+    """Return whether `value` is a torch tensor. torch need not be imported, not even fully."""
     return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
@@ -361,7 +364,7 @@ def _is_on_device(value: Any) -> bool:
 def _element(value: Any) -> Any:
     try:
         if value.ndim == 0:
-            # Of a tensor on the CPU: `item` would let go of the interpreter, and wait for it.
+            # For CPU tensors, `item` is slower: it releases the GIL and has to wait to get it back.
             item = value.tolist()
         elif _count(value) != 1:
             return _MISSING
@@ -369,10 +372,10 @@ def _element(value: Any) -> Any:
             item = value.item()
         if isinstance(item, bool | int | float | str):
             return item
-        # The widest NumPy floats come out of `.item()` as themselves.
+        # `.item()` of the widest NumPy floats returns them unchanged.
         return float(item) if isinstance(item, numbers.Real) or _is_array(item) else _MISSING
     except (RuntimeError, TypeError, ValueError):
-        # A meta tensor, for one, has a shape but no value.
+        # For example, a meta tensor has a shape but no value.
         return _MISSING
 
 

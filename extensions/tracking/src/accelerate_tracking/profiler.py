@@ -1,4 +1,4 @@
-"""`torch.profiler` from settings, with one Chrome trace per rank."""
+"""Run `torch.profiler` from settings, and write one Chrome trace per rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ProfileKwargs(KwargsHandler):
     """How `Accelerator.profile` builds `torch.profiler.profile`."""
 
     activities: list[str] | None = option(
-        default=None, help="'cpu', 'cuda', ...; default: all available"
+        default=None, help="'cpu', 'cuda', ... The default is all that are available"
     )
     schedule_option: dict[str, int] | None = option(
         default=None, help="wait, warmup, active, repeat, skip_first"
@@ -58,7 +58,7 @@ def build_profiler(
 
     Args:
         settings: what to record.
-        on_trace_ready: called instead of the settings' own.
+        on_trace_ready: replaces `settings.on_trace_ready`.
 
     Raises:
         ConfigurationError: an activity or a key of `schedule_option` is unknown,
@@ -82,14 +82,14 @@ def profile(
 ) -> Iterator[torch.profiler.profile]:
     """Profile the block and yield the torch profiler.
 
-    With `output_trace_dir` a Chrome trace `profile_{process_index}.json` is
-    written there, also when the block raises. A schedule that completes several
-    cycles writes each: the second is `profile_{process_index}_cycle1.json`.
-    `on_trace_ready` is called before the trace is written.
+    If `output_trace_dir` is set, a Chrome trace `profile_{process_index}.json` is written there,
+    even if the block raises. If a schedule completes several cycles, each gets its own file: the
+    second is `profile_{process_index}_cycle1.json`. `on_trace_ready` is called before the trace is
+    written.
 
     Args:
-        settings: what to record and where to; default: torch's own choice.
-        process_index: rank, the number in the file's name.
+        settings: what to record, and where to write it. The default is the default of torch.
+        process_index: the rank, used in the file name.
 
     Example:
         from accelerate_core import ProfileKwargs
@@ -103,7 +103,7 @@ def profile(
         with build_profiler(settings) as profiler:
             yield profiler
         return
-    # Made before the block: a directory that cannot be written is known at once.
+    # Created before the block, so that an unusable directory fails early.
     directory = Path(settings.output_trace_dir)
     directory.mkdir(parents=True, exist_ok=True)
     cycles = count()
@@ -119,9 +119,9 @@ def profile(
         yield profiler
     if not next(cycles):
         warn(
-            f"No trace was written to {directory}: the schedule "
+            f"No trace was written to {directory}, because the schedule "
             f"{dict(settings.schedule_option or {})} reached no active step. Call profiler.step() "
-            f"after each training step, and run more steps than wait + warmup.",
+            "after each training step, and run more steps than wait + warmup.",
         )
 
 
@@ -129,12 +129,12 @@ def _write(profiler: torch.profiler.profile, path: Path) -> None:
     try:
         profiler.export_chrome_trace(str(path))
     except RuntimeError as error:
-        # torch lets go of a trace once it has been saved.
+        # torch discards a trace after it was saved once.
         if "already saved" not in str(error):
             raise
         warn(
-            f"{path} is not written: on_trace_ready has already exported the trace, and torch "
-            f"exports one only once. Leave out output_trace_dir or that export.",
+            f"{path} was not written: on_trace_ready has already exported the trace, and torch "
+            "can only export it once. Remove output_trace_dir or that export.",
         )
 
 
@@ -147,8 +147,8 @@ def _activities(names: Iterable[Any] | None) -> list[Any] | None:
         name = str(getattr(one, "name", one)).lower()
         if name not in known:
             raise ConfigurationError(
-                f"ProfileKwargs(activities=...): {one!r} is not an activity of this torch; "
-                f"there is {listing(known)}.{did_you_mean(name, known)}"
+                f"ProfileKwargs(activities=...): this version of torch has no activity {one!r}. "
+                f"The activities are {listing(known)}.{did_you_mean(name, known)}"
             )
         chosen.append(known[name])
     return chosen
@@ -162,6 +162,7 @@ def _schedule(options: Mapping[str, int] | None) -> Callable[[int], Any] | None:
     except (TypeError, AssertionError) as error:
         unknown = next(iter(set(options).difference(_SCHEDULE)), "")
         raise ConfigurationError(
-            f"ProfileKwargs(schedule_option={dict(options)}): {error}. It takes {listing(_SCHEDULE)}; "
-            f"'active', how many steps to record, is at least 1.{did_you_mean(unknown, _SCHEDULE)}"
+            f"ProfileKwargs(schedule_option={dict(options)}): {error}. The keys are "
+            f"{listing(_SCHEDULE)}. 'active', the number of steps to record, must be at least "
+            f"1.{did_you_mean(unknown, _SCHEDULE)}"
         ) from None

@@ -1,4 +1,4 @@
-"""Read what the built-in tracker wrote: a run's state, its config and its curves."""
+"""Read the runs of the built-in tracker: their status, config and curves."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ RUN_FILE = "run.jsonl"
 
 _BARS = "▁▂▃▄▅▆▇█"
 
-#: What JSON has no numbers for.
+#: Strings that replace numbers which JSON does not have.
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def strict(value: Any) -> Any:
-    """Return a copy for strict JSON: NaN and infinities are strings."""
+    """Return a copy for strict JSON, with NaN and infinities replaced by strings."""
     if isinstance(value, float) and not math.isfinite(value):
         if math.isnan(value):
             return "NaN"
@@ -33,11 +33,11 @@ def strict(value: Any) -> Any:
 
 @dataclass
 class RecordedRun:
-    """One run as its file tells it.
+    """One run, as read from its file.
 
-    `status` is running (or killed, which nobody could write down), finished or failed.
-    `curves` has (step, value) in the order of logging, per key; a value logged without a step
-    counts on from the one before.
+    `status` is running, finished or failed. A run that was killed also counts as running. `curves`
+    maps each key to its (step, value) pairs in the order of logging. A value logged without a step
+    gets the step after the previous one.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class RecordedRun:
     files: list[str] = field(default_factory=list)
 
     def summary(self) -> dict[str, dict[str, int | float]]:
-        """Return last value, its step, smallest and largest value and their number, per key."""
+        """Return for each key the last value and its step, the minimum, maximum and count."""
         found = {}
         for key, points in self.curves.items():
             step, last = points[-1]
@@ -63,24 +63,24 @@ class RecordedRun:
 
 
 def find_runs(directory: Path) -> list[Path]:
-    """Return the runs in a directory: itself, or those somewhere below, the oldest first.
+    """Return the directory itself if it is a run, else all runs below it, oldest first.
 
     Raises:
-        TrackerError: there is none.
+        TrackerError: there are no runs.
     """
     if (directory / RUN_FILE).is_file():
         return [directory]
     found = sorted((path.parent for path in directory.rglob(RUN_FILE)), key=lambda p: p.name)
     if not found:
         raise TrackerError(
-            f"There is no run in {directory}. Give a directory in which log_with='jsonl' has "
-            f"written, or one above it: a run has a file {RUN_FILE}."
+            f"There is no run in {directory}. Pass a directory that log_with='jsonl' wrote, or one "
+            f"of its parents. A run has a file {RUN_FILE}."
         )
     return found
 
 
 def read_run(path: Path) -> RecordedRun:
-    """Read one run; lines that are torn or of another make are passed over."""
+    """Read one run. Lines that are incomplete or have another format are skipped."""
     run = RecordedRun(path)
     with (path / RUN_FILE).open(encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -118,7 +118,7 @@ def _take(run: RecordedRun, entry: dict[str, Any]) -> None:
 
 
 def sparkline(points: list[tuple[int, float]], width: int = 40) -> str:
-    """Draw a curve in one line: means of `width` pieces; a dot where nothing is finite."""
+    """Draw a curve of `width` characters. Each is a mean, or a dot if no value is finite."""
     if not points:
         return ""
     width = min(width, len(points))
@@ -130,7 +130,7 @@ def sparkline(points: list[tuple[int, float]], width: int = 40) -> str:
     known = [mean for mean in means if mean is not None]
     low = min(known, default=0.0)
     high = max(known, default=0.0)
-    # Means of equal values differ in their last digits.
+    # Rounding can make means of equal values differ in the last digits.
     span = math.inf if math.isclose(low, high, rel_tol=1e-12) else high - low
     top = len(_BARS) - 1
     return "".join("·" if m is None else _BARS[round((m - low) / span * top)] for m in means)

@@ -1,4 +1,4 @@
-"""`GeneralTracker`, the base class of every tracker, and its stand-in for other ranks."""
+"""`GeneralTracker`, the base class of all trackers, and `BlankTracker`, which does nothing."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from accelerate_core.plugin import (
     read_topology,
     running,
 )
-from accelerate_tracking.normalise import is_foreign, made_by
+from accelerate_tracking.normalise import is_third_party, made_by
 
-#: What can be logged beside values; a tracker supports a verb by having the method `log_<verb>`.
+#: Kinds of media. A tracker supports a verb if it has the method `log_<verb>`.
 VERBS = ("images", "table", "figure", "artifact", "text", "histogram")
 
-#: What `log_table` gets: names, and for each row a plain value of each.
+#: Arguments of `log_table`: column names, and rows of plain values.
 Columns = list[str]
 Rows = list[list[Any]]
 
@@ -34,7 +34,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Self_ = TypeVar("Self_")
 
-#: What a subclass must have, and what to write to have it.
+#: Required attributes of a subclass -> how to write them.
 _REQUIRED = {
     "name": "name = 'my_tracker'",
     "requires_logging_directory": "requires_logging_directory = False",
@@ -43,20 +43,21 @@ _REQUIRED = {
 
 
 class IncompleteTrackerError(TrackerError, NotImplementedError):
-    """A tracker class lacks something every tracker must have.
+    """A tracker class lacks a required attribute.
 
-    Cause: a subclass of `GeneralTracker` without `name` or one of the needed methods.
-    Mend: write what the text names, as it shows.
+    Cause: a subclass of `GeneralTracker` has no `name`, `requires_logging_directory` or `tracker`.
+    Mend: add the attributes that the message lists.
     """
 
 
 def on_main_process(
     function: Callable[Concatenate[Self_, P], R],
 ) -> Callable[Concatenate[Self_, P], R | None]:
-    """Let a tracker's method run on the main process only, and return None elsewhere.
+    """Run a tracker's method on the main process only. On other ranks, it returns None.
 
-    A tracker whose `main_process_only` is False runs it on every rank. No process group is started
-    to find the rank out: `__init__` can be decorated, and called before there is an Accelerator.
+    If the tracker's `main_process_only` is False, the method runs on every rank. Finding out the
+    rank starts no process group, so `__init__` can be decorated, and called before an Accelerator
+    exists.
     """
 
     @functools.wraps(function)
@@ -69,9 +70,9 @@ def on_main_process(
 
 
 def _on_main(tracker: object) -> bool:
-    told: bool | None = getattr(tracker, "_is_main_process", None)
-    if told is not None:
-        return told
+    is_main: bool | None = getattr(tracker, "_is_main_process", None)
+    if is_main is not None:
+        return is_main
     runtime = running()
     rank = runtime.process_index if runtime else read_topology(os.environ).process_index
     return rank == 0
@@ -79,7 +80,7 @@ def _on_main(tracker: object) -> bool:
 
 @dataclass(frozen=True)
 class RunGroup:
-    """What the runs of all ranks have in common, for a tracker that runs on each of them."""
+    """Groups the runs of all ranks, for a tracker that runs on every rank."""
 
     name: str
     rank: int
@@ -87,21 +88,22 @@ class RunGroup:
 
 
 class GeneralTracker:
-    """Base of the trackers: subclass it to send metrics wherever you like.
+    """The base class of trackers. Subclass it to log to another library.
 
-    A subclass has the class attributes `name` (a string, its name in `init_kwargs`, `log_kwargs`
-    and `get_tracker`), `requires_logging_directory` (a bool) and a property `tracker` (the
-    library's own run object), and implements `store_init_configuration` and `log`; `start` and
-    `finish` where there is something to do.
+    A subclass needs the class attributes `name` (a string, also used in `init_kwargs`,
+    `log_kwargs` and `get_tracker`) and `requires_logging_directory` (a bool), and a property
+    `tracker` (the run object of the library). It implements `store_init_configuration` and `log`,
+    and also `start` and `finish` if needed.
 
-    One named in `log_with` by class is built by `init_trackers` as `cls(project_name,
-    **init_kwargs)`, or `cls(project_name, logging_dir, **init_kwargs)` if it requires a directory.
+    If `log_with` contains the class, `init_trackers` creates `cls(project_name, **init_kwargs)`,
+    or `cls(project_name, logging_dir, **init_kwargs)` if the class requires a directory.
 
-    `start` and `store_init_configuration` are called by the thread that calls
-    `init_trackers`; `log`, the verbs and `flush` by one writer thread per tracker, in
-    the order of the calls; `finish` by a thread of its own, which may take a minute. A
-    library bound to one thread (a connection of sqlite3) asks for `same_thread = True`.
-    The verbs a tracker may have:
+    The thread that calls `init_trackers` also calls `start` and `store_init_configuration`. One
+    writer thread per tracker calls `log`, the methods for media and `flush`, in the order of the
+    user's calls. A separate thread calls `finish`, which may take a minute. If the library can
+    only be used from one thread, as a sqlite3 connection can, set `same_thread = True`.
+
+    The methods for media, all optional:
 
         log_images(values, step, **kwargs)      name -> uint8 array, N H W C
         log_table(table_name, columns, data, step, **kwargs)    data: a list of rows
@@ -110,57 +112,60 @@ class GeneralTracker:
         log_text(name, text, step, **kwargs)
         log_histogram(name, values, step, **kwargs)             a one-dimensional array
 
-    `docs/write_a_tracker.md` has a whole one.
+    `docs/write_a_tracker.md` has a complete example.
 
     Raises:
-        IncompleteTrackerError: the subclass lacks one of the three.
+        IncompleteTrackerError: the subclass lacks `name`, `requires_logging_directory` or
+            `tracker`.
     """
 
-    #: False: every rank has one that works.
+    #: Whether the tracker runs on the main process only. If False, it runs on every rank.
     main_process_only: bool = True
-    #: The version of the contract it was written for; another major one is refused by name.
-    #: A class that does not state one is taken for the first version's.
+    #: Version of the plugin contract that the class was written for. Another major version is
+    #: refused.
     api_version: tuple[int, int] = (1, 0)
-    #: The library as pip names it, with the oldest version that will do: `name>=1.2`.
+    #: Requirement of the library, with its oldest supported version: `name>=1.2`.
     library: str = ""
-    #: The library's word for the run of a script that raised, "" if it has none.
+    #: The library's status for the run of a script that raised, or "" if it has none.
     failed_word: str = ""
-    #: Whether values logged without a step get the next one, counted per verb.
+    #: Whether values logged without a step get the next step, counted per verb.
     counts_steps: bool = False
-    #: Whether the library is bound to the thread that made it: `log` and the verbs are then called
-    #: by the training thread, which waits for them and for tensors of devices.
+    #: Whether the library can only be used from the thread that created it. `log` and the methods
+    #: for media are then called in the training thread, which waits for them and for tensors on
+    #: devices.
     same_thread: bool = False
-    #: Whether `finish` has to be called by the thread that called `start`, without a time limit.
+    #: Whether `finish` must be called, without a time limit, in the thread that called `start`.
     finishes_in_place: bool = False
-    #: Whether `log_artifact` gets the file where it lies, not a copy made at the call.
+    #: Whether `log_artifact` receives the original file instead of a copy made at the call.
     artifacts_in_place: bool = False
-    #: Whether `log_histogram` gets what is not finite too.
+    #: Whether `log_histogram` also accepts NaN and infinities.
     takes_not_finite: bool = False
-    #: Whether `resume_id` is honoured: a resumed script goes on in the same run.
+    #: Whether the tracker uses `resume_id` to continue a run when a script resumes.
     resumes: bool = False
-    #: Whether `run_group` is honoured: the ranks' runs are shown as one group.
+    #: Whether the tracker uses `run_group` to show the runs of all ranks as one group.
     groups: bool = False
-    #: Top-level packages whose objects `log` takes; None: of any but Python, NumPy and torch.
+    #: Top-level packages whose objects `log` accepts. None accepts objects of all packages except
+    #: Python's, NumPy's and torch's.
     packages: tuple[str, ...] | None = None
-    #: Methods of the class's own whose names are near to one that is called.
+    #: Names of methods that look like misspelt hooks but are intended.
     not_hooks: tuple[str, ...] = ()
-    #: The verbs of `VERBS` for which the class has a method; filled in by itself.
+    #: The verbs for which the class has a method. Filled in automatically.
     supports: frozenset[str] = frozenset()
 
-    #: Set before `start`: the run to go on in, and the group of the ranks' runs.
+    #: Set before `start`: the run to continue, and the group of all ranks' runs.
     resume_id: str | None = None
     run_group: RunGroup | None = None
 
     if TYPE_CHECKING:
-        # Only announced: a value here would hide that a subclass forgot its own.
+        # Only declared, because a value would hide that a subclass lacks its own.
         name: Any
         requires_logging_directory: Any
 
         @property
         def tracker(self) -> Any:
-            """The library's own run, None where nothing runs."""
+            """The run object of the library, or None if no run is open."""
 
-    # Told by the hub; before that `on_main_process` reads the rank itself.
+    # Set by the hub. Before that, `on_main_process` determines the rank itself.
     _is_main_process: bool | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -181,13 +186,13 @@ class GeneralTracker:
             self.validate()
 
     def validate(self) -> None:
-        """Raise `IncompleteTrackerError` unless the instance has all a tracker must have.
+        """Check that the instance has all required attributes.
 
         Raises:
-            IncompleteTrackerError: with what is missing and how to write it.
+            IncompleteTrackerError: some are missing. The message lists them and how to write them.
         """
         cls = type(self)
-        # Looked up without evaluating: a property may only work once the run is open.
+        # Looked up without evaluating them, because a property may need an open run.
         places = [vars(self), *map(vars, cls.__mro__)]
         missing = [name for name in _REQUIRED if not any(name in place for place in places)]
         if missing:
@@ -201,7 +206,8 @@ class GeneralTracker:
     def unusable(cls, environ: Mapping[str, str]) -> str | None:
         """Return why the tracker cannot run here without a prompt or an account, or None.
 
-        Imports nothing. The default asks whether `library` is installed and new enough.
+        It must not import the library. The default checks that a suitable version of `library` is
+        installed.
         """
         if not cls.library:
             return None
@@ -213,38 +219,38 @@ class GeneralTracker:
         if wanted.specifier.contains(version, prereleases=True):
             return None
         return (
-            f"its library is too old or too new: {wanted.name} {version}, it needs {wanted}: "
-            f"pip install -U '{wanted}'"
+            f"{wanted.name} {version} is installed, but the tracker needs {wanted}: pip install -U "
+            f"'{wanted}'"
         )
 
     @property
     def run_id(self) -> str | None:
-        """What `resume_id` takes later; None if the tracker cannot go on in a run."""
+        """The id of the run, for a later `resume_id`. None if runs cannot be continued."""
         return None
 
     def start(self) -> None:
-        """Open the run; called once, after the process group stands. Default: nothing."""
+        """Open the run. Called once, after the process group was created. Default: do nothing."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the run's configuration.
+        """Store the configuration of the run.
 
         Args:
-            values: one level deep, nested keys joined by `/`; the values are Python numbers, bools,
-                strings, None, and lists (of those, of lists, of dicts).
+            values: a flat dict, with nested keys joined by `/`. The values are Python numbers,
+                bools, strings, None, and lists, which may contain lists and dicts.
         """
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record one set of values.
 
         Args:
-            values: one level deep, nested keys joined by `/`; Python numbers, bools and strings,
-                and objects for which `accepts` said yes.
+            values: a flat dict, with nested keys joined by `/`. The values are Python numbers,
+                bools and strings, and objects for which `accepts` returned True.
             step: the step they belong to, or None.
             kwargs: this tracker's entry in the caller's `log_kwargs`.
         """
 
     def log_many(self, entries: Sequence[tuple[dict[str, Any], int | None]]) -> None:
-        """Record several sets of values at once, in order. Default: `log` for each.
+        """Record several sets of values in order. Default: call `log` for each.
 
         Args:
             entries: pairs of values and step, oldest first.
@@ -253,37 +259,38 @@ class GeneralTracker:
             self.log(values, step=step)
 
     def flush(self) -> bool | None:
-        """Bring what was logged to where a crash of this process does not reach it.
+        """Write logged values to where they survive a crash of this process.
 
-        Called every other second, in `save_state` and at the end. Default: nothing to do.
+        Called every two seconds, in `save_state` and at the end. Default: do nothing.
 
         Returns:
-            False if the library cannot promise that before `finish`; who relies on it is told.
+            False if the library cannot guarantee that before `finish`. Users are then warned in
+            `save_state`.
         """
         return None
 
     def accepts(self, value: object) -> bool:
-        """Whether `log` takes this value, which is neither a number nor a string.
+        """Return whether `log` accepts this value, which is neither a number nor a string.
 
-        Asked for media objects of other packages, tensors and arrays of several elements, and
-        containers. Default: objects of `packages`; if that is None, anything but tensors, arrays,
-        None and containers without a foreign object.
+        Called for media objects of other packages, tensors and arrays with several elements, and
+        containers. Default: accept objects of `packages`. If that is None, accept objects of any
+        package except Python, NumPy and torch, and containers with such an object.
         """
-        return is_foreign(value) if self.packages is None else made_by(value, self.packages)
+        return is_third_party(value) if self.packages is None else made_by(value, self.packages)
 
     def discard(self) -> None:
-        """Close a run into which nothing was logged, because another one is resumed."""
+        """Close a run that has no values yet, because another run is continued instead."""
         self.finish()
 
     def finish(self) -> None:
-        """Write out what is left and close the run. Default: nothing."""
+        """Write the remaining values and close the run. Default: do nothing."""
 
     def finish_failed(self) -> None:
-        """Close the run of a script that raised. Default: `finish`."""
+        """Close the run of a script that raised. Default: call `finish`."""
         self.finish()
 
 
-#: What a class declares by True or False.
+#: Boolean attributes that a class may declare.
 _FLAGS = (
     "requires_logging_directory",
     *(name for name, value in vars(GeneralTracker).items() if isinstance(value, bool)),
@@ -291,11 +298,12 @@ _FLAGS = (
 
 
 def _check_flag(cls: type[GeneralTracker], name: str) -> None:
-    """Refuse a declaration that nobody reads: the ability would be lost in silence."""
+    """Refuse an unknown declaration that looks like a misspelt flag."""
     if near := difflib.get_close_matches(name, _FLAGS, n=1, cutoff=0.83):
         raise TrackerError(
-            f"The tracker class {cls.__qualname__} declares {name!r}, which nobody reads: is {near[0]!r} "
-            f"meant? If it is its own, begin its name with _ or let it say not_hooks = ({name!r},)."
+            f"The tracker class {cls.__qualname__} declares {name!r}, which has no effect. Did you "
+            f"mean {near[0]!r}? If the attribute is intended, start its name with _ or set "
+            f"not_hooks = ({name!r},)."
         )
 
 
@@ -314,10 +322,10 @@ def _check_declared(cls: type[GeneralTracker]) -> None:
 
 
 class BlankTracker(GeneralTracker):
-    """Does nothing, whatever it is asked: for ranks that do not track.
+    """A tracker that does nothing, for ranks that don't track.
 
-    Any method of the real tracker or of its library's run object can be called on it, so that a
-    script needs no `if is_main_process`.
+    You can call any method of the real tracker, or of its library's run object, on it. Scripts
+    therefore need no `if is_main_process`.
     """
 
     requires_logging_directory = False
@@ -328,7 +336,7 @@ class BlankTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """An object that swallows every call."""
+        """An object that ignores every call."""
         return Nothing(self.name)
 
     def __getattr__(self, name: str) -> Any:

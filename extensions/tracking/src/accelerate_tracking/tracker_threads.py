@@ -1,4 +1,4 @@
-"""From a call of `log` to the libraries: a thread for each, so that no step waits for one."""
+"""One writer thread per tracker, so that no training step waits for a tracking library."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from accelerate_tracking.normalise import RAISED, NotTaken, is_ill
+from accelerate_tracking.normalise import RAISED, NotTaken, is_broken
 from accelerate_tracking.tracker import GeneralTracker
 
 if TYPE_CHECKING:
     import torch
 
-#: Entries handed to a library at once.
+#: Largest number of entries passed to a library at once.
 BATCH = 500
-#: Seconds between two flushes of a library, while values come and after the last one.
+#: Seconds from a value to the flush of its library, at most.
 FLUSH_EVERY = 2.0
-#: A writer rests this many times as long as a hand-over took, so that the training thread has the
-#: interpreter most of the time: each operator of torch asks for it anew, and a thread that runs
-#: Python without a break gives it up every 5 ms only.
+#: A writer rests this many times as long as a delivery took, so that the training thread has the
+#: GIL most of the time. Each torch operator acquires the GIL again, and a thread that runs Python
+#: without a pause releases it only every 5 ms.
 REST = 3.0
 LONGEST_REST = 0.25
-#: Entries that may wait; beyond it a writer takes no rest.
+#: With this many entries in the queue, a writer no longer rests.
 BACKLOG = 5000
-#: Seconds the last flush may go without any progress before a tracker is given up.
+#: Seconds without progress in the last flush before a tracker is given up.
 PATIENCE = 60.0
-#: Seconds between two lines about what is left, where they do not overwrite each other.
+#: Seconds between two lines of progress when stderr is not a terminal.
 SAY_EVERY = 10.0
-#: Entries in a row that a library may refuse before it is taken to be broken.
+#: Number of consecutive entries that a library may refuse before it counts as broken.
 REFUSALS = 5
 
 _DRAWING = threading.Lock()
 
 
 class DeviceRead:
-    """One-element tensors of devices, on their way to the host without anybody waiting.
+    """Copies one-element tensors from devices to the host without blocking.
 
-    The copies are queued behind the work that makes the values; `values` waits for them.
+    The copies are queued after the work that computes the values. `values` waits for them.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        import torch  # it is there already: somebody made the tensors
+        import torch  # already imported, because there are tensors
 
         groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
         for key, tensor in tensors.items():
@@ -52,10 +52,11 @@ class DeviceRead:
         self._parts: list[tuple[list[str], torch.Tensor, torch.Event | None]] = []
         current = torch.accelerator.current_accelerator()
         for (device, _), keys in groups.items():
-            # One copy per device and type, and of values that later in-place work cannot change.
+            # Stacking needs only one copy per device and dtype, and later in-place changes to the
+            # tensors don't change the values.
             stacked = torch.stack([tensors[key].detach().reshape(()) for key in keys])
             if current is None or device.type != current.type:
-                # One without streams is read now: it may not stand a second thread.
+                # Devices without streams may not support a second thread, so they are read now.
                 self._parts.append((keys, stacked.cpu(), None))
                 continue
             host = stacked.to("cpu", non_blocking=True)
@@ -73,14 +74,17 @@ class DeviceRead:
 
 
 class LogEntry:
-    """What was logged; what it has on a device is read once, whichever writer comes first.
+    """One call of `log` or of a method for media.
+
+    Values on a device are read only once, by the first writer that needs them.
 
     Args:
-        verb: `log`, or what stands behind `log_`.
-        arguments: of the tracker's method; of `log` the values.
-        keywords: further arguments, by tracker.
-        others: values of `log` that only some trackers take.
-        read: waits for a device and returns the arguments that were lacking.
+        verb: `log`, or the part of the method's name after `log_`.
+        arguments: arguments of the tracker's method, or the values of `log`.
+        step: the step, or None.
+        keywords: tracker name -> further arguments.
+        others: values of `log` that only some trackers accept.
+        read: waits for a device and returns the missing arguments.
     """
 
     __slots__ = (
@@ -102,18 +106,18 @@ class LogEntry:
         self.keywords = keywords
         self.others = others
         self._read = read
-        #: Whether what came from the device turned out to be nothing that can be logged.
+        #: Whether the values from the device turned out to be invalid.
         self.refused = False
         self._lock = threading.Lock() if read is not None else None
 
     @property
     def method(self) -> str:
-        """The method of a tracker that takes it."""
+        """The name of the tracker's method."""
         return "log" if self.verb == "log" else f"log_{self.verb}"
 
     @property
     def keys(self) -> str:
-        """What a warning calls it."""
+        """The names in this entry, for warnings."""
         found = self.arguments
         if self.verb in ("log", "images"):
             named = found if self.verb == "log" else found.get("values", ())
@@ -123,11 +127,11 @@ class LogEntry:
 
     @property
     def is_plain_log(self) -> bool:
-        """Whether `log_many` can take it together with its neighbours."""
+        """Whether the entry can be part of a call of `log_many`."""
         return self.verb == "log" and not self.keywords and not self.others
 
     def resolve(self) -> None:
-        """Wait for what comes from a device; raise, once, if it cannot be logged."""
+        """Wait for values from a device. Raise, only once, if they are invalid."""
         if self._lock is None:
             return
         with self._lock:
@@ -142,7 +146,7 @@ class LogEntry:
 
 
 class _Marker(threading.Event):
-    """Set when all that was queued before it is delivered and flushed."""
+    """Set when everything queued before it has been delivered and flushed."""
 
     def __init__(self, ends: bool) -> None:
         super().__init__()
@@ -150,16 +154,16 @@ class _Marker(threading.Event):
 
 
 class TrackerWriter:
-    """Feeds one tracker.
+    """Delivers queued entries to one tracker.
 
     Args:
-        tracker: a started one.
+        tracker: a started tracker.
         resolve: completes an entry that waits for a device.
-        failed: told the stage and the exception, once; nothing is delivered after that.
-        refused: told the entry and the exception of one that the library did not take.
+        failed: called once with the stage and the exception when the tracker is given up.
+        refused: called with an entry that the library did not accept, and the exception.
     """
 
-    #: What ends a hand-over: in a thread of our own nothing else can be meant for the script.
+    #: Exceptions to handle. In our own thread, no exception is meant for the script.
     raised: tuple[type[BaseException], ...] = (BaseException,)
 
     def __init__(
@@ -173,7 +177,7 @@ class TrackerWriter:
         self.accepted = 0
         self.delivered = 0
         self.broken = False
-        #: Whether the library has said that what it flushed survives a kill.
+        #: Whether flushed values survive a kill, according to the tracker's `flush`.
         self.durable = True
         self._resolve = resolve
         self._failed = failed
@@ -183,7 +187,7 @@ class TrackerWriter:
         self._next_step: dict[str, int] = {}
         self._flushed_at = time.monotonic()
         self._unflushed = False
-        #: Set while somebody waits for this writer, which then takes no rest.
+        #: Set while another thread waits for this writer, which then does not rest.
         self._awaited = threading.Event()
         self._queue: queue.SimpleQueue[LogEntry | _Marker] = queue.SimpleQueue()
         self._begin()
@@ -194,15 +198,15 @@ class TrackerWriter:
         self._thread.start()
 
     def put(self, entry: LogEntry) -> None:
-        """Take an entry; returns at once."""
+        """Queue an entry without waiting."""
         self.accepted += 1
         self._queue.put(entry)
 
     def request_flush(self, end: bool) -> threading.Event:
-        """Return an event that is set when all taken so far is delivered and flushed.
+        """Return an event that is set when all queued entries have been delivered and flushed.
 
         Args:
-            end: the thread is to end then.
+            end: whether the thread ends after that.
         """
         done = _Marker(end)
         self._awaited.set()
@@ -224,7 +228,7 @@ class TrackerWriter:
                 self._flush()
 
     def _collect(self) -> tuple[list[LogEntry], _Marker | None]:
-        """Wait for entries, no longer than until a flush is due; return them up to a marker."""
+        """Wait for entries until a flush is due. Return the entries up to the next marker."""
         batch: list[LogEntry] = []
         with contextlib.suppress(queue.Empty):
             while len(batch) < BATCH:
@@ -260,11 +264,11 @@ class TrackerWriter:
                 self._awaited.wait(min(REST * (time.perf_counter() - begun), LONGEST_REST))
 
     def _try(self, group: list[LogEntry]) -> None:
-        """Hand over; an entry that the library refuses does not keep the others from it."""
+        """Call the library. If it refuses an entry, the other entries are still delivered."""
         if not group:
             return
         try:
-            self._hand_over(group)
+            self._call_tracker(group)
         except self.raised as error:
             if len(group) > 1:
                 for entry in group:
@@ -273,14 +277,14 @@ class TrackerWriter:
                 return
             if not isinstance(error, NotTaken):
                 self._in_a_row += 1
-            if is_ill(error) or self._in_a_row >= REFUSALS:
+            if is_broken(error) or self._in_a_row >= REFUSALS:
                 self._give_up(group[0].method, error)
             else:
                 self._refused(self.tracker, group[0], error)
         else:
             self._in_a_row = 0
 
-    def _hand_over(self, group: list[LogEntry]) -> None:
+    def _call_tracker(self, group: list[LogEntry]) -> None:
         first, tracker = group[0], self.tracker
         if first.is_plain_log and self._takes_many:
             tracker.log_many([(dict(e.arguments), self._step(e)) for e in group])
@@ -301,12 +305,12 @@ class TrackerWriter:
                 keywords["step"] = step
             if first.verb == "histogram" and not tracker.takes_not_finite:
                 arguments["values"] = finite(arguments["values"])
-            # Drawing changes a figure: two libraries must not draw the same one at once.
+            # Drawing modifies a figure, so two libraries must not draw it at the same time.
             with _DRAWING if first.verb == "figure" else contextlib.nullcontext():
                 getattr(tracker, first.method)(**arguments, **keywords)
 
     def _step(self, entry: LogEntry) -> int | None:
-        """Return the step, counted on where the library needs one and none was given."""
+        """Return the step of an entry, or the next one if the tracker counts steps."""
         if not self.tracker.counts_steps or entry.verb == "artifact":
             return entry.step
         step = self._next_step.get(entry.verb, 0) if entry.step is None else entry.step
@@ -329,20 +333,20 @@ class TrackerWriter:
 
 
 class InlineWriter(TrackerWriter):
-    """Feeds a tracker whose library is bound to the thread that made it: at the call."""
+    """Calls the tracker directly, for libraries that can only be used from one thread."""
 
     raised = RAISED
 
     def _begin(self) -> None:
-        self._awaited.set()  # the step waits: no rest
+        self._awaited.set()  # the step waits for each entry, so there is no rest
 
     def put(self, entry: LogEntry) -> None:
-        """Hand an entry over; the step waits."""
+        """Deliver an entry at once, while the step waits."""
         self.accepted += 1
         self._deliver([entry])
 
     def request_flush(self, end: bool) -> threading.Event:
-        """Flush, and return an event that is set."""
+        """Flush, and return an event that is already set."""
         self._flush()
         done = threading.Event()
         done.set()
@@ -350,10 +354,10 @@ class InlineWriter(TrackerWriter):
 
 
 def finite(values: Any) -> Any:
-    """Return the finite ones of an array.
+    """Return the finite values of an array.
 
     Raises:
-        NotTaken: there is none.
+        NotTaken: there are none.
     """
     import numpy
 
@@ -366,18 +370,18 @@ def finite(values: Any) -> Any:
 def drain(
     writers: Iterable[TrackerWriter], timeout: float | None = None, end: bool = False
 ) -> list[TrackerWriter]:
-    """Wait until all is delivered and flushed; return those that are not done.
+    """Wait until all entries are delivered and flushed. Return the writers that did not finish.
 
-    While it takes more than a second, a line on stderr says how far it is; off a terminal every
-    ten seconds.
+    If this takes more than a second, a line on stderr shows the progress. If stderr is not a
+    terminal, it is repeated every ten seconds.
 
     Args:
-        timeout: seconds; None waits as long as any of them moves, and `PATIENCE` seconds more.
-        end: their threads are to end then.
+        timeout: seconds. None waits until no writer has made progress for `PATIENCE` seconds.
+        end: whether the threads of the writers end after that.
     """
     waiting = [(writer, writer.request_flush(end)) for writer in writers]
     patience = PATIENCE if timeout is None else timeout
-    #: When the time began to run out: with a timeout at once, else when one of them last moved.
+    #: Start of the waiting time. Without a timeout, it is reset whenever a writer makes progress.
     begun = time.monotonic()
     since = begun
     say_at = begun + 1.0
@@ -396,7 +400,7 @@ def drain(
         if now > say_at and left:
             say_at = now if terminal else now + SAY_EVERY
             parts = [f"{one.tracker.name} {one.delivered}/{one.accepted}" for one in left]
-            text = f"Trackers write what is left: {', '.join(parts)}"
+            text = f"Waiting for trackers: {', '.join(parts)}"
             _say(f"\r{text}   " if terminal else f"{text}\n")
     if terminal and say_at != begun + 1.0:
         _say("\n")
@@ -404,7 +408,7 @@ def drain(
 
 
 def _is_terminal() -> bool:
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # none, or closed
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr is None or closed
         return sys.stderr.isatty()
     return False
 

@@ -1,4 +1,4 @@
-"""Aim: a repository of runs on disk."""
+"""`AimTracker`, which logs to an Aim repository on disk."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class AimTracker(GeneralTracker):
 
     Args:
         run_name: name of the run and of its experiment.
-        logging_dir: where the repository is.
-        kwargs: for `aim.Run`.
+        logging_dir: directory of the repository.
+        kwargs: passed to `aim.Run`.
     """
 
     name = "aim"
@@ -79,7 +79,7 @@ class AimTracker(GeneralTracker):
         self.writer.track(self._aim.Image(figure, **kwargs), name=name, step=step)
 
     def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
-        """Keep a file or directory, in `artifacts` beside the repository unless told otherwise."""
+        """Store a file or directory, by default in `artifacts` next to the repository."""
         if self.writer.artifacts_uri is None:
             folder = Path(self.logging_dir).absolute() / "artifacts"
             folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ class AimTracker(GeneralTracker):
 
 
 def _storable(value: Any) -> Any:
-    """Return a copy in which whole numbers of more than 64 bits, which Aim cannot hold, are text."""
+    """Return a copy with integers of more than 64 bits, which Aim cannot store, as strings."""
     from accelerate_core.plugin import map_leaves
 
     def storable(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""ClearML."""
+"""`ClearMLTracker`, which logs to a ClearML task."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SERVER = re.compile(r"api_server[\"']?\s*[:=]\s*[\"']?([^\s\"']+)")
 
 
 class ClearMLTracker(GeneralTracker):
-    """A ClearML task; with `CLEARML_OFFLINE_MODE=1` a session on disk.
+    """A ClearML task, or with `CLEARML_OFFLINE_MODE=1` a session on disk.
 
-    A task that the script has opened is used and left open. What the library picks up from
-    TensorBoard by itself is switched off, as it would come twice.
+    If the script has already opened a task, that task is used and left open. ClearML's automatic
+    logging of TensorBoard and matplotlib is turned off, because values would be logged twice.
 
     Args:
-        run_name: the project, and the task's name.
-        kwargs: for `clearml.Task.init`.
+        run_name: name of the project and of the task.
+        kwargs: passed to `clearml.Task.init`.
     """
 
     name = "clearml"
@@ -43,7 +43,7 @@ class ClearMLTracker(GeneralTracker):
     packages = ()
     counts_steps = True
 
-    #: The tasks that trackers of this class have opened and not closed.
+    #: Ids of the tasks that trackers of this class have open.
     _open: ClassVar[set[str]] = set()
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
@@ -63,7 +63,7 @@ class ClearMLTracker(GeneralTracker):
         if not key and not file.exists():
             return "it needs an account: run clearml-init, or set CLEARML_OFFLINE_MODE=1"
         if not key and not server:
-            try:  # where the library looks it up
+            try:  # the library also reads the address from this file
                 server = _SERVER.findall(file.read_text("utf-8"))[0]
             except IndexError:
                 pass
@@ -87,7 +87,8 @@ class ClearMLTracker(GeneralTracker):
         if current is not None:
             if str(current.id) in self._open:
                 raise TrackerError(
-                    "ClearML has one task per process, and another Accelerator has opened it"
+                    "ClearML supports only one task per process, and another Accelerator has "
+                    "already opened one"
                 )
             self.task: Any = current
             self._own = False
@@ -105,26 +106,29 @@ class ClearMLTracker(GeneralTracker):
             del options["reuse_last_task_id"]
             options["continue_last_task"] = self.resume_id
         if hasattr(Task, "_report_subprocess_enabled"):
-            # The library forks this process to report from there. Threads of the script and of
-            # other trackers hold locks at that moment: the copy hangs, and `close` with it.
+            # The library would fork this process to report from the child. If other threads hold
+            # locks during the fork, the child hangs, and then `close` does too.
             Task._report_subprocess_enabled = False
         self.task = Task.init(**{**options, **self._kwargs})
         self._open.add(str(self.task.id))
         if self.resume_id is not None:
-            self.task.set_initial_iteration(0)  # steps are the script's own
+            self.task.set_initial_iteration(0)  # keep the steps that the script logs
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.task.connect_configuration(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Report `title/series` as a scalar; ClearML keeps no NaN and no infinity but as 0."""
+        """Report `title/series` as a scalar. NaN and infinities go to the task's log only."""
         numbers, texts, _ = split(values)
         problems = {}
         for key, number in numbers.items():
             if math.isfinite(number):
                 self._report(key, number, step, **kwargs)
             else:
-                problems[key] = f"is {number}, which ClearML would keep as 0: it is in its log only"
+                problems[key] = (
+                    f"is {number}, which ClearML would record as 0, so it was only written to the "
+                    "task's log"
+                )
                 texts[key] = str(number)
         for key, text in texts.items():
             self.log_text(key, text, step)
@@ -132,7 +136,7 @@ class ClearMLTracker(GeneralTracker):
             raise NotTaken(problems)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Report each image as title and index; as PNG, for the library would make JPEGs."""
+        """Report each image as PNG, because the library would save JPEGs."""
         from PIL import Image
 
         for name, index, image in pictures(values):
@@ -179,7 +183,7 @@ class ClearMLTracker(GeneralTracker):
 
     def flush(self) -> bool:
         self.task.flush()
-        return False  # a thread of the library's writes, and tells nobody when
+        return False  # a thread of the library writes, and does not report when it has
 
     def finish(self) -> None:
         if self._own:
@@ -188,7 +192,7 @@ class ClearMLTracker(GeneralTracker):
 
     def finish_failed(self) -> None:
         self.task.flush(wait_for_uploads=True)
-        if self.task.is_offline():  # a session on disk has no status
+        if self.task.is_offline():  # offline sessions have no status
             self.task.add_tags([self.failed_word])
         else:
             self.task.mark_failed(status_reason="the script raised", force=True)
@@ -201,7 +205,7 @@ class ClearMLTracker(GeneralTracker):
 
     @staticmethod
     def _place(name: str) -> tuple[str, str]:
-        """Return title and series."""
+        """Return the title and series for a name."""
         title, _, series = name.rpartition("/")
-        # A series of its title's name is what the library makes of one without a name.
+        # The library gives a series without a name the name of its title.
         return (title, series) if title and title != series else (name, "")

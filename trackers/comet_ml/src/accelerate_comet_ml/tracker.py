@@ -1,4 +1,4 @@
-"""Comet."""
+"""`CometMLTracker`, which logs to a Comet experiment."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from accelerate_tracking import Columns, GeneralTracker, Rows, pictures, split, 
 
 
 class CometMLTracker(GeneralTracker):
-    """A Comet experiment; with `COMET_START_ONLINE=0` an archive on disk for `comet upload`.
+    """A Comet experiment, or with `COMET_START_ONLINE=0` an archive on disk for `comet upload`.
 
     Args:
-        run_name: the project.
-        kwargs: for `comet_ml.start`.
+        run_name: name of the project.
+        kwargs: passed to `comet_ml.start`.
     """
 
     name = "comet_ml"
@@ -64,7 +64,7 @@ class CometMLTracker(GeneralTracker):
         self.writer.log_parameters(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as metrics, strings as other values; `kwargs` go to `log_metrics`."""
+        """Log numbers as metrics and strings as "other" values. `kwargs` go to `log_metrics`."""
         numbers, texts, _ = split(values)
         if numbers:
             self.writer.log_metrics(numbers, step=step, **kwargs)
@@ -75,14 +75,14 @@ class CometMLTracker(GeneralTracker):
         from PIL import Image
 
         for name, _, image in pictures(values):
-            # An array would be stretched from its darkest to its brightest value.
+            # Comet would scale an array so that its values cover the whole range.
             self.writer.log_image(Image.fromarray(image), name=name, step=step, **kwargs)
 
     def log_table(
         self, table_name: str, columns: Columns, data: Rows, step: int | None = None, **kwargs: Any
     ) -> None:
         file = table_name if table_name.endswith((".csv", ".tsv")) else f"{table_name}.csv"
-        # Without a row the library looks for the width of the first one.
+        # The library reads the number of columns from the first row, so it needs at least one.
         rows, headers = (data, columns) if data else ([columns], False)
         self.writer.log_table(file, tabular_data=rows, headers=headers, **{"step": step, **kwargs})
 
@@ -90,7 +90,7 @@ class CometMLTracker(GeneralTracker):
         self.writer.log_figure(figure_name=name, figure=figure, step=step, **kwargs)
 
     def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
-        """Keep a file or directory as assets of the experiment."""
+        """Store a file or directory as assets of the experiment."""
         if Path(path).is_dir():
             self.writer.log_asset_folder(path, **{"log_file_name": True, **kwargs})
         else:
@@ -104,7 +104,7 @@ class CometMLTracker(GeneralTracker):
 
     def flush(self) -> bool:
         self.writer.flush()
-        return False  # an offline experiment is an archive that is made at the end
+        return False  # offline, the archive is only written at the end
 
     def finish(self) -> None:
         self.writer.end()

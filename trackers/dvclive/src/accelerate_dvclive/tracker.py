@@ -1,4 +1,4 @@
-"""DVCLive: plain files, beside the code in git."""
+"""`DVCLiveTracker`, which writes plain files that can be committed with the code."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from accelerate_tracking import Columns, GeneralTracker, Rows, each, pictures, s
 
 
 class DVCLiveTracker(GeneralTracker):
-    """A `dvclive.Live`, whose step is the one that is logged.
+    """A `dvclive.Live`, with the step of the script as its step.
 
-    It is opened with the first value: opening clears what an earlier run left in its directory,
-    which a checkpoint that is loaded in between may want to go on with.
+    It is opened when the first value is logged, because opening it deletes the files of an earlier
+    run in its directory, and a checkpoint loaded before that may continue that run.
 
-    In a git repository DVCLive sets up DVC (`.dvc`, `dvc.yaml`) and at the end keeps the
-    workspace as an experiment, a commit under `refs/exps`; `save_dvc_exp=False` makes no commit.
+    In a git repository, DVCLive sets up DVC (`.dvc`, `dvc.yaml`). At the end, it saves the
+    workspace as an experiment, which is a commit under `refs/exps`. To avoid the commit, pass
+    `save_dvc_exp=False`.
 
     Args:
-        run_name: the experiment's name where DVC gives none; not used by the files.
-        live: a `Live` of your own.
-        kwargs: for `dvclive.Live`.
+        run_name: kept for compatibility. DVCLive does not use it.
+        live: your own `Live`.
+        kwargs: passed to `dvclive.Live`.
     """
 
     name = "dvclive"
@@ -51,7 +52,10 @@ class DVCLiveTracker(GeneralTracker):
         why = super().unusable(environ)
         here = Path.cwd()
         if why is None and any((folder / ".git").exists() for folder in (here, *here.parents)):
-            return "it would set up DVC and commit experiments in this git repository; ask by name"
+            return (
+                "it would set up DVC and commit experiments in this git repository. To use it, "
+                "add its name to log_with"
+            )
         return why
 
     @property
@@ -61,7 +65,7 @@ class DVCLiveTracker(GeneralTracker):
 
     @property
     def live(self) -> Any:
-        """The `dvclive.Live`, opened now if it is not yet."""
+        """The `dvclive.Live`, which this opens if needed."""
         if self._live is None:
             from dvclive import Live
 
@@ -78,7 +82,7 @@ class DVCLiveTracker(GeneralTracker):
         return str(Path(directory).absolute())
 
     def start(self) -> None:
-        import dvclive  # noqa: F401  a broken library is better known now
+        import dvclive  # noqa: F401  fails now if the library is broken
 
         self._live = self._given
         self._options = {"dir": "dvclive", **self._kwargs}
@@ -95,7 +99,7 @@ class DVCLiveTracker(GeneralTracker):
             self.finish()
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers and strings; `kwargs` go to `Live.log_metric`."""
+        """Log numbers and strings. `kwargs` go to `Live.log_metric`."""
         if step is not None:
             self.live.step = step
         numbers, texts, _ = split(values)
@@ -105,7 +109,7 @@ class DVCLiveTracker(GeneralTracker):
         )
 
     def _name(self, key: str) -> str:
-        """Return the name of a metric: a file, and a place among nested ones."""
+        """Return a metric name that does not clash with the files and folders of other metrics."""
         if key in self._names:
             return self._names[key]
         taken = set(self._names.values())
@@ -118,23 +122,21 @@ class DVCLiveTracker(GeneralTracker):
             name += hashlib.sha256(key.encode()).hexdigest()[:8]
         if name != key:
             warn(
-                f"dvclive keeps {key[:200]!r} as {name!r}: values lie in files and folders of their names.",
+                f"dvclive logs {key[:200]!r} as {name!r}, because each value is a file with its name "
+                "and the original name is not possible.",
             )
         self._names[key] = name
         return name
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Save `NAME/STEP.png`, of a batch `NAME/INDEX/STEP.png`, which DVC shows as a slider."""
+        """Save `NAME/STEP.png`, or `NAME/INDEX/STEP.png` for a batch. DVC shows steps as a slider."""
         for name, _, image in pictures(values):
             self.live.log_image(_file(name, step), image, **kwargs)
 
     def log_table(
         self, table_name: str, columns: Columns, data: Rows, step: int | None = None, **kwargs: Any
     ) -> None:
-        """Save the rows as a plot of DVC, the second column over the first.
-
-        The arguments are those of `Accelerator.log_table`.
-        """
+        """Save the rows as a DVC plot of the second column over the first."""
         points = [dict(zip(columns, row, strict=True)) for row in data]
         axes = {"x": columns[0], "y": columns[-1 if len(columns) < 3 else 1]}
         self.live.log_plot(table_name, points, **{**axes, **kwargs})
@@ -143,11 +145,11 @@ class DVCLiveTracker(GeneralTracker):
         self.live.log_image(_file(name, step), figure, **kwargs)
 
     def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
-        """Track a file or directory with DVC; outside a DVC repository the library only warns."""
+        """Track a file or directory with DVC. Outside a DVC repository, the library only warns."""
         self.live.log_artifact(path, **{"name": Path(name).stem, **kwargs})
 
     def flush(self) -> None:
-        self.live.make_summary()  # each value is on disk already, in a file of its name
+        self.live.make_summary()  # the values themselves are already on disk
 
     def finish(self) -> None:
         self.live.end()

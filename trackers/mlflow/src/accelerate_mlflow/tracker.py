@@ -1,4 +1,4 @@
-"""MLflow."""
+"""`MLflowTracker`, which logs to an MLflow run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from accelerate_core.plugin import env_flag, warn
 from accelerate_tracking import Columns, GeneralTracker, Rows, pictures, split
 
-#: What the server takes at once.
+#: Limits of the server.
 METRICS_AT_ONCE = 1000
 PARAMS_AT_ONCE = 100
 PARAM_LENGTH = 6000
@@ -27,16 +27,18 @@ _FIGURES = {".png", ".pdf", ".svg", ".jpg", ".jpeg"}
 
 
 class MLflowTracker(GeneralTracker):
-    """A run in MLflow, wherever `MLFLOW_TRACKING_URI` points; by default a local database.
+    """A run on the MLflow server in `MLFLOW_TRACKING_URI`, by default a local database.
+
+    The environment variables named below take precedence over the arguments.
 
     Args:
-        experiment_name: the experiment; `MLFLOW_EXPERIMENT_NAME` is stronger.
-        logging_dir: where a new experiment keeps its artifacts.
-        run_id: a run to go on in; `MLFLOW_RUN_ID` is stronger.
-        tags: of the run, a dict or JSON; `MLFLOW_TAGS` is stronger.
-        nested_run: start it inside an active run; `MLFLOW_NESTED_RUN` is stronger.
-        run_name: its name.
-        description: its text.
+        experiment_name: name of the experiment (`MLFLOW_EXPERIMENT_NAME`).
+        logging_dir: where a new experiment stores its artifacts.
+        run_id: the run to continue (`MLFLOW_RUN_ID`).
+        tags: tags of the run, as a dict or JSON (`MLFLOW_TAGS`).
+        nested_run: start the run inside the active run (`MLFLOW_NESTED_RUN`).
+        run_name: name of the run.
+        description: description of the run.
     """
 
     name = "mlflow"
@@ -48,7 +50,7 @@ class MLflowTracker(GeneralTracker):
     groups = True
     packages = ()
     counts_steps = True
-    finishes_in_place = True  # the active run is one of the thread that started it
+    finishes_in_place = True  # the active run belongs to the thread that started it
 
     def __init__(
         self,
@@ -84,8 +86,8 @@ class MLflowTracker(GeneralTracker):
     def start(self) -> None:
         import mlflow
 
-        # Ranks that start at once would make the tables of a new database at once.
-        with _alone(mlflow.get_tracking_uri()) if self.run_group else contextlib.nullcontext():
+        # Several ranks must not create the tables of a new database at the same time.
+        with _locked(mlflow.get_tracking_uri()) if self.run_group else contextlib.nullcontext():
             self._start(mlflow)
 
     def _start(self, mlflow: Any) -> None:
@@ -101,7 +103,7 @@ class MLflowTracker(GeneralTracker):
             self.tags |= {"group": self.run_group.name, "rank": str(self.run_group.rank)}
         run_id = self.resume_id or self._given_id
         if mlflow.active_run() is not None and not self.nested_run and run_id is None:
-            # There is an active run: another Accelerator's, or the script's own.
+            # Another Accelerator or the script has an active run.
             note = {"mlflow.note.content": self.description} if self.description else {}
             tags = self.tags | note
             run = self.client.create_run(experiment_id, tags=tags, run_name=self.run_name)
@@ -126,17 +128,20 @@ class MLflowTracker(GeneralTracker):
             text = str(value)
             if len(text) > PARAM_LENGTH:
                 text = text[:PARAM_LENGTH]
-                warn(f"mlflow keeps {PARAM_LENGTH} characters of {key!r}.")
+                warn(f"mlflow: {key!r} in the config was cut to {PARAM_LENGTH} characters.")
             if known.get(key, text) != text:
-                # A resumed run: what was written once cannot be changed.
-                warn(f"mlflow keeps {key!r} at {known[key]!r}, not {text!r}.")
+                # In a resumed run: MLflow does not allow changing a parameter.
+                warn(
+                    f"mlflow does not allow changing the parameter {key!r}, so it stays "
+                    f"{known[key]!r} instead of {text!r}."
+                )
             elif key not in known:
                 params.append(Param(key, text))
         for start in range(0, len(params), PARAMS_AT_ONCE):
             self.client.log_batch(self.run_id, params=params[start : start + PARAMS_AT_ONCE])
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as metrics and strings as tags; `kwargs` go to `log_batch`."""
+        """Log numbers as metrics and strings as tags. `kwargs` go to `log_batch`."""
         self.log_many([(values, step)], **kwargs)
 
     def log_many(self, entries: Sequence[tuple[dict[str, Any], int | None]], **kwargs: Any) -> None:
@@ -162,10 +167,7 @@ class MLflowTracker(GeneralTracker):
     def log_table(
         self, table_name: str, columns: Columns, data: Rows, step: int | None = None, **kwargs: Any
     ) -> None:
-        """Log a table as a JSON artifact; a second one of the name is added below the first.
-
-        The arguments are those of `Accelerator.log_table`.
-        """
+        """Log a table as a JSON artifact. A second table with the same name appends its rows."""
         table = {name: [row[i] for row in data] for i, name in enumerate(columns)}
         file = _clean(table_name)
         file = file if file.endswith((".json", ".parquet")) else f"{file}.json"
@@ -176,7 +178,7 @@ class MLflowTracker(GeneralTracker):
         self.client.log_figure(self.run_id, figure, file, **kwargs)
 
     def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
-        """Keep a directory, or a file in a folder of the name if it is not the file's own."""
+        """Store a file or directory. A file gets a folder `name` if `name` isn't its own name."""
         upload = self.client.log_artifacts if Path(path).is_dir() else self.client.log_artifact
         if Path(path).is_dir() or name != Path(path).name:
             kwargs = {"artifact_path": _clean(name), **kwargs}
@@ -187,13 +189,13 @@ class MLflowTracker(GeneralTracker):
         self.client.log_text(self.run_id, text, file, **kwargs)
 
     def _key(self, name: str) -> str:
-        """Return the server's key of a name; two names never share one."""
+        """Return a key that the server accepts. Two names never get the same key."""
         if name in self._names:
             return self._names[name]
         key = _clean(name)
         if len(key) > KEY_LENGTH or key in self._names.values():
             key = f"{key[: KEY_LENGTH - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-            warn(f"mlflow keeps {name[:200]!r} as {key!r}.")
+            warn(f"mlflow logs {name[:200]!r} as {key!r}.")
         self._names[name] = key
         return key
 
@@ -209,18 +211,18 @@ class MLflowTracker(GeneralTracker):
         active = mlflow.active_run()
         if active is not None and active.info.run_id == self.run_id:
             mlflow.end_run(status)
-        else:  # the script started another one, or ends in another thread
+        else:  # the script started another run, or this is another thread
             self.client.set_terminated(self.run_id, status)
 
 
 def _clean(name: str) -> str:
-    """Return a name as a path inside the run that the server takes."""
+    """Return a name as a path that the server accepts."""
     parts = re.sub(r"[^\w./ :-]", "_", name).split("/")
     return "/".join(part for part in parts if part not in ("", ".", "..")) or "_"
 
 
 def _file(name: str, step: int | None, known: set[str], ending: str) -> str:
-    """Return the file of a name at a step; a later step does not overwrite an earlier one."""
+    """Return a file name that includes the step, so steps don't overwrite each other."""
     path = _clean(name)
     suffix = Path(path).suffix.lower()
     if suffix in known:
@@ -230,8 +232,8 @@ def _file(name: str, step: int | None, known: set[str], ending: str) -> str:
 
 
 @contextlib.contextmanager
-def _alone(uri: str) -> Iterator[None]:
-    """Hold a lock among the processes of this machine, for which they wait a minute at most."""
+def _locked(uri: str) -> Iterator[None]:
+    """Hold a lock against other processes on this machine. Wait at most one minute for it."""
     try:
         import fcntl
     except ImportError:  # not on Windows

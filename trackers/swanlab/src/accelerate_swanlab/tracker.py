@@ -1,4 +1,4 @@
-"""SwanLab."""
+"""`SwanLabTracker`, which logs to a SwanLab run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from accelerate_tracking import (
 
 
 class SwanLabTracker(GeneralTracker):
-    """A SwanLab run; with `SWANLAB_MODE=offline` kept on disk for `swanlab sync`.
+    """A SwanLab run. With `SWANLAB_MODE=offline`, it stays on disk for `swanlab sync`.
 
     Args:
-        run_name: the project.
-        kwargs: for `swanlab.init`.
+        run_name: name of the project.
+        kwargs: passed to `swanlab.init`.
     """
 
     name = "swanlab"
@@ -33,7 +33,7 @@ class SwanLabTracker(GeneralTracker):
     resumes = True
     groups = True
     packages = ("swanlab",)
-    finishes_in_place = True  # it puts signal handlers back, which the main thread alone may
+    finishes_in_place = True  # it restores signal handlers, which only the main thread may do
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
@@ -71,21 +71,22 @@ class SwanLabTracker(GeneralTracker):
         self.run: Any = swanlab.init(**{**options, **self._kwargs})
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        # The library would keep None as an empty dict.
+        # The library would store None as an empty dict.
         kept = {key: "None" if value is None else value for key, value in values.items()}
         self.run.config.update(kept)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers and texts at once; `kwargs` go to `swanlab.Run.log`."""
+        """Log numbers and texts in one call. `kwargs` go to `swanlab.Run.log`."""
         if step is not None and step < 0:
-            raise NotTaken(dict.fromkeys(values, f"at step {step}: SwanLab takes none below 0"))
+            problem = f"was logged at step {step}, but SwanLab does not accept negative steps"
+            raise NotTaken(dict.fromkeys(values, problem))
         values = {"".join(c if c.isprintable() else "_" for c in k): v for k, v in values.items()}
         numbers, texts, others = split(values)
         objects = {key: self._swanlab.Text(text) for key, text in texts.items()}
         self.run.log({**numbers, **objects, **others}, step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log each batch as one list; `kwargs` go to `swanlab.Image`."""
+        """Log each batch as one list. `kwargs` go to `swanlab.Image`."""
         batches = {
             name: [self._swanlab.Image(image, **kwargs) for _, _, image in pictures({name: batch})]
             for name, batch in values.items()
@@ -106,7 +107,7 @@ class SwanLabTracker(GeneralTracker):
         self.run.log({name: self._swanlab.Text(text, **kwargs)}, step=step)
 
     def flush(self) -> bool:
-        return False  # its file is buffered until the end
+        return False  # the library buffers its file until the end
 
     def finish(self) -> None:
         self.run.finish()

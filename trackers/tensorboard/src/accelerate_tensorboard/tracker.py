@@ -1,4 +1,4 @@
-"""TensorBoard event files, written with torch's own `SummaryWriter`."""
+"""`TensorBoardTracker`, which writes event files with torch's `SummaryWriter`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from accelerate_tracking import Columns, GeneralTracker, Rows, each, pictures, s
 
 
 class TensorBoardTracker(GeneralTracker):
-    """Writes events into `LOGGING_DIR/RUN_NAME`, and the config as its hyperparameters.
+    """Writes event files to `LOGGING_DIR/RUN_NAME`, with the config as hyperparameters.
 
     Args:
         run_name: name of the directory of the run.
-        logging_dir: where that directory is.
-        kwargs: for `torch.utils.tensorboard.SummaryWriter`.
+        logging_dir: the directory that contains it.
+        kwargs: passed to `torch.utils.tensorboard.SummaryWriter`.
     """
 
     name = "tensorboard"
@@ -58,7 +58,7 @@ class TensorBoardTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        # The plugin knows numbers, strings and booleans only.
+        # TensorBoard only supports numbers, strings and booleans as hyperparameters.
         flat = {
             key: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
             for key, value in values.items()
@@ -72,7 +72,7 @@ class TensorBoardTracker(GeneralTracker):
         self.writer.flush()
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write scalars and texts; `kwargs` go to `add_scalar`."""
+        """Write scalars and texts. `kwargs` go to `add_scalar`."""
         numbers, texts, _ = split(values)
 
         def write(key: str, value: Any) -> None:
@@ -91,10 +91,7 @@ class TensorBoardTracker(GeneralTracker):
     def log_table(
         self, table_name: str, columns: Columns, data: Rows, step: int | None = None, **kwargs: Any
     ) -> None:
-        """Write the table as Markdown, which the Text tab draws as one.
-
-        The arguments are those of `Accelerator.log_table`.
-        """
+        """Write the table as Markdown, which the Text tab renders."""
         rows = [columns, ["---"] * len(columns), *data]
         cells = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
         text = "\n".join(f"| {' | '.join(row)} |" for row in cells)
@@ -119,7 +116,7 @@ class TensorBoardTracker(GeneralTracker):
         self._end(self.failed_word)
 
     def _end(self, status: str) -> None:
-        if self._has_config:  # a session of the hyperparameters' plugin ends with a status
+        if self._has_config:  # sets the status of the hyperparameter session
             from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
             from torch.utils.tensorboard.summary import hparams
 

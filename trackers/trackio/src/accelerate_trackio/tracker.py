@@ -1,4 +1,4 @@
-"""Trackio: a local database, and a dashboard that reads it."""
+"""`TrackioTracker`, which logs to Trackio's local database."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from accelerate_tracking import Columns, GeneralTracker, Rows, pictures
 
 
 def repair_figure_check(html: Any) -> None:
-    """Let trackio keep values that are logged while another thread imports a plotting library.
+    """Fix lost values in Trackio while another thread imports a plotting library.
 
-    `Run.log` asks `trackio.Html` whether a value, number or not, is a figure. It looks for
-    `sys.modules["matplotlib.figure"].Figure` and the like, and drops the value with a warning when
-    the module is only half imported. A class that does not exist yet has no instances.
+    `Run.log` calls `trackio.Html.is_loggable_figure` for every value, even for numbers. That reads
+    `sys.modules["matplotlib.figure"].Figure` and similar attributes. If such a module is only
+    partly imported, it raises, and Trackio drops the value with a warning. In this case the value
+    cannot be a figure, because its class does not exist yet.
     """
     check: Any = getattr(html, "is_loggable_figure", None)
     if check is None or hasattr(check, "__wrapped__"):
@@ -32,11 +33,11 @@ def repair_figure_check(html: Any) -> None:
 
 
 class TrackioTracker(GeneralTracker):
-    """A run in the local database of Trackio, or in a Space with `space_id=`.
+    """A run in Trackio's local database, or in a Space with `space_id=`.
 
     Args:
-        run_name: the project.
-        kwargs: for `trackio.init`.
+        run_name: name of the project.
+        kwargs: passed to `trackio.init`.
     """
 
     name = "trackio"
@@ -74,13 +75,13 @@ class TrackioTracker(GeneralTracker):
         self.run: Any = trackio.init(**{**options, **self._kwargs})
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.run.config.update(values)  # it is written with the first values
+        self.run.config.update(values)  # written together with the first values
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         self.run.log(values, step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log each image by itself; `kwargs` go to `trackio.Image`."""
+        """Log each image separately. `kwargs` go to `trackio.Image`."""
         found = {name: self._trackio.Image(image, **kwargs) for name, _, image in pictures(values)}
         self.run.log(found, step=step)
 
@@ -99,7 +100,7 @@ class TrackioTracker(GeneralTracker):
         self.run.log({name: self._trackio.Image(Image.open(file), **kwargs)}, step=step)
 
     def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
-        """Keep a file or directory; `kwargs` go to `trackio.Run.log_artifact`."""
+        """Store a file or directory. `kwargs` go to `trackio.Run.log_artifact`."""
         name = re.sub(r"[^a-zA-Z0-9_.\-]+", "_", name)[:128]
         self.run.log_artifact(path, **{"name": name, "type": "file", **kwargs})
 
@@ -110,13 +111,13 @@ class TrackioTracker(GeneralTracker):
         self.run.log({name: self._trackio.Histogram(values, **kwargs)}, step=step)
 
     def flush(self) -> bool:
-        """Write out what its thread has queued; a Space gives no such promise."""
+        """Write the values queued for the library's thread. This isn't possible with a Space."""
         try:
             if self.run._client is not None:
                 return False
             with self.run._client_lock:
                 self.run._flush_queues_inline()
-        except AttributeError:  # not part of the library's public face
+        except AttributeError:  # these are private members of the library
             return False
         return True
 

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""`WandBTracker`, which logs to a Weights & Biases run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from accelerate_tracking import Columns, GeneralTracker, Rows, pictures, unreach
 
 
 class WandBTracker(GeneralTracker):
-    """A run of Weights & Biases; with `WANDB_MODE=offline` kept on disk for `wandb sync`.
+    """A Weights & Biases run. With `WANDB_MODE=offline`, it stays on disk for `wandb sync`.
 
     Args:
-        run_name: the project.
-        kwargs: for `wandb.init`.
+        run_name: name of the project.
+        kwargs: passed to `wandb.init`.
     """
 
     name = "wandb"
@@ -32,7 +32,7 @@ class WandBTracker(GeneralTracker):
     groups = True
     packages = ("wandb", "PIL", "matplotlib", "plotly")
 
-    #: The runs that trackers of this class have open.
+    #: Ids of the runs that trackers of this class have open.
     _open: ClassVar[set[str]] = set()
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
@@ -73,10 +73,10 @@ class WandBTracker(GeneralTracker):
             options |= {"group": self.run_group.name, "name": f"rank{self.run_group.rank}"}
             options["reinit"] = "create_new"
         elif wandb.run is not None and wandb.run.id in self._open:
-            options["reinit"] = "create_new"  # that one is another Accelerator's
+            options["reinit"] = "create_new"  # the open run belongs to another Accelerator
         options |= self._kwargs
         if "dir" in options:
-            # One process of the library serves all runs: a relative one would be below its own.
+            # The library's process resolves relative paths against its own working directory.
             options["dir"] = os.path.abspath(options["dir"])
         self.run: Any = wandb.init(**options)
         self._open.add(self.run.id)
@@ -86,19 +86,19 @@ class WandBTracker(GeneralTracker):
         self.run.config.update(values, allow_val_change=True)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log one row; `kwargs` go to `wandb.Run.log`."""
+        """Log one row. `kwargs` go to `wandb.Run.log`."""
         if step is not None and step < self._last:
-            # Rows of an earlier step are dropped by the library.
+            # The library drops rows with an earlier step than the last one.
             warn(
-                f"wandb takes steps in rising order only: step {step} came after {self._last}; "
-                "such values are logged at the later step.",
+                f"wandb only accepts increasing steps, but step {step} came after {self._last}. "
+                "Values of earlier steps are logged at the latest step.",
             )
             step = self._last
         self._last = step if step is not None else self._last + 1
         self.run.log(values, step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log each batch as one list of images; `kwargs` go to `wandb.Image`."""
+        """Log each batch as one list of images. `kwargs` go to `wandb.Image`."""
         found = {
             name: [self._wandb.Image(image, **kwargs) for _, _, image in pictures({name: batch})]
             for name, batch in values.items()
@@ -108,17 +108,17 @@ class WandBTracker(GeneralTracker):
     def log_table(
         self, table_name: str, columns: Columns, data: Rows, step: int | None = None, **kwargs: Any
     ) -> None:
-        # Columns of several types, and None, are refused otherwise.
+        # Otherwise None, and columns with several types, would be refused.
         options = {"allow_mixed_types": True, **kwargs}
         self.log({table_name: self._wandb.Table(columns=columns, data=data, **options)}, step)
 
     def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
-        import matplotlib.pyplot  # noqa: F401  the library takes it to be imported
+        import matplotlib.pyplot  # noqa: F401  the library expects it to be imported
 
         self.log({name: self._wandb.Image(figure, **kwargs)}, step)
 
     def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
-        """Log a file or directory; `kwargs` go to `wandb.Artifact`."""
+        """Log a file or directory. `kwargs` go to `wandb.Artifact`."""
         name = re.sub(r"[^a-zA-Z0-9_.\-]+", "_", name)[:128]
         artifact = self._wandb.Artifact(**{"name": name, "type": "file", **kwargs})
         add = artifact.add_dir if Path(path).is_dir() else artifact.add_file
@@ -132,7 +132,7 @@ class WandBTracker(GeneralTracker):
         self.log({name: self._wandb.Histogram(values, **kwargs)}, step)
 
     def flush(self) -> bool:
-        return False  # the library's own process writes, and tells nobody when
+        return False  # a process of the library writes, and does not report when it has
 
     def finish(self) -> None:
         self._open.discard(self.run.id)
@@ -152,7 +152,7 @@ def _in_netrc(environ: Mapping[str, str], host: str) -> bool:
 
 
 def _setting(environ: Mapping[str, str], name: str) -> str:
-    """Return what `wandb offline` and `wandb login` have written, for this folder or the user."""
+    """Return a setting that `wandb offline` or `wandb login` wrote for this folder or the user."""
     user = Path(environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
     here = Path(environ.get("WANDB_DIR") or ".")
     parser = configparser.ConfigParser(interpolation=None)

@@ -1,4 +1,4 @@
-"""`accelerate-core runs`: what the built-in tracker has written."""
+"""`accelerate-core runs`: show the runs of the built-in tracker."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ _STYLES = {"finished": "green", "failed": "red", "running": "yellow"}
 
 @click.group("runs")
 def command() -> None:
-    """Show runs that log_with="jsonl" has written."""
+    """Show runs that were logged with log_with="jsonl"."""
 
 
 @command.command("show")
 @click.argument("directory", type=_DIRECTORY)
-@click.option("--key", "keys", multiple=True, help="Only these; `train/*` is a pattern.")
+@click.option(
+    "--key", "keys", multiple=True, help="Show only these values. `train/*` is a pattern."
+)
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw the curves.")
 @click.option("--config", "with_config", is_flag=True, help="Print the configuration too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def show(
     directory: Path, keys: tuple[str, ...], png: Path | None, with_config: bool, as_json: bool
 ) -> None:
-    """Print last values and curves of the runs in DIRECTORY or below."""
+    """Print the last values and the curves of all runs in or below DIRECTORY."""
     runs = [read_run(path) for path in find_runs(directory)]
     _choose(directory, runs, keys)
-    if png is not None:  # first: where it fails nothing is printed
+    if png is not None:  # comes first, so that nothing is printed if it fails
         _draw(runs, png)
     if as_json:
         plain = [asdict(run) | {"path": str(run.path), "summary": run.summary()} for run in runs]
@@ -43,16 +45,16 @@ def show(
         for run in runs:
             _print(run, with_config)
     if png is not None:
-        click.echo(f"The curves are in {png}.", err=as_json)
+        click.echo(f"Saved the curves to {png}.", err=as_json)
 
 
 def _choose(directory: Path, runs: list[RecordedRun], keys: tuple[str, ...]) -> None:
-    """Leave the values that were asked for; one that no run has is an error."""
+    """Keep only the values that match `keys`. A key that matches none is an error."""
     known = list(dict.fromkeys(name for run in runs for name in run.curves))
     for key in keys:
         if not any(fnmatchcase(name, key) for name in known):
             raise TrackerError(
-                f"{directory} has no value {key!r}; there is {listing(known)}."
+                f"No run in {directory} has a value {key!r}. The values are {listing(known)}."
                 f"{did_you_mean(key, known)}"
             )
     for run in runs if keys else ():
@@ -102,7 +104,7 @@ def _draw(runs: list[RecordedRun], png: Path) -> None:
         raise click.UsageError("--png needs matplotlib: pip install matplotlib") from None
     keys = list(dict.fromkeys(key for run in runs for key in run.curves))
     if not keys:
-        raise click.UsageError("There are no values to draw.")
+        raise click.UsageError("--png: these runs have no values to draw.")
     columns = min(3, len(keys))
     rows = -(-len(keys) // columns)
     figure = Figure(figsize=(5 * columns, 3.2 * rows), layout="constrained")
