@@ -303,6 +303,7 @@ def _lacking(one: Any, text: str, around: str) -> Iterator[str]:
         if (
             not _PLAIN.fullmatch(name)
             and "arguments are those of" not in text
+            and "for the arguments" not in text
             and not _says(f"{text} {around}", name)
         ):
             yield f" does not say what `{name}` is"

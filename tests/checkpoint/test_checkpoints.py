@@ -391,7 +391,9 @@ def test_what_is_refused_has_changed_nothing(run: Run, tmp_path: Path) -> None:
     group = {"params": [nn.Parameter(torch.zeros(1))]}
     inner = run.optimizer.optimizer
     run.optimizer.optimizer = torch.optim.SGD(run.net.parameters(), lr=0.1)
-    with pytest.raises(CheckpointError, match="is the state of AdamW, but the optimizer here is SGD"):
+    with pytest.raises(
+        CheckpointError, match="is the state of AdamW, but the optimizer here is SGD"
+    ):
         run.accelerator.load_state(directory, trust=True)
     run.optimizer.optimizer = inner
     run.optimizer.add_param_group(group)

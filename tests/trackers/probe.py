@@ -1,4 +1,4 @@
-"""What the tests log, the environment it is logged in, and the script that does it."""
+"""The script whose values the tests read back, the values that it logs, and its environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG = {
     "seed": None,
     "optimizer": {"kind": "adam", "eps": 1e-8},
 }
-#: What a tracker is handed of it.
+#: The config as trackers receive it.
 PLAIN_CONFIG = {
     "lr": 0.125,
     "epochs": 3,
@@ -40,7 +40,7 @@ KEYS = ("python", "numpy", "zero_d", "nested/value", "nested/deep/count")
 COLUMNS = ["word", "count"]
 ROWS = [["x", 1], ["y", 2]]
 
-#: What keeps the libraries to themselves: nothing is collected about the machine.
+#: Keeps the libraries from collecting data about the machine.
 INIT_KWARGS: dict[str, dict[str, Any]] = {
     "aim": {"system_tracking_interval": None, "capture_terminal_logs": False},
     "clearml": {"auto_resource_monitoring": False, "auto_connect_streams": False},
@@ -50,10 +50,10 @@ INIT_KWARGS: dict[str, dict[str, Any]] = {
 
 
 def environment(directory: Path) -> dict[str, str]:
-    """Return an environment in which all nine keep to a directory, without accounts or network."""
+    """Return an environment in which all nine write to one directory, offline and without accounts."""
     home = directory / "home"
     home.mkdir(exist_ok=True)
-    # Names that do not exist in the real one: nothing of this machine's accounts is seen.
+    # Without these variables, the libraries don't see the accounts of this machine.
     kept = {
         key: value
         for key, value in os.environ.items()
@@ -85,12 +85,12 @@ def environment(directory: Path) -> dict[str, str]:
 
 
 def value(key: str, step: int) -> float:
-    """Return the number that is logged under a key at a step; exact in float32."""
+    """Return the number logged under a key at a step. It is exact in float32."""
     return KEYS.index(key) + step * 0.25 if key != "nested/deep/count" else 10.0 + step
 
 
 def row(step: int) -> dict[str, Any]:
-    """Return one call's values as a script has them."""
+    """Return the values of one call of `log`."""
     import numpy as np
     import torch
 
@@ -137,12 +137,12 @@ def main(case: str) -> None:
     if case == "kill":
         accelerator.save_state("checkpoint")
         accelerator.flush_trackers()
-        time.sleep(2)  # trackio and wandb write on by themselves
+        time.sleep(2)  # trackio and wandb write in the background
         os.kill(os.getpid(), signal.SIGKILL)
     if case in ("resume", "ranks"):
         accelerator.end_training()
         return
-    accelerator.log({"word": "a text"}, step=STEPS - 1)
+    accelerator.log({"word": "a word"}, step=STEPS - 1)
     picture = torch.from_numpy(images()).permute(0, 3, 1, 2)
     accelerator.log_images({"picture": picture}, step=STEPS - 1, channels_first=True)
     accelerator.log_table("table", columns=COLUMNS, data=ROWS, step=STEPS - 1)

@@ -1,9 +1,9 @@
-"""Read what each library wrote, with its own reader where it has one; print it as JSON.
+"""Read what each library wrote, with the library's own reader if it has one, and print it as JSON.
 
     python readers.py DIRECTORY [NAME ...]
 
-Per tracker: `config`, `values` (key -> [step, number] in order), `texts`, `images` (name ->
-nested lists), `table` and `status`, as far as its files have them.
+For each tracker, the result has the `config`, `values` (key -> [step, number] in order), `texts`,
+`images` (name -> nested lists), `table` and `status` that its files contain.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def read_tensorboard(directory: Path) -> Found:
     }
     for part in (path for path in folder.iterdir() if path.is_dir()):
         below = EventAccumulator(str(part), size_guidance={"scalars": 0}).Reload()
-        for tag in below.Tags()["scalars"]:  # what `add_scalars` makes of a nested dict
+        for tag in below.Tags()["scalars"]:  # `add_scalars` writes these for a nested dict
             inner = part.name.removeprefix(f"{tag}_")
             values[f"{tag}/{inner}"] = [[event.step, event.value] for event in below.Scalars(tag)]
     return {
@@ -91,7 +91,7 @@ def read_tensorboard(directory: Path) -> Found:
 
 
 def _leveldb(path: Path, header: int) -> list[bytes]:
-    """Return the records of a file in LevelDB's log format, which two of the libraries use."""
+    """Return the records of a file in LevelDB's log format, which two libraries use."""
     data, block = path.read_bytes(), 32768
     records, parts, at = [], [], header
     while at + 7 <= len(data):
@@ -115,7 +115,7 @@ def read_wandb(directory: Path) -> Found:
 def wandb_run(run: Path) -> Found:
     from wandb.proto import wandb_internal_pb2
 
-    until = time.monotonic() + 20  # another process writes on for a moment
+    until = time.monotonic() + 20  # another process may still be writing
     while True:
         records = []
         for path in run.glob("*.wandb"):
@@ -147,7 +147,7 @@ def wandb_run(run: Path) -> Found:
                 series.append((key, step, value))
             elif isinstance(value, str):
                 found["texts"][key] = value
-            elif "_type" not in value:  # a nested dict, handed over as it was
+            elif "_type" not in value:  # a nested dict
                 series += [(f"{key}/{inner}", step, number) for inner, number in value.items()]
             elif value.get("_type") == "images/separated":
                 for index, name in enumerate(value["filenames"]):
@@ -177,7 +177,7 @@ def read_trackio(directory: Path) -> Found:
                 series.append((key, entry["step"], value))
             elif isinstance(value, str):
                 found["texts"][key] = value
-            elif value and "_type" not in value:  # a nested dict, handed over as it was
+            elif value and "_type" not in value:  # a nested dict
                 step = entry["step"]
                 series += [(f"{key}/{inner}", step, number) for inner, number in value.items()]
             elif value.get("_type") == "trackio.image":
@@ -202,7 +202,7 @@ def read_aim(directory: Path) -> Found:
     where = str(directory / "logs")
     repo = Repo.from_path(where)
     (hash_,) = repo.list_all_runs()
-    # A fresh repository has no index until `aim up` has run.
+    # A new repository has no index before `aim up` has run.
     RepoIndexManager.get_index_manager(repo).index(hash_)
     run = Repo.from_path(where).get_run(hash_)
     series = []
@@ -255,7 +255,7 @@ def comet_archive(path: Path) -> Found:
             metric = payload["metric"]
             series.append((metric["metricName"], metric["step"], float(metric["metricValue"])))
         elif kind == "parameter_msg":
-            param = payload.get("param") or payload["params"]  # single values, and lists
+            param = payload.get("param") or payload["params"]  # a single value or a list
             found["config"][param["paramName"]] = param["paramValue"]
         elif kind == "log_other":
             found["texts"][payload["key"]] = payload["value"]
@@ -457,6 +457,6 @@ if __name__ == "__main__":
     for name in sys.argv[2:] or READERS:
         try:
             result[name] = READERS[name](where)
-        except Exception:  # the others are read all the same
+        except Exception:  # continue with the others
             result[name] = {"error": traceback.format_exc()}
     print("FOUND" + json.dumps(result, default=str))

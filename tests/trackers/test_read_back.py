@@ -1,4 +1,4 @@
-"""All nine at once, without network: what was logged is in their files, or said to be skipped."""
+"""All nine libraries together, offline: logged values are in their files or skipped with a warning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ for name in probe.NINE:
     if importlib.util.find_spec(f"accelerate_{name}") is None:
         pytest.skip(f"accelerate-{name} is not installed", allow_module_level=True)
 
-#: Hyperparameters that a library keeps in its own way.
+#: Configs of libraries that change some values.
 AS_TEXT = {
     "mlflow": {key: str(value) for key, value in probe.PLAIN_CONFIG.items()},
     "swanlab": {**probe.PLAIN_CONFIG, "seed": "None"},
@@ -39,7 +39,7 @@ AS_TEXT = {
 def run(
     directory: Path, case: str, log_with: str = "all", rc: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script of `probe` and check how it ended."""
+    """Run the script `probe.py` and check its exit status."""
     ended = subprocess.run(
         [sys.executable, str(HERE / "probe.py"), case, log_with],
         cwd=directory,
@@ -53,7 +53,7 @@ def run(
 
 
 def read(directory: Path, *names: str) -> dict[str, Any]:
-    """Read the files in a process of its own."""
+    """Read the files in a separate process."""
     ended = subprocess.run(
         [sys.executable, str(HERE / "readers.py"), str(directory), *names],
         cwd=directory,
@@ -77,27 +77,25 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]
     return ended.stdout + ended.stderr, read(directory)
 
 
-def test_all_starts_the_nine_and_the_built_in_one(full: tuple[str, dict[str, Any]]) -> None:
+def test_all_starts_the_nine_libraries_and_jsonl(full: tuple[str, dict[str, Any]]) -> None:
     text, _ = full
     (line,) = [line for line in text.splitlines() if line.startswith("TRACKERS ")]
     assert set(line.removeprefix("TRACKERS ").split(",")) == set(ALL)
-    assert "switched off" not in text
+    assert "turned off" not in text
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_three_steps_are_read_back_as_they_were_logged(
-    full: tuple[str, dict[str, Any]], name: str
-) -> None:
+def test_logged_steps_are_read_back_exactly(full: tuple[str, dict[str, Any]], name: str) -> None:
     assert not full[1][name]["error"]
     values = full[1][name]["values"]
     for key in probe.KEYS:
         wanted = [[step, probe.value(key, step)] for step in range(probe.STEPS)]
         assert values[key] == wanted, key
-    assert full[1][name]["texts"]["word"] == "a text"
+    assert full[1][name]["texts"]["word"] == "a word"
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_config_is_read_back_with_its_lists_and_none(
+def test_config_is_read_back_with_lists_and_none(
     full: tuple[str, dict[str, Any]], name: str
 ) -> None:
     config = full[1][name]["config"]
@@ -109,22 +107,20 @@ def test_the_config_is_read_back_with_its_lists_and_none(
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_batch_of_images_is_read_back_pixel_by_pixel(
-    full: tuple[str, dict[str, Any]], name: str
-) -> None:
+def test_batch_of_images_is_read_back_exactly(full: tuple[str, dict[str, Any]], name: str) -> None:
     images = full[1][name]["images"]
     batch = probe.images().tolist()
     assert [images["picture/0"], images["picture/1"]] == batch
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_table_is_read_back_or_said_to_be_skipped(
+def test_table_is_read_back_or_skipped_with_a_warning(
     full: tuple[str, dict[str, Any]], name: str
 ) -> None:
     text, found = full
     wanted = [probe.COLUMNS, *probe.ROWS]
     if name == "aim":
-        assert "log_table is skipped by trackers that have no such thing: 'aim'" in text
+        assert "log_table is skipped for trackers that do not support it: 'aim'" in text
     elif name == "tensorboard":
         assert found[name]["table"].splitlines()[2:] == ["| x | 1 |", "| y | 2 |"]
     elif name == "comet_ml":
@@ -138,13 +134,13 @@ WITHOUT_HISTOGRAM = {"dvclive", "mlflow", "swanlab"}
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_texts_and_histograms_are_there_or_said_to_be_skipped(
+def test_texts_and_histograms_are_read_back_or_skipped_with_a_warning(
     full: tuple[str, dict[str, Any]], name: str
 ) -> None:
     text, found = full
-    said = {line for line in text.splitlines() if "is skipped by trackers" in line}
+    skipped = {line for line in text.splitlines() if "is skipped for trackers" in line}
     for verb, without in (("text", WITHOUT_TEXT), ("histogram", WITHOUT_HISTOGRAM)):
-        (line,) = [line for line in said if f"log_{verb} " in line]
+        (line,) = [line for line in skipped if f"log_{verb} " in line]
         assert (f"'{name}'" in line) is (name in without)
     if name not in WITHOUT_TEXT:
         assert found[name]["texts"]["note"] == "several words"
@@ -170,12 +166,12 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_after_a_crash_everything_is_on_disk_and_the_run_is_marked_failed(
+def test_crashed_script_keeps_all_values_and_marks_the_run_failed(
     crashed: tuple[str, dict[str, Any]], name: str
 ) -> None:
     text, found = crashed
     assert "ValueError: the script is at fault" in text
-    assert "switched off" not in text
+    assert "turned off" not in text
     assert not found[name]["error"]
     for key in probe.KEYS:
         wanted = [[step, probe.value(key, step)] for step in range(probe.STEPS)]
@@ -184,16 +180,16 @@ def test_after_a_crash_everything_is_on_disk_and_the_run_is_marked_failed(
         assert found[name]["status"] == FAILED[name]
 
 
-#: Those that go on in a run without a server, in files that hold one run afterwards.
+#: Trackers that can continue a run without a server, in files that then hold one run.
 LOCAL = ("dvclive", "jsonl", "tensorboard", "trackio")
-#: The same, slow to start: their own suites resume a run in `make conformance`.
+#: The same, but slow to start. `make conformance` also resumes a run of each.
 SLOW = ("aim", "mlflow")
 
 Resumed = tuple[Path, str, dict[str, Any]]
 
 
-def go_on(directory: Path, *names: str) -> Resumed:
-    """Kill a run of these trackers and resume it; read those of `LOCAL` and `SLOW`."""
+def kill_and_resume(directory: Path, *names: str) -> Resumed:
+    """Kill a run of these trackers and resume it. Read those in `LOCAL` and `SLOW`."""
     run(directory, "kill", ",".join(names), rc=-signal.SIGKILL)
     ended = run(directory, "resume", ",".join(names))
     found = read(directory, *(name for name in names if name in LOCAL + SLOW))
@@ -202,12 +198,12 @@ def go_on(directory: Path, *names: str) -> Resumed:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
-    return go_on(tmp_path_factory.mktemp("resumed"), *LOCAL, "wandb")
+    return kill_and_resume(tmp_path_factory.mktemp("resumed"), *LOCAL, "wandb")
 
 
 @pytest.fixture(scope="module")
 def resumed_slowly(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
-    return go_on(tmp_path_factory.mktemp("slow"), *SLOW)
+    return kill_and_resume(tmp_path_factory.mktemp("slow"), *SLOW)
 
 
 @pytest.mark.parametrize(
@@ -217,18 +213,16 @@ def resumed_slowly(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
         *(pytest.param(name, "resumed_slowly", marks=pytest.mark.soak) for name in SLOW),
     ],
 )
-def test_a_killed_run_goes_on_as_the_same_one(
-    request: pytest.FixtureRequest, name: str, fixture: str
-) -> None:
+def test_killed_run_is_continued(request: pytest.FixtureRequest, name: str, fixture: str) -> None:
     _, text, found = request.getfixturevalue(fixture)
-    assert "switched off" not in text
+    assert "turned off" not in text
     assert not found[name]["error"]
     for key in probe.KEYS:
         wanted = [[step, probe.value(key, step)] for step in range(2 * probe.STEPS)]
         assert found[name]["values"][key] == wanted, key
 
 
-def test_wandb_goes_on_under_the_same_id(resumed: Resumed) -> None:
+def test_wandb_continues_with_the_same_id(resumed: Resumed) -> None:
     directory, text, _ = resumed
     folders = sorted((directory / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
@@ -236,7 +230,7 @@ def test_wandb_goes_on_under_the_same_id(resumed: Resumed) -> None:
     assert f"'wandb': '{identity}'" in text
 
 
-def test_the_peers_class_names_are_lent_and_import_no_library() -> None:
+def test_accelerates_class_names_are_exported_without_importing_libraries() -> None:
     code = """
 import sys
 import accelerate_tracking as tracking
@@ -260,7 +254,7 @@ GROUPED = ("dvclive", "swanlab", "tensorboard", "wandb")
 
 
 @pytest.mark.dist
-def test_every_rank_has_a_run_in_one_group(tmp_path: Path) -> None:
+def test_ranks_have_runs_in_one_group(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accelerate_core", "launch", "--cpu", "--num_processes", "2"]
     done = subprocess.run(
         [*command, str(HERE / "probe.py"), "ranks", ",".join(GROUPED)],
@@ -271,7 +265,7 @@ def test_every_rank_has_a_run_in_one_group(tmp_path: Path) -> None:
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "switched off" not in done.stderr
+    assert "turned off" not in done.stderr
     for rank in (0, 1):
         assert (tmp_path / "dvclive" / f"rank{rank}" / "plots/metrics/python.tsv").exists()
         assert list((tmp_path / "logs" / "probe" / f"rank{rank}").glob("events.*"))
@@ -282,7 +276,7 @@ def test_every_rank_has_a_run_in_one_group(tmp_path: Path) -> None:
     assert len({found[0] for found in groups if found}) == 1
 
 
-def test_trackio_keeps_what_is_logged_while_matplotlib_is_being_imported(tmp_path: Path) -> None:
+def test_trackio_keeps_values_logged_while_matplotlib_is_imported(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         """

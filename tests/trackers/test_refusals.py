@@ -1,4 +1,4 @@
-"""Names, numbers and orders of calls that cost the trackers of libraries a value or a run."""
+"""Names, numbers and call orders for which a library would lose a value or a run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def make(name: str, tmp_path: Path, **kwargs: Any) -> TrackerHub:
     return TrackerHub([tracker], tmp_path / "logs")
 
 
-def test_mlflow_keeps_two_names_apart_as_keys_texts_and_artifacts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_keeps_similar_names_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
@@ -55,7 +53,7 @@ def test_mlflow_keeps_two_names_apart_as_keys_texts_and_artifacts(
     assert client.get_run(run_id).info.status == "FINISHED"
 
 
-def test_dvclive_keeps_all_names_and_the_run_that_is_resumed_late(
+def test_dvclive_keeps_all_names_and_a_run_that_is_resumed_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("dvclive")
@@ -77,7 +75,7 @@ def test_dvclive_keeps_all_names_and_the_run_that_is_resumed_late(
     assert len(list(metrics.glob("xxx*.tsv"))) == 1
 
 
-def test_tensorboard_counts_the_steps_that_are_not_given(tmp_path: Path) -> None:
+def test_tensorboard_counts_missing_steps(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -91,7 +89,7 @@ def test_tensorboard_counts_the_steps_that_are_not_given(tmp_path: Path) -> None
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(0, 0.0), (1, 1.0), (2, 2.0)]
 
 
-def test_switches_of_a_librarys_environment_are_read_as_the_core_reads_its_own(
+def test_boolean_environment_variables_of_libraries_are_parsed_like_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clearml, mlflow = choice.tracker_class("clearml"), choice.tracker_class("mlflow")
@@ -118,7 +116,7 @@ hub.finish()
 """
 
 
-def test_clearml_reports_what_is_not_finite_and_does_not_make_it_zero(tmp_path: Path) -> None:
+def test_clearml_warns_about_nan_instead_of_recording_zero(tmp_path: Path) -> None:
     pytest.importorskip("clearml")
     done = subprocess.run(
         [sys.executable, "-c", CLEARML],
@@ -128,7 +126,7 @@ def test_clearml_reports_what_is_not_finite_and_does_not_make_it_zero(tmp_path: 
         text=True,
         timeout=120,
     )
-    assert "'loss' is nan, which ClearML would keep as 0" in done.stderr, done.stderr
+    assert "'loss' is nan, which ClearML would record as 0" in done.stderr, done.stderr
     (file,) = tmp_path.rglob("metrics.jsonl")
     events = [event for line in file.read_text().splitlines() for event in json.loads(line)]
     found = {(e["metric"], e["iter"], e["value"]) for e in events if "value" in e}

@@ -1,4 +1,4 @@
-"""Profiling: the trace of each rank lands where it was asked for."""
+"""`Accelerator.profile` writes the trace of each rank to the configured directory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def names(path: Path) -> set[str]:
     return {event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]}
 
 
-def test_without_settings_it_profiles() -> None:
+def test_profiles_without_settings() -> None:
     with profile(ProfileKwargs()) as profiler:
         work()
     assert "aten::mm" in {event.key for event in profiler.key_averages()}
 
 
-def test_the_trace_of_a_rank_is_written(tmp_path: Path) -> None:
+def test_writes_the_trace_of_the_rank(tmp_path: Path) -> None:
     target = tmp_path / "new" / "traces"
     asked = ProfileKwargs(
         output_trace_dir=str(target), activities=["CPU"], record_shapes=True, with_flops=True
@@ -39,7 +39,7 @@ def test_the_trace_of_a_rank_is_written(tmp_path: Path) -> None:
     assert "aten::mm" in names(target / "profile_3.json")
 
 
-def test_every_cycle_of_a_schedule_is_written(tmp_path: Path) -> None:
+def test_writes_one_trace_per_cycle_of_the_schedule(tmp_path: Path) -> None:
     seen: list[Any] = []
     asked = ProfileKwargs(
         output_trace_dir=str(tmp_path),
@@ -58,7 +58,7 @@ def test_every_cycle_of_a_schedule_is_written(tmp_path: Path) -> None:
     assert "aten::mm" in names(tmp_path / "profile_0_cycle1.json")
 
 
-def test_the_trace_survives_an_exception_of_the_block(tmp_path: Path) -> None:
+def test_writes_the_trace_when_the_block_raises(tmp_path: Path) -> None:
     def fail() -> None:
         with profile(ProfileKwargs(output_trace_dir=str(tmp_path))):
             work()
@@ -69,14 +69,14 @@ def test_the_trace_survives_an_exception_of_the_block(tmp_path: Path) -> None:
     assert "aten::mm" in names(tmp_path / "profile_0.json")
 
 
-def test_a_schedule_that_never_records_says_so(tmp_path: Path) -> None:
+def test_warns_if_the_schedule_never_records(tmp_path: Path) -> None:
     asked = ProfileKwargs(output_trace_dir=str(tmp_path), schedule_option={"wait": 5, "active": 1})
     with pytest.warns(UserWarning, match="reached no active step"), profile(asked):
         work()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_handler_that_exports_itself_is_told_of(tmp_path: Path) -> None:
+def test_warns_if_on_trace_ready_has_exported_the_trace(tmp_path: Path) -> None:
     own = tmp_path / "own.json"
     asked = ProfileKwargs(
         output_trace_dir=str(tmp_path), on_trace_ready=lambda p: p.export_chrome_trace(str(own))
@@ -89,11 +89,11 @@ def test_a_handler_that_exports_itself_is_told_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"activities": ["cdua"]}, "'cdua' is not an activity.*Did you mean 'cuda'"),
+        ({"activities": ["cdua"]}, "has no activity 'cdua'.*Did you mean 'cuda'"),
         ({"schedule_option": {"active": 1, "warmpu": 1}}, "'warmpu'.*Did you mean 'warmup'"),
         ({"schedule_option": {"wait": 1}}, "missing.*'active'.*at least 1"),
     ],
 )
-def test_wrong_settings_are_named(fields: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_named_in_the_error(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         build_profiler(ProfileKwargs(**fields))

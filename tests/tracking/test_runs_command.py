@@ -1,4 +1,4 @@
-"""`accelerate-core runs show`: last values, curves in the terminal and as a PNG."""
+"""`accelerate-core runs show` prints last values and curves, and draws them as a PNG."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def logs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_last_values_states_and_curves_are_printed(logs: Path) -> None:
+def test_show_prints_last_values_status_and_curves(logs: Path) -> None:
     result = show(logs, "--config")
     assert result.exit_code == 0, result.output
     assert "finished" in result.output
@@ -45,7 +45,7 @@ def test_last_values_states_and_curves_are_printed(logs: Path) -> None:
     assert "█" in row
 
 
-def test_json_has_every_point_and_keys_can_be_chosen(logs: Path) -> None:
+def test_json_output_has_every_point_of_the_selected_keys(logs: Path) -> None:
     runs = json.loads(show(logs, "--json", "--key", "lo*").stdout)
     assert [run["status"] for run in runs] == ["finished", "failed"]
     assert [list(run["curves"]) for run in runs] == [["loss"], ["loss"]]
@@ -55,7 +55,7 @@ def test_json_has_every_point_and_keys_can_be_chosen(logs: Path) -> None:
     assert runs[0]["texts"] == {"note": "diverged"}
 
 
-def test_a_png_is_drawn(logs: Path, tmp_path: Path) -> None:
+def test_png_option_draws_the_curves(logs: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     target = tmp_path / "curves.png"
     result = show(logs, "--png", target)
@@ -63,7 +63,7 @@ def test_a_png_is_drawn(logs: Path, tmp_path: Path) -> None:
     assert target.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_not_there_is_said(logs: Path, tmp_path: Path) -> None:
+def test_unknown_key_and_empty_directory_are_errors(logs: Path, tmp_path: Path) -> None:
     result = show(logs, "--key", "los")
     assert result.exit_code == 2
     assert "Did you mean 'loss'?" in result.output
@@ -72,7 +72,7 @@ def test_what_is_not_there_is_said(logs: Path, tmp_path: Path) -> None:
     assert "There is no run in" in show(empty).output
 
 
-def test_a_torn_line_costs_no_more_than_itself(logs: Path) -> None:
+def test_incomplete_line_is_skipped(logs: Path) -> None:
     path = logs / "digits" / "second"
     file = path / "run.jsonl"
     lines = file.read_text().splitlines()
@@ -82,7 +82,7 @@ def test_a_torn_line_costs_no_more_than_itself(logs: Path) -> None:
     assert run.curves["loss"] == [(0, 3.0), (1, 2.0)]
 
 
-def test_a_sparkline_goes_with_the_curve() -> None:
+def test_sparkline_follows_the_curve() -> None:
     assert sparkline([(i, float(i)) for i in range(8)], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([(0, math.nan), (1, 1.0)], 2) == "·▁"
     assert sparkline([(0, 2.0)] * 3) == "▁▁▁"

@@ -1,4 +1,4 @@
-"""Ranks that begin and end their trackers' runs at any time share one folder."""
+"""Ranks can start and end their runs in one folder at any time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def race(folder: Path, times: int, timeout: float) -> None:
     assert logged == sorted(2 * list(range(times)))
 
 
-def test_no_rank_takes_the_folder_from_another(tmp_path: Path) -> None:
+def test_ranks_can_start_and_end_runs_in_one_folder(tmp_path: Path) -> None:
     race(tmp_path, 30, timeout=120)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1500)
-def test_so_a_hundred_times(tmp_path: Path) -> None:
+def test_ranks_can_start_and_end_runs_a_hundred_times_as_often(tmp_path: Path) -> None:
     race(tmp_path, 30 * 100, timeout=1400)

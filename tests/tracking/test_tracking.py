@@ -1,4 +1,4 @@
-"""Tracking: normalised once, fanned out to all, and never the reason a run ends."""
+"""Values are normalised once and sent to all trackers, and a failing tracker never ends a run."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Broken(Memory):
 
 @contextmanager
 def said() -> Iterator[list[str]]:
-    """Collect the texts of the warnings given inside."""
+    """Collect the texts of the warnings in the block."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -117,7 +117,7 @@ def said() -> Iterator[list[str]]:
 
 
 class Chart:
-    """A media object of some tracker's library."""
+    """A media object of a tracker's library."""
 
 
 INSTALLED: dict[str, type[GeneralTracker]] = {
@@ -144,7 +144,7 @@ def make_hub(log_with: object, *, main: bool = True, logging_dir: str | None = N
 # --- the base class -------------------------------------------------------------------------------
 
 
-def test_an_incomplete_class_names_what_it_lacks() -> None:
+def test_error_for_an_incomplete_class_names_the_missing_attributes() -> None:
     class NoName(GeneralTracker):
         requires_logging_directory = False
 
@@ -154,7 +154,7 @@ def test_an_incomplete_class_names_what_it_lacks() -> None:
     assert issubclass(IncompleteTrackerError, AccelerateError)
 
 
-def test_a_wrong_declaration_fails_at_definition() -> None:
+def test_invalid_declaration_fails_when_the_class_is_defined() -> None:
     with pytest.raises(IncompleteTrackerError, match="name must be a string"):
         type("Bad", (GeneralTracker,), {"name": 3})
     with pytest.raises(IncompleteTrackerError, match="must be True or False"):
@@ -162,12 +162,13 @@ def test_a_wrong_declaration_fails_at_definition() -> None:
     with pytest.raises(IncompleteTrackerError, match="must be True or False"):
         type("Bad", (GeneralTracker,), {"resumes": "yes"})
     for flag, near in (("resume", "resumes"), ("count_steps", "counts_steps")):
-        with pytest.raises(TrackerError, match=f"'{flag}', which nobody reads: is '{near}' meant"):
+        match = f"'{flag}', which has no effect. Did you mean '{near}'"
+        with pytest.raises(TrackerError, match=match):
             type("Bad", (GeneralTracker,), {flag: True})
     type("Own", (GeneralTracker,), {"resume": True, "not_hooks": ("resume",)})
 
 
-def test_an_instance_that_skipped_the_base_constructor_is_checked_by_the_hub() -> None:
+def test_hub_checks_instances_that_skipped_the_base_constructor() -> None:
     class Lazy(GeneralTracker):
         name = "lazy"
         requires_logging_directory = False
@@ -179,11 +180,11 @@ def test_an_instance_that_skipped_the_base_constructor_is_checked_by_the_hub() -
         make_hub(Lazy())
 
 
-def test_validation_does_not_evaluate_the_run_object() -> None:
+def test_validation_does_not_access_the_run_object() -> None:
     class OpensLate(Memory):
         @property
         def tracker(self) -> Any:
-            raise AssertionError("asked too early")
+            raise AssertionError("accessed too early")
 
     make_hub(OpensLate()).init_trackers("p")
 
@@ -194,7 +195,7 @@ def test_on_main_process_reads_the_rank_without_starting_a_group(
 ) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    # Other tests of this process may have started a runtime, whose rank would count.
+    # Other tests in this process may have started a runtime, which has its own rank.
     monkeypatch.setattr("accelerate_tracking.tracker.running", lambda: None)
 
     class Guarded(Memory):
@@ -215,7 +216,7 @@ def test_on_main_process_reads_the_rank_without_starting_a_group(
     assert not torch.distributed.is_initialized()
 
 
-def test_a_blank_tracker_swallows_everything() -> None:
+def test_blank_tracker_ignores_every_call() -> None:
     blank = BlankTracker("x")
     blank.log({"a": 1})
     blank.log_images({"a": [1]}, step=3)
@@ -225,14 +226,14 @@ def test_a_blank_tracker_swallows_everything() -> None:
     assert blank.name == "x"
 
 
-# --- what log_with may be -------------------------------------------------------------------------
+# --- values of log_with ---------------------------------------------------------------------------
 
 
-class Name(str, enum.Enum):  # noqa: UP042  Accelerate's enums are of this form
+class Name(str, enum.Enum):  # noqa: UP042  Accelerate's enums look like this
     MEMORY = "memory"
 
 
-def test_log_with_takes_names_enums_classes_instances_and_lists() -> None:
+def test_log_with_accepts_names_enums_classes_instances_and_lists() -> None:
     instance = Memory()
     assert normalise_log_with(None) == []
     assert normalise_log_with("memory") == ["memory"]
@@ -244,7 +245,7 @@ def test_log_with_takes_names_enums_classes_instances_and_lists() -> None:
 @pytest.mark.parametrize(
     ("wrong", "named"), [(3, "int"), ([Chart()], "Chart"), (Chart, "class Chart")]
 )
-def test_log_with_refuses_other_types_by_name(wrong: object, named: str) -> None:
+def test_log_with_refuses_other_types_and_names_them(wrong: object, named: str) -> None:
     with pytest.raises(TypeError, match=named):
         normalise_log_with(wrong)
 
@@ -289,12 +290,12 @@ def test_scalars_of_every_library_become_python_numbers(value: Any, expected: An
     assert other == {}
 
 
-def test_nested_values_are_joined() -> None:
+def test_nested_keys_are_joined() -> None:
     values = {"loss": {"train": 1.0, "eval": {"a": torch.tensor(2)}}, 3: 4}
     assert normalise_values(values, Reporter())[0] == {"loss/train": 1.0, "loss/eval/a": 2, "3": 4}
 
 
-def test_two_entries_of_one_name_are_reported() -> None:
+def test_warns_about_two_entries_with_the_same_name() -> None:
     with pytest.warns(UserWarning, match="'a/b'.*two entries"):
         plain, _ = normalise_values({"a": {"b": 1}, "a/b": 2}, Reporter())
     assert plain == {"a/b": 1}
@@ -306,7 +307,7 @@ class Optim:
     betas: tuple[float, float] = (0.9, 0.99)
 
 
-def test_configs_become_plain() -> None:
+def test_configs_are_converted_to_plain_python() -> None:
     class Model:
         def to_dict(self) -> dict[str, Any]:
             return {"layers": 2}
@@ -346,7 +347,7 @@ def test_configs_become_plain() -> None:
     }
 
 
-def test_what_a_config_cannot_hold_is_reported_with_its_key() -> None:
+def test_warns_about_config_values_that_cannot_be_stored() -> None:
     loop: dict[str, Any] = {}
     loop["self"] = loop
     config = {"ok": 1, "object": Chart(), "big": torch.zeros(5000), "loop": loop, "list": [Chart()]}
@@ -357,7 +358,7 @@ def test_what_a_config_cannot_hold_is_reported_with_its_key() -> None:
         assert any(f"'{key}" in text for text in texts)
 
 
-def test_numpy_and_torch_are_not_imported() -> None:
+def test_normalising_imports_neither_numpy_nor_torch() -> None:
     code = (
         "import sys\n"
         "from accelerate_tracking.normalise import *\n"
@@ -368,7 +369,7 @@ def test_numpy_and_torch_are_not_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-# --- the fan-out ----------------------------------------------------------------------------------
+# --- the hub --------------------------------------------------------------------------------------
 
 
 def test_a_run_from_init_to_finish(tmp_path: Path) -> None:
@@ -390,7 +391,7 @@ def test_a_run_from_init_to_finish(tmp_path: Path) -> None:
     assert hub.get_tracker("memory", unwrap=True) is mine.rows
 
 
-def test_init_kwargs_reach_the_constructor_and_wrong_ones_are_named() -> None:
+def test_init_kwargs_are_passed_to_the_constructor_and_checked() -> None:
     hub = make_hub("memory")
     with pytest.raises(ConfigurationError, match=r"'memory'.*entty.*Did you mean 'entity'"):
         hub.init_trackers("p", init_kwargs={"memory": {"entty": "me"}})
@@ -398,7 +399,7 @@ def test_init_kwargs_reach_the_constructor_and_wrong_ones_are_named() -> None:
     assert hub.get_tracker("memory").entity == "me"
 
 
-def test_trackers_do_not_share_the_dict_they_get() -> None:
+def test_each_tracker_gets_its_own_dict() -> None:
     class Greedy(Memory):
         name = "greedy"
 
@@ -413,9 +414,9 @@ def test_trackers_do_not_share_the_dict_they_get() -> None:
     assert mine.rows[0][1] == {"a": 1}
 
 
-def test_all_means_every_usable_tracker_and_the_given_instances() -> None:
+def test_all_adds_every_usable_tracker_to_the_instances() -> None:
     mine = Memory()
-    with pytest.warns(UserWarning, match="passes over the tracker 'directory'.*logging_dir"):
+    with pytest.warns(UserWarning, match="skips the tracker 'directory'.*logging_dir"):
         hub = make_hub(["all", mine])
     hub.init_trackers("p")
     assert hub.names == ["memory", "every_rank"]
@@ -423,7 +424,7 @@ def test_all_means_every_usable_tracker_and_the_given_instances() -> None:
     assert make_hub("all", logging_dir="x").names == list(INSTALLED)
 
 
-def test_all_passes_over_a_broken_plugin_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_skips_a_broken_plugin_and_warns_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> type[GeneralTracker]:
         raise OSError("libfoo is missing")
 
@@ -432,23 +433,23 @@ def test_all_passes_over_a_broken_plugin_with_the_reason(monkeypatch: pytest.Mon
     with said() as texts:
         hub = TrackerHub(["all"])
     assert "libfoo is missing" in texts[0]
-    assert "found no tracker" in texts[1]
+    assert "found no usable tracker" in texts[1]
     hub.log({"a": 1})
 
 
-def test_a_named_tracker_that_is_missing_is_an_error_on_every_rank() -> None:
+def test_missing_tracker_is_an_error_on_every_rank() -> None:
     for main in (True, False):
         with pytest.raises(MissingPluginError, match="pip install nope"):
             make_hub(["memory", "nope"], main=main)
 
 
-def test_a_directory_that_is_required_and_not_given_is_an_error() -> None:
+def test_missing_required_directory_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match=r"'directory'.*logging_dir"):
         make_hub("directory")
 
 
 @pytest.mark.parametrize("stage", ["start", "store_init_configuration", "log", "finish"])
-def test_a_tracker_that_raises_is_named_once_and_the_others_go_on(stage: str) -> None:
+def test_tracker_that_raises_is_named_once_and_the_others_continue(stage: str) -> None:
     bad, mine = Broken(), Memory()
     bad.where = stage
     hub = make_hub([bad, mine])
@@ -464,12 +465,12 @@ def test_a_tracker_that_raises_is_named_once_and_the_others_go_on(stage: str) ->
     assert f"OSError: no disk in {stage}" in texts[0]
     assert [row[1]["x"] for row in mine.rows] == [1, 2]
     assert mine.events == ["start", "finish"]
-    # What it took before it failed is still written out, once.
+    # A tracker that fails later is still closed, once, so it can write what it holds.
     assert bad.events.count("finish") == (0 if stage == "start" else 1)
 
 
 @pytest.mark.parametrize("stage", ["start", "store_init_configuration", "log", "flush", "finish"])
-def test_a_tracker_that_leaves_the_process_is_named_and_the_others_go_on(stage: str) -> None:
+def test_tracker_that_exits_the_process_is_named_and_the_others_continue(stage: str) -> None:
     def leave(*_: Any, **__: Any) -> None:
         raise SystemExit("no licence")
 
@@ -491,7 +492,7 @@ def test_a_tracker_that_leaves_the_process_is_named_and_the_others_go_on(stage: 
     assert [row[1]["x"] for row in mine.rows] == [1, 2]
 
 
-def test_a_failing_constructor_does_not_end_the_run_and_names_the_distribution() -> None:
+def test_failing_constructor_only_causes_a_warning_that_names_the_distribution() -> None:
     class NoAccount(Memory):
         name = "no_account"
 
@@ -507,7 +508,7 @@ def test_a_failing_constructor_does_not_end_the_run_and_names_the_distribution()
     assert len(hub.get_tracker("memory").rows) == 1
 
 
-def test_a_failed_script_is_told_to_the_trackers() -> None:
+def test_failed_script_calls_finish_failed() -> None:
     mine = Memory()
     hub = make_hub(mine)
     hub.init_trackers("p")
@@ -515,7 +516,7 @@ def test_a_failed_script_is_told_to_the_trackers() -> None:
     assert mine.events == ["start", "failed"]
 
 
-def test_the_wrong_order_is_a_clear_error() -> None:
+def test_calls_in_the_wrong_order_are_errors() -> None:
     hub = make_hub("memory")
     with pytest.raises(TrackerError, match="Call init_trackers"):
         hub.log({"a": 1})
@@ -531,17 +532,17 @@ def test_the_wrong_order_is_a_clear_error() -> None:
     hub.log({"a": 1})
 
 
-def test_trackers_may_be_started_on_the_main_rank_alone() -> None:
+def test_init_trackers_may_be_called_on_the_main_rank_only() -> None:
     other = make_hub("memory", main=False)
     other.log({"a": 1})
     other.log_text("a", "b")
     assert isinstance(other.get_tracker("memory"), BlankTracker)
     other.finish()
-    with pytest.raises(TrackerError, match="Call init_trackers"):  # it would run there
+    with pytest.raises(TrackerError, match="Call init_trackers"):  # it would run on this rank
         make_hub("every_rank", main=False).log({"a": 1})
 
 
-def test_without_a_tracker_everything_is_a_no_op() -> None:
+def test_without_trackers_every_call_does_nothing() -> None:
     hub = make_hub(None)
     hub.log({"a": 1})
     hub.init_trackers("p")
@@ -552,24 +553,24 @@ def test_without_a_tracker_everything_is_a_no_op() -> None:
     assert hub.trackers == []
 
 
-def test_a_missing_tracker_is_named_with_those_that_exist() -> None:
+def test_unknown_tracker_name_lists_the_known_ones() -> None:
     hub = make_hub("memory")
     hub.init_trackers("p")
-    with pytest.raises(ValueError, match=r"no tracker 'memry'; there is 'memory'.*Did you mean"):
+    with pytest.raises(ValueError, match=r"no tracker 'memry'\. .* are 'memory'.*Did you mean"):
         hub.get_tracker("memry")
 
 
 @pytest.mark.parametrize("step", [1.5, "3", True])
-def test_a_step_that_is_no_whole_number_is_an_error(step: Any) -> None:
+def test_step_must_be_an_integer(step: Any) -> None:
     hub = make_hub("memory")
     hub.init_trackers("p")
-    with pytest.raises(ConfigurationError, match="whole number"):
+    with pytest.raises(ConfigurationError, match="must be an integer"):
         hub.log({"a": 1}, step=step)
-    with pytest.raises(ConfigurationError, match="takes a dict"):
+    with pytest.raises(ConfigurationError, match="needs a dict"):
         hub.log([1])  # type: ignore[arg-type]
 
 
-def test_what_no_tracker_takes_is_reported_once_with_its_key() -> None:
+def test_warns_once_per_key_about_values_that_no_tracker_accepts() -> None:
     mine = Memory()
     hub = make_hub(mine)
     hub.init_trackers("p")
@@ -584,7 +585,7 @@ def test_what_no_tracker_takes_is_reported_once_with_its_key() -> None:
     assert [row[1] for row in mine.rows] == [{"ok": 0}, {"ok": 1}, {"ok": 2}]
 
 
-def test_media_go_to_the_trackers_that_take_them() -> None:
+def test_media_objects_go_to_the_trackers_that_accept_them() -> None:
     class NumbersOnly(Memory):
         name = "numbers"
 
@@ -618,14 +619,14 @@ def test_other_ranks_are_blank_unless_the_tracker_is_for_every_rank() -> None:
     hub.finish()
 
 
-def test_a_rank_with_blank_trackers_reads_no_tensor() -> None:
+def test_rank_with_blank_trackers_reads_no_tensors() -> None:
     hub = make_hub("memory", main=False)
     hub.init_trackers("p")
-    # Reading a meta tensor would raise; a device tensor would make the step wait.
+    # Reading a meta tensor would raise, and reading a device tensor would make the step wait.
     hub.log({"a": torch.empty((), device="meta")})
 
 
-def test_a_tracker_that_interrupts_its_thread_holds_nobody() -> None:
+def test_keyboard_interrupt_in_a_writer_thread_does_not_block_finish() -> None:
     class Interrupts(Memory):
         def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
             raise KeyboardInterrupt
@@ -637,7 +638,7 @@ def test_a_tracker_that_interrupts_its_thread_holds_nobody() -> None:
         hub.finish()
 
 
-def test_a_tracker_of_a_newer_contract_may_have_methods_of_its_own() -> None:
+def test_tracker_for_a_newer_contract_may_have_unknown_methods() -> None:
     class Newer(Memory):
         api_version = (1, 7)
 

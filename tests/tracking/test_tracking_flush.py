@@ -1,4 +1,4 @@
-"""When a tracker's library is flushed, who is waited for and how long, and who promises nothing."""
+"""When trackers are flushed, how long a flush waits, and warnings about values that may be lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accelerate_tracking.runs import read_run
 
 
 class Buffered(GeneralTracker):
-    """Has what it was given on disk only after `flush`."""
+    """Writes its values to `disk` only in `flush`."""
 
     name = "buffered"
     requires_logging_directory = False
@@ -71,7 +71,7 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.01)
 
 
-def test_what_was_logged_is_flushed_soon_without_being_asked(
+def test_values_are_flushed_soon_without_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tracker_threads, "FLUSH_EVERY", 0.2)
@@ -80,18 +80,18 @@ def test_what_was_logged_is_flushed_soon_without_being_asked(
     hub.init_trackers("p")
     hub.log({"a": 1}, step=0)
     wait_for(lambda: tracker.disk == [0])
-    for step in range(1, 200):  # and while values keep coming
+    for step in range(1, 200):  # it is also flushed while more values arrive
         hub.log({"a": 1}, step=step)
         time.sleep(0.005)
     assert len(tracker.disk) > 1
     wait_for(lambda: len(tracker.disk) == 200)
     flushes = tracker.flushes
     time.sleep(0.6)
-    assert tracker.flushes == flushes  # nothing is flushed where nothing came
+    assert tracker.flushes == flushes  # no flush without new values
     hub.finish()
 
 
-def test_a_flush_waits_as_long_as_it_was_told_and_names_who_is_late() -> None:
+def test_flush_waits_for_the_timeout_and_returns_late_trackers() -> None:
     slow, quick = Buffered(), Vague()
     slow.hold.clear()
     hub = TrackerHub([slow, quick])
@@ -101,7 +101,7 @@ def test_a_flush_waits_as_long_as_it_was_told_and_names_who_is_late() -> None:
     with said() as texts:
         assert hub.flush_trackers(0.5) == ["buffered"]
     assert 0.4 < time.monotonic() - begun < 10
-    assert [text for text in texts if "safe from a kill" in text]
+    assert [text for text in texts if "may lose values" in text]
     assert quick.disk == [0]
     slow.hold.set()
     assert hub.flush_trackers() == []
@@ -109,7 +109,7 @@ def test_a_flush_waits_as_long_as_it_was_told_and_names_who_is_late() -> None:
     hub.finish()
 
 
-def test_who_promises_nothing_is_named_once_unless_the_built_in_one_runs(tmp_path: Path) -> None:
+def test_warns_once_about_trackers_that_may_lose_values_unless_jsonl_runs(tmp_path: Path) -> None:
     hub = TrackerHub([Buffered(), Vague()])
     hub.init_trackers("p")
     with said() as texts:
@@ -117,8 +117,8 @@ def test_who_promises_nothing_is_named_once_unless_the_built_in_one_runs(tmp_pat
             hub.log({"a": 1}, step=step)
             assert hub.flush_trackers() == []
     assert texts == [
-        "What is logged is safe from a kill only at the end of the run with 'vague'. "
-        "To have every value after one, add 'jsonl' to log_with."
+        "If this process is killed, 'vague' may lose values: its library only writes everything "
+        "at the end of the run. To keep every value, add 'jsonl' to log_with."
     ]
     hub.finish()
     hub = TrackerHub([Vague(), "jsonl"], tmp_path)
@@ -130,7 +130,7 @@ def test_who_promises_nothing_is_named_once_unless_the_built_in_one_runs(tmp_pat
     hub.finish()
 
 
-def test_a_tracker_that_cannot_flush_is_switched_off() -> None:
+def test_tracker_that_cannot_flush_is_turned_off() -> None:
     class Full(Buffered):
         name = "full"
 
@@ -140,12 +140,12 @@ def test_a_tracker_that_cannot_flush_is_switched_off() -> None:
     hub = TrackerHub(Full())
     hub.init_trackers("p")
     hub.log({"a": 1}, step=0)
-    with pytest.warns(RuntimeWarning, match=r"'full' raised in flush and is switched off"):
+    with pytest.warns(RuntimeWarning, match=r"'full' raised in flush and was turned off"):
         hub.flush_trackers()
     hub.finish()
 
 
-def test_a_save_brings_values_to_the_trackers_and_waits_a_while_only(
+def test_save_flushes_trackers_for_a_limited_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saving, "SAVE_WAIT", 0.5)
@@ -170,7 +170,7 @@ def test_a_save_brings_values_to_the_trackers_and_waits_a_while_only(
     assert tracker.disk == [0, 1]
 
 
-def test_a_run_that_was_there_before_is_not_deleted_for_one_that_is_resumed(
+def test_resuming_does_not_delete_an_earlier_run_of_the_same_name(
     tmp_path: Path,
 ) -> None:
     kwargs = {"jsonl": {"run_name": "mine"}}
@@ -180,7 +180,7 @@ def test_a_run_that_was_there_before_is_not_deleted_for_one_that_is_resumed(
     state = hub.state_dict()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        hub.load_state_dict(state)  # back to a checkpoint of the run that goes on
+        hub.load_state_dict(state)  # loads a checkpoint of the run that is open
     hub.finish()
     hub = TrackerHub("jsonl", tmp_path)
     hub.init_trackers("p", None, {"jsonl": {"run_name": "other"}})
@@ -189,7 +189,7 @@ def test_a_run_that_was_there_before_is_not_deleted_for_one_that_is_resumed(
     hub.log({"a": 2}, step=1)
     hub.finish()
     hub = TrackerHub("jsonl", tmp_path)
-    hub.init_trackers("p", None, kwargs)  # a name of one's own: the folder of the first start
+    hub.init_trackers("p", None, kwargs)  # an explicit name, so the folder of the first run
     hub.load_state_dict({"runs": {"jsonl": "third"}})
     hub.log({"a": 3}, step=2)
     hub.finish()
@@ -198,7 +198,7 @@ def test_a_run_that_was_there_before_is_not_deleted_for_one_that_is_resumed(
     assert hub.resumed_runs == {"jsonl": "third"}
 
 
-def test_exits_are_watched_only_while_a_run_is_open() -> None:
+def test_exit_hooks_are_installed_only_while_a_run_is_open() -> None:
     before = (sys.excepthook, sys.exit)
     hub = TrackerHub(Buffered())
     hub.init_trackers("p")
@@ -208,7 +208,7 @@ def test_exits_are_watched_only_while_a_run_is_open() -> None:
     assert (sys.excepthook, sys.exit) == before
 
 
-def test_off_a_terminal_what_is_left_is_told_now_and_then(
+def test_progress_lines_are_rare_when_stderr_is_not_a_terminal(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Slow(Buffered):
@@ -224,7 +224,7 @@ def test_off_a_terminal_what_is_left_is_told_now_and_then(
     for step in range(9):
         hub.log({"x": step}, step=step)
     hub.finish()
-    said = capfd.readouterr().err
-    lines = [line for line in said.splitlines() if "Trackers write what is left: slow" in line]
+    output = capfd.readouterr().err
+    lines = [line for line in output.splitlines() if "Waiting for trackers: slow" in line]
     assert 1 <= len(lines) <= 4
-    assert "\r" not in said
+    assert "\r" not in output

@@ -1,4 +1,4 @@
-"""A run's life: killed and resumed, raising, on every rank, and with a tracker that never returns."""
+"""Runs of whole scripts: killed and resumed, raising, on every rank, or with a tracker that hangs."""
 
 from __future__ import annotations
 
@@ -44,12 +44,10 @@ LOGGED = [f"log {step} {step + 0.5}" for step in range(20)]
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_killed_run_has_what_was_saved_and_goes_on_as_the_same_one(
-    tmp_path: Path, late: bool
-) -> None:
+def test_killed_run_keeps_saved_values_and_is_continued(tmp_path: Path, late: bool) -> None:
     run(tmp_path, "killed", slow=0.2, rc=-signal.SIGKILL)
     ((name, before),) = slow_lines(tmp_path).items()
-    # `save_state` has waited for what came before it; of what came after, not all had arrived.
+    # `save_state` waited for the earlier values. Only some of the later ones had arrived.
     assert LOGGED[:3] == before[1:4]
     assert len(before) < 15
     run(tmp_path, "resumed", *(["late"] if late else []))
@@ -63,7 +61,7 @@ def test_a_killed_run_has_what_was_saved_and_goes_on_as_the_same_one(
     assert rows[-1]["status"] == "finished"
 
 
-def test_a_script_that_raises_delivers_everything_and_marks_the_run(tmp_path: Path) -> None:
+def test_script_that_raises_delivers_all_values_and_marks_the_run_failed(tmp_path: Path) -> None:
     text = run(tmp_path, "raises", slow=0.05, rc=1)
     assert "ValueError: the script is at fault" in text
     (lines,) = slow_lines(tmp_path).values()
@@ -72,14 +70,14 @@ def test_a_script_that_raises_delivers_everything_and_marks_the_run(tmp_path: Pa
     assert rows[-1]["status"] == "failed"
 
 
-def test_a_script_that_forgets_end_training_loses_nothing(tmp_path: Path) -> None:
+def test_script_without_end_training_loses_nothing(tmp_path: Path) -> None:
     run(tmp_path, "ends", slow=0.05)
     (lines,) = slow_lines(tmp_path).values()
     assert lines[1:] == [*LOGGED, "end finished"]
 
 
 @pytest.mark.dist
-def test_a_tracker_may_run_on_every_rank_in_one_group(tmp_path: Path) -> None:
+def test_tracker_on_every_rank_has_one_group(tmp_path: Path) -> None:
     run(tmp_path, "ranks", launch=2)
     lines = slow_lines(tmp_path)
     assert sorted(name.split("-")[1] for name in lines) == ["0", "1"]
@@ -87,28 +85,28 @@ def test_a_tracker_may_run_on_every_rank_in_one_group(tmp_path: Path) -> None:
     assert len(groups) == 1
     assert groups.pop().startswith("group project-")
     assert sorted(text[1] for text in lines.values()) == ["log 0 0.0", "log 0 1.0"]
-    assert len(jsonl_runs(tmp_path)) == 1  # the other one ran on the main process only
+    assert len(jsonl_runs(tmp_path)) == 1  # jsonl ran on the main process only
 
 
 @pytest.mark.dist
-def test_the_run_is_failed_too_where_another_rank_raised(tmp_path: Path) -> None:
+def test_run_is_marked_failed_when_another_rank_raises(tmp_path: Path) -> None:
     text = run(tmp_path, "one_rank_raises", launch=2, slow=0.1, rc=1)
     assert "rank 1 is at fault" in text
     (lines,) = slow_lines(tmp_path).values()
     assert lines[1:] == [*LOGGED, "end failed"]  # flushing took two seconds
 
 
-def test_a_tracker_that_never_returns_is_given_up_and_the_others_end(tmp_path: Path) -> None:
+def test_tracker_that_never_returns_is_given_up_and_the_others_finish(tmp_path: Path) -> None:
     text = run(tmp_path, "stuck")
-    assert "took 0 of 20 entries and then made no progress; the rest is lost to it" in text
+    assert "received 0 of 20 entries and then made no progress. It loses the rest" in text
     (rows,) = jsonl_runs(tmp_path)
     assert [row["step"] for row in rows if row["kind"] == "log"] == list(range(20))
     assert rows[-1]["status"] == "finished"
 
 
-def test_a_thread_that_a_tracker_leaves_is_named_while_the_process_waits_for_it(
+def test_launcher_names_a_thread_that_a_tracker_left_running(
     tmp_path: Path,
 ) -> None:
-    said = [line for line in run(tmp_path, "lingers").splitlines() if "Waiting for" in line]
-    assert said == ["Waiting for threads: pump of __main__ (end_training() ends those of plugins)"]
+    lines = [line for line in run(tmp_path, "lingers").splitlines() if "Waiting for" in line]
+    assert lines == ["Waiting for threads: pump of __main__ (end_training() ends those of plugins)"]
     assert "Waiting for" not in run(tmp_path, "ends")

@@ -1,4 +1,4 @@
-"""One value that cannot be kept costs that value alone; forks, failures and second runs."""
+"""A value that cannot be logged does not affect other values; forks, failures and second runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accelerate_tracking.runs import read_run
 
 
 class Picky(GeneralTracker):
-    """Keeps what it gets, but no value of 13 and no name `bad`."""
+    """Refuses the value 13 and the name `bad`."""
 
     name = "picky"
     requires_logging_directory = False
@@ -74,7 +74,7 @@ def lines(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in found if row["kind"] == kind]
 
 
-def test_a_refused_value_costs_neither_its_neighbours_nor_what_comes_later(tmp_path: Path) -> None:
+def test_refused_value_does_not_lose_other_values(tmp_path: Path) -> None:
     hub, picky = make(tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -87,13 +87,13 @@ def test_a_refused_value_costs_neither_its_neighbours_nor_what_comes_later(tmp_p
         hub.finish()
     assert [row for row in picky.rows if row[1] == "b"] == [(i, "b", i) for i in range(8)]
     assert picky.rows[-1] == (3, "good", "y")
-    said = [str(one.message) for one in caught]
-    assert len(said) == 2, said  # once per key
-    assert "'odd' (ValueError: thirteen)" in said[0]
-    assert "log_text of 'bad' and goes on without it" in said[1]
+    texts = [str(one.message) for one in caught]
+    assert len(texts) == 2, texts  # once per key
+    assert "'odd' (ValueError: thirteen)" in texts[0]
+    assert "log_text of 'bad' and skips this entry" in texts[1]
 
 
-def test_histograms_get_finite_values_and_an_empty_one_is_refused(tmp_path: Path) -> None:
+def test_histograms_get_finite_values_and_empty_ones_are_refused(tmp_path: Path) -> None:
     hub, picky = make(tmp_path)
     hub.init_trackers("p")
     hub.log_histogram(name="h", values=np.array([np.nan, np.inf]))
@@ -106,7 +106,7 @@ def test_histograms_get_finite_values_and_an_empty_one_is_refused(tmp_path: Path
     hub.finish()
 
 
-def test_an_artifact_is_kept_as_it_was_at_the_call(tmp_path: Path) -> None:
+def test_artifact_is_copied_at_the_call(tmp_path: Path) -> None:
     hub, picky = make(tmp_path / "logs")
     hub.init_trackers("p")
     file = tmp_path / "model.bin"
@@ -122,27 +122,27 @@ def test_an_artifact_is_kept_as_it_was_at_the_call(tmp_path: Path) -> None:
     assert not list((tmp_path / "logs").glob(".artifacts-*"))
 
 
-def test_tables_lose_no_column_and_name_the_cells_they_cannot_hold(tmp_path: Path) -> None:
+def test_tables_keep_all_columns_and_warn_about_invalid_cells(tmp_path: Path) -> None:
     hub, _ = make(tmp_path)
     hub.init_trackers("p")
-    with pytest.warns(UserWarning, match=r"'t\[a \(2\)\]' is no single value but a dict"):
+    with pytest.warns(UserWarning, match=r"'t\[a \(2\)\]' is a dict, but a cell must be a single"):
         hub.log_table(table_name="t", columns=["a", "a"], data=[[1, {"score": 0.5}], [2, 3]])
     hub.finish()
     (table,) = lines(tmp_path, "table")
     assert (table["columns"], table["data"]) == (["a", "a (2)"], [[1, None], [2, 3]])
 
 
-def test_what_is_no_figure_or_an_empty_image_is_an_error_at_the_call(tmp_path: Path) -> None:
+def test_invalid_figure_or_empty_image_is_an_error(tmp_path: Path) -> None:
     hub, _ = make(tmp_path)
     hub.init_trackers("p")
-    with pytest.raises(ConfigurationError, match="takes a matplotlib figure, not NoneType"):
+    with pytest.raises(ConfigurationError, match="needs a matplotlib figure, not NoneType"):
         hub.log_figure(name="f", figure=None)
     with pytest.raises(ConfigurationError, match="is empty"):
         hub.log_images(values={"x": np.zeros((0, 4, 4, 3))})
     hub.finish()
 
 
-def test_run_files_are_strict_json_and_are_read_back(tmp_path: Path) -> None:
+def test_run_files_are_strict_json(tmp_path: Path) -> None:
     hub, _ = make(tmp_path)
     hub.init_trackers("p")
     hub.log({"loss": float("nan"), "big": 10**400, "name": os.fsdecode(b"\xff")}, step=1234567)
@@ -165,7 +165,7 @@ def test_run_files_are_strict_json_and_are_read_back(tmp_path: Path) -> None:
     assert json.loads(shown.output, parse_constant=refuse)[0]["summary"]["loss"]["step"] == 1234567
 
 
-def test_a_resumed_run_does_not_lend_its_name_to_the_next(tmp_path: Path) -> None:
+def test_run_after_a_resumed_run_gets_a_new_name(tmp_path: Path) -> None:
     hub, _ = make(tmp_path)
     hub.init_trackers("p")
     hub.log({"a": 1}, step=1)
@@ -180,7 +180,7 @@ def test_a_resumed_run_does_not_lend_its_name_to_the_next(tmp_path: Path) -> Non
     assert [row["resumed"] for row in lines(tmp_path, "start")] == [False, True, False]
 
 
-def test_a_tracker_that_hangs_in_finish_is_left_and_the_others_end(
+def test_tracker_that_hangs_in_finish_is_given_up_and_the_others_finish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub, picky = make(tmp_path)
@@ -188,15 +188,15 @@ def test_a_tracker_that_hangs_in_finish_is_left_and_the_others_end(
     monkeypatch.setattr(tracker_threads, "PATIENCE", 0.5)
     hub.init_trackers("p")
     hub.log_artifact(path=__file__)
-    with pytest.warns(RuntimeWarning, match=r"'picky'.* raised in finish.*not done after"):
+    with pytest.warns(RuntimeWarning, match=r"'picky'.* raised in finish.*did not finish within"):
         hub.finish()
     assert lines(tmp_path, "end")[0]["status"] == "finished"
-    assert list(tmp_path.glob(".artifacts-*/*/*.py"))  # it may still be reading
+    assert list(tmp_path.glob(".artifacts-*/*/*.py"))  # it may still be reading the copy
 
 
-@pytest.mark.parametrize("said", [None, True, False])
-def test_a_tracker_with_a_connection_of_sqlite_is_fed_by_its_own_thread(
-    tmp_path: Path, said: bool | None, recwarn: pytest.WarningsRecorder
+@pytest.mark.parametrize("declared", [None, True, False])
+def test_tracker_with_a_sqlite_connection_is_called_in_its_own_thread(
+    tmp_path: Path, declared: bool | None, recwarn: pytest.WarningsRecorder
 ) -> None:
     class Sq(GeneralTracker):
         name = "sq"
@@ -204,7 +204,7 @@ def test_a_tracker_with_a_connection_of_sqlite_is_fed_by_its_own_thread(
 
         def __init__(self) -> None:
             super().__init__()
-            self.base = sqlite3.connect(tmp_path / "x.db", check_same_thread=said is not False)
+            self.base = sqlite3.connect(tmp_path / "x.db", check_same_thread=declared is not False)
             self.base.execute("create table t (step, value)")
 
         @property
@@ -218,20 +218,20 @@ def test_a_tracker_with_a_connection_of_sqlite_is_fed_by_its_own_thread(
         def finish(self) -> None:
             self.base.commit()
 
-    if said is not None:
-        Sq.same_thread = said
+    if declared is not None:
+        Sq.same_thread = declared
     tracker = Sq()
     hub = TrackerHub([tracker])
     hub.init_trackers("p")
     hub.log({"a": 1.5}, step=3)
     hub.finish()
-    assert tracker.base.execute("select * from t").fetchall() == [(3, said is not False)]
-    told = [str(one.message) for one in recwarn if "same_thread = True" in str(one.message)]
-    assert bool(told) is (said is None)
+    assert tracker.base.execute("select * from t").fetchall() == [(3, declared is not False)]
+    warned = [str(one.message) for one in recwarn if "same_thread = True" in str(one.message)]
+    assert bool(warned) is (declared is None)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_lets_the_run_be(tmp_path: Path) -> None:
+def test_forked_child_does_not_touch_the_run(tmp_path: Path) -> None:
     hub, _ = make(tmp_path)
     hub.init_trackers("p")
     hub.log({"a": 1}, step=1)
@@ -269,7 +269,7 @@ ENDINGS = {
 }
 
 
-def test_the_status_says_how_the_script_ended_and_a_second_run_ends_too(tmp_path: Path) -> None:
+def test_status_matches_how_the_script_ended(tmp_path: Path) -> None:
     begun = {}
     for number, ending in enumerate(ENDINGS):
         folder = tmp_path / str(number)

@@ -1,4 +1,4 @@
-"""What `log_with` chooses, what the verbs take, and what is said of what they do not."""
+"""Which trackers `log_with` chooses, and what the methods for media accept and refuse."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from accelerate_tracking import (
 
 
 class Everything(GeneralTracker):
-    """Keeps each call with its arguments; has every verb."""
+    """Records each call with its arguments, and supports every verb."""
 
     name = "everything"
     requires_logging_directory = False
@@ -69,7 +69,7 @@ class Everything(GeneralTracker):
 
 
 class Numbers(GeneralTracker):
-    """Has no verb but `log`."""
+    """Supports only `log`."""
 
     name = "numbers"
     requires_logging_directory = False
@@ -117,7 +117,7 @@ CONVENTIONS = {
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
-def test_images_of_every_convention_arrive_as_uint8_batches(
+def test_images_in_every_layout_arrive_as_uint8_batches(
     hub: TrackerHub, everything: Everything, convention: str
 ) -> None:
     given, channels_first, wanted = CONVENTIONS[convention]
@@ -130,23 +130,23 @@ def test_images_of_every_convention_arrive_as_uint8_batches(
 
 WRONG = {
     "channels first without the flag": (np.zeros((3, 8, 9)), False, "pass channels_first=True"),
-    "two dimensions": (np.zeros((8, 9)), False, "A grey image is H W 1"),
-    "integers": (np.zeros((8, 9, 3), dtype=np.int64), False, "it takes uint8, or float"),
-    "beyond one": (np.full((8, 9, 3), 255.0), False, r"values from 0 to 255.*within \[0, 1\]"),
-    "not a number": (np.full((8, 9, 3), np.nan), False, r"within \[0, 1\]"),
-    "several shapes": ([np.zeros((8, 9, 3)), np.zeros((7, 9, 3))], False, "must be of one shape"),
+    "two dimensions": (np.zeros((8, 9)), False, "A grayscale image has the shape H W 1"),
+    "integers": (np.zeros((8, 9, 3), dtype=np.int64), False, "must be uint8, or float"),
+    "above one": (np.full((8, 9, 3), 255.0), False, r"values from 0 to 255.*in \[0, 1\]"),
+    "not a number": (np.full((8, 9, 3), np.nan), False, r"in \[0, 1\]"),
+    "several shapes": ([np.zeros((8, 9, 3)), np.zeros((7, 9, 3))], False, "have the same shape"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_images_that_do_not_fit_are_refused_by_name(hub: TrackerHub, case: str) -> None:
+def test_invalid_images_are_refused_by_name(hub: TrackerHub, case: str) -> None:
     given, channels_first, text = WRONG[case]
     with pytest.raises(ConfigurationError, match=text) as caught:
         hub.log_images(values={"sample": given}, channels_first=channels_first)
     assert "'sample'" in str(caught.value)
 
 
-def test_what_is_logged_does_not_change_with_the_scripts_memory(
+def test_in_place_changes_do_not_change_logged_values(
     hub: TrackerHub, everything: Everything
 ) -> None:
     image = torch.zeros(2, 2, 1)
@@ -161,10 +161,10 @@ def test_what_is_logged_does_not_change_with_the_scripts_memory(
     assert histogram["values"].max() == 0
 
 
-# --- the other verbs ------------------------------------------------------------------------------
+# --- other media ----------------------------------------------------------------------------------
 
 
-def test_a_table_is_made_plain_cell_by_cell(hub: TrackerHub, everything: Everything) -> None:
+def test_table_cells_are_converted_to_plain_values(hub: TrackerHub, everything: Everything) -> None:
     hub.log_table(
         table_name="t",
         columns=["a", "b"],
@@ -180,14 +180,14 @@ def test_a_table_is_made_plain_cell_by_cell(hub: TrackerHub, everything: Everyth
         hub.log_table(table_name="t", columns=["a"])
 
 
-def test_a_data_frame_is_a_table(hub: TrackerHub, everything: Everything) -> None:
+def test_data_frame_is_logged_as_a_table(hub: TrackerHub, everything: Everything) -> None:
     pandas = pytest.importorskip("pandas")
     hub.log_table(table_name="t", dataframe=pandas.DataFrame({"a": [1, 2], "b": ["x", "y"]}))
     found = only_call(hub, everything)
     assert (found["columns"], found["data"]) == (["a", "b"], [[1, "x"], [2, "y"]])
 
 
-def test_histograms_texts_and_artifacts(
+def test_histograms_texts_and_artifacts_are_logged(
     hub: TrackerHub, everything: Everything, tmp_path: Path
 ) -> None:
     file = tmp_path / "model.bin"
@@ -206,7 +206,7 @@ def test_histograms_texts_and_artifacts(
         hub.log_artifact(path=tmp_path / "absent")
 
 
-def test_a_verb_that_a_tracker_lacks_is_skipped_and_said_once(everything: Everything) -> None:
+def test_warns_once_that_a_tracker_does_not_support_a_verb(everything: Everything) -> None:
     hub = TrackerHub([everything, Numbers])
     hub.init_trackers("project")
     with warnings.catch_warnings(record=True) as caught:
@@ -215,11 +215,11 @@ def test_a_verb_that_a_tracker_lacks_is_skipped_and_said_once(everything: Everyt
         hub.log_text(name="t", text="b")
         hub.finish()
     (one,) = [str(each.message) for each in caught]
-    assert one == "log_text is skipped by trackers that have no such thing: 'numbers'."
+    assert one == "log_text is skipped for trackers that do not support it: 'numbers'."
     assert [arguments["text"] for _, arguments in everything.calls] == ["a", "b"]
 
 
-def test_verbs_out_of_turn_are_errors_like_log(everything: Everything) -> None:
+def test_verbs_in_the_wrong_order_are_errors(everything: Everything) -> None:
     hub = TrackerHub([everything])
     with pytest.raises(TrackerError, match=r"log_text: the trackers.*not started"):
         hub.log_text(name="t", text="a")
@@ -229,9 +229,7 @@ def test_verbs_out_of_turn_are_errors_like_log(everything: Everything) -> None:
         hub.log_images(values={"x": IMAGE})
 
 
-def test_all_calls_come_from_one_thread_in_their_order(
-    hub: TrackerHub, everything: Everything
-) -> None:
+def test_one_thread_makes_all_calls_in_order(hub: TrackerHub, everything: Everything) -> None:
     for step in range(300):
         hub.log({"a": step}, step=step)
         if step % 100 == 0:
@@ -243,7 +241,7 @@ def test_all_calls_come_from_one_thread_in_their_order(
     )
 
 
-def test_a_slow_tracker_does_not_hold_the_step_up() -> None:
+def test_slow_tracker_does_not_block_the_step() -> None:
     class Sleepy(Everything):
         name = "sleepy"
 
@@ -259,22 +257,24 @@ def test_a_slow_tracker_does_not_hold_the_step_up() -> None:
         hub.log({"a": 1.0}, step=step)
     waited = time.perf_counter() - begun
     hub.finish()
-    assert waited < 0.5  # delivering takes a second
+    assert waited < 0.5  # the delivery takes a second
     assert len(sleepy.calls) == len(quick.calls) == 20
 
 
-def test_values_of_a_device_are_read_by_the_writer(hub: TrackerHub, everything: Everything) -> None:
+def test_device_read_ignores_later_in_place_changes(
+    hub: TrackerHub, everything: Everything
+) -> None:
     from accelerate_tracking.tracker_threads import DeviceRead
 
-    # Its arithmetic, on the device there is; the copies are waited for where there is a stream.
+    # Also runs without an accelerator. With one, `values` waits for copies on a stream.
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     one = torch.tensor([1.5], device=device)
     read = DeviceRead({"a": one, "b": torch.tensor(2, device=device), "c": one[0]})
-    one.fill_(9)  # later in-place work
+    one.fill_(9)
     assert read.values() == {"a": 1.5, "b": 2, "c": 1.5}
 
 
-# --- who is chosen --------------------------------------------------------------------------------
+# --- which trackers are chosen --------------------------------------------------------------------
 
 
 class NeedsAccount(Everything):
@@ -312,7 +312,7 @@ def choose(log_with: Any, logging_dir: str | None = None) -> tuple[list[str], li
     return hub.names, [str(each.message) for each in caught]
 
 
-def test_all_takes_what_is_usable_and_says_why_the_rest_is_not(
+def test_all_chooses_usable_trackers_and_warns_about_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     names, said = choose("all")
@@ -321,9 +321,9 @@ def test_all_takes_what_is_usable_and_says_why_the_rest_is_not(
     assert why == {
         "needs_account": "it needs an account: set TOKEN_OF_TESTS.",
         "no_library": "its library is not installed: pip install 'surely-not-installed>=1.0'.",
-        "old_library": f"its library is too old or too new: numpy {np.__version__}, it needs numpy>=99: "
+        "old_library": f"numpy {np.__version__} is installed, but the tracker needs numpy>=99: "
         "pip install -U 'numpy>=99'.",
-        "needs_directory": "it writes into a directory and no logging_dir is given.",
+        "needs_directory": "it needs a directory to write to, but no logging_dir is set.",
     }
     monkeypatch.setenv("TOKEN_OF_TESTS", "1")
     names, said = choose("all", str(tmp_path))
@@ -331,20 +331,22 @@ def test_all_takes_what_is_usable_and_says_why_the_rest_is_not(
     assert len(said) == 2
 
 
-def test_all_goes_together_with_instances_and_names() -> None:
+def test_all_can_be_combined_with_instances_and_names() -> None:
     mine = Everything()
     names, _ = choose(["all", mine])
     assert sorted(names) == ["everything", "numbers"]
     assert choose(["all", "numbers", Numbers])[0] == ["numbers"]
 
 
-@pytest.mark.parametrize(("name", "text"), [("no_library", "pip install"), ("old_library", "old")])
-def test_a_name_whose_library_will_not_do_is_an_error(name: str, text: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"), [("no_library", "is not installed"), ("old_library", "needs numpy>=99")]
+)
+def test_name_with_a_missing_or_old_library_is_an_error(name: str, text: str) -> None:
     with pytest.raises(MissingPluginError, match=text):
         choose(name)
 
 
-def test_a_registered_class_is_found_by_name_and_part_of_all() -> None:
+def test_registered_class_is_found_by_name_and_included_in_all() -> None:
     @register_tracker_class
     class Mine(Everything):
         name = "mine_of_tests"
@@ -366,13 +368,13 @@ def test_a_registered_class_is_found_by_name_and_part_of_all() -> None:
         class Other(Everything):
             name = "mine_of_tests"
 
-        with pytest.warns(UserWarning, match="'mine_of_tests' was that of .*Mine"):
+        with pytest.warns(UserWarning, match=r"'mine_of_tests' now belongs to .*replaces .*Mine"):
             register_tracker_class(Other)
     finally:
         choice._registered.pop("mine_of_tests")
 
 
-def test_a_class_that_cannot_be_registered_is_refused() -> None:
+def test_invalid_class_cannot_be_registered() -> None:
     with pytest.raises(ConfigurationError, match="subclass of GeneralTracker, not 3"):
         register_tracker_class(3)  # type: ignore[arg-type]
 
@@ -385,5 +387,5 @@ def test_a_class_that_cannot_be_registered_is_refused() -> None:
     class Taken(Everything):
         name = "jsonl"
 
-    with pytest.raises(ConfigurationError, match="'jsonl' is taken"):
+    with pytest.raises(ConfigurationError, match="already has the name 'jsonl'"):
         register_tracker_class(Taken)

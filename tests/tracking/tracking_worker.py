@@ -1,4 +1,4 @@
-"""Scripts that track: killed, resumed, on two ranks, raising, with a slow or broken tracker."""
+"""Scripts that log values: killed, resumed, on two ranks, raising, or with a slow or hanging tracker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accelerate_tracking import GeneralTracker, register_tracker_class
 
 @register_tracker_class
 class Slow(GeneralTracker):
-    """Appends a line per call to one file, and takes its time."""
+    """Appends one line per call to a file, slowly."""
 
     name = "slow"
     requires_logging_directory = True

@@ -2,7 +2,7 @@
 
 A signal may reach only some ranks, and each of them at a different step. A rank that receives one
 announces it in the store. Every rank then announces the next step boundary at which it can still
-stop, and waits there until all boundaries are known. All ranks save at the latest one. Without a
+stop, and waits there until all boundaries are known. All ranks save at the last one. Without a
 signal, a boundary costs one comparison, and no rank waits for another.
 """
 

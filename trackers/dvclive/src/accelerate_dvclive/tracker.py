@@ -136,7 +136,10 @@ class DVCLiveTracker(GeneralTracker):
     def log_table(
         self, table_name: str, columns: Columns, data: Rows, step: int | None = None, **kwargs: Any
     ) -> None:
-        """Save the rows as a DVC plot of the second column over the first."""
+        """Save the rows as a DVC plot of the second column over the first.
+
+        See `Accelerator.log_table` for the arguments.
+        """
         points = [dict(zip(columns, row, strict=True)) for row in data]
         axes = {"x": columns[0], "y": columns[-1 if len(columns) < 3 else 1]}
         self.live.log_plot(table_name, points, **{**axes, **kwargs})

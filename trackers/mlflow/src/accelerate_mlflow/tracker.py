@@ -167,7 +167,10 @@ class MLflowTracker(GeneralTracker):
     def log_table(
         self, table_name: str, columns: Columns, data: Rows, step: int | None = None, **kwargs: Any
     ) -> None:
-        """Log a table as a JSON artifact. A second table with the same name appends its rows."""
+        """Log a table as a JSON artifact. A second table with the same name appends its rows.
+
+        See `Accelerator.log_table` for the arguments.
+        """
         table = {name: [row[i] for row in data] for i, name in enumerate(columns)}
         file = _clean(table_name)
         file = file if file.endswith((".json", ".parquet")) else f"{file}.json"

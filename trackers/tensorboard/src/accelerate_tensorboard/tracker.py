@@ -91,7 +91,10 @@ class TensorBoardTracker(GeneralTracker):
     def log_table(
         self, table_name: str, columns: Columns, data: Rows, step: int | None = None, **kwargs: Any
     ) -> None:
-        """Write the table as Markdown, which the Text tab renders."""
+        """Write the table as Markdown, which the Text tab renders.
+
+        See `Accelerator.log_table` for the arguments.
+        """
         rows = [columns, ["---"] * len(columns), *data]
         cells = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
         text = "\n".join(f"| {' | '.join(row)} |" for row in cells)

@@ -91,7 +91,7 @@ class WandBTracker(GeneralTracker):
             # The library drops rows with an earlier step than the last one.
             warn(
                 f"wandb only accepts increasing steps, but step {step} came after {self._last}. "
-                "Values of earlier steps are logged at the latest step.",
+                "Values of earlier steps are logged at the last step.",
             )
             step = self._last
         self._last = step if step is not None else self._last + 1
