@@ -95,7 +95,7 @@ fp8: $(VENV)/dev.stamp
 
 # torch_xla is built for one torch, so it has an environment of its own; what is ours is edited in place.
 XLA_MADE := build/xla
-XLA_NEEDS := core extensions/compile backends/ddp backends/xla extensions/launch extensions/checkpoint extensions/tracking extensions/testing extensions/big_model
+XLA_NEEDS := core extensions/compile extensions/dispatch backends/ddp backends/xla extensions/launch extensions/checkpoint extensions/tracking extensions/testing extensions/big_model
 $(XLA_MADE).stamp: $(VENV)/base.stamp $(XLA)/environment.py $(XLA_NEEDS:%=%/pyproject.toml)
 	$(BIN)/python $(XLA)/environment.py $(XLA_MADE) $(XLA_NEEDS)
 	@touch $@

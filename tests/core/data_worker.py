@@ -26,8 +26,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accelerate_core.data.dispatch.protocol import DispatchError
-from accelerate_core.data.dispatch.transport import CollectiveTransport, GroupTransport
 from accelerate_core.data.loader import DataLoaderDispatcher
 from accelerate_core.data.prepare_loader import skip_first_batches
 from accelerate_core.distributed.communicator import Communicator
@@ -37,6 +35,8 @@ from accelerate_core.distributed.torch_collectives import (
     host_group,
 )
 from accelerate_core.training.gradient_state import GradientState
+from accelerate_dispatch import DispatchError
+from accelerate_dispatch.transport import CollectiveTransport, GroupTransport
 from accelerate_drop_in.data_loader import prepare_data_loader
 
 TIMEOUT = timedelta(seconds=30)

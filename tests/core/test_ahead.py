@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from accelerate_core.data.dispatch.prefetch import Prefetcher
+from accelerate_dispatch.prefetch import Prefetcher
 
 
 def test_results_come_in_order_and_then_follows_each():

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "src" / "accelerate_core"
 
 #: Lines of code; docstrings, comments and blank lines are not counted.
-TOTAL = 10_000  # the goal is 9,500; docs/decisions/031-a-typed-contract.md says what is over it
+TOTAL = 9_500
 DEPENDENCIES = {"torch", "pluggy", "packaging", "pydantic", "PyYAML"}
 
 

@@ -96,6 +96,7 @@ PLUGINS = (
     "extensions/checkpoint",
     "extensions/tracking",
     "extensions/compile",
+    "extensions/dispatch",
 )
 
 

@@ -18,7 +18,7 @@ from accelerate_drop_in.commands import _let_the_original_read
 RUN = """
 import importlib.metadata as metadata, sys, warnings
 warnings.simplefilter("ignore")
-needed = ("core", "launch", "checkpoint", "tracking", "compile", "big-model", "drop-in")
+needed = ("core", "launch", "checkpoint", "tracking", "compile", "dispatch", "big-model", "drop-in")
 found = [one for group in metadata.entry_points().values() for one in group]
 if sys.argv.pop(1) == "bare":
     found = [one for one in found if one.dist.name in [f"accelerate-{name}" for name in needed]]

@@ -26,7 +26,7 @@ MEMBERS = [
 ]
 
 #: What `accelerate-core[standard]` means.
-SMALL = ("core", "ddp", "launch", "checkpoint", "tracking", "compile")
+SMALL = ("core", "ddp", "launch", "checkpoint", "tracking", "compile", "dispatch")
 
 SCRIPT = """
 import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -31,9 +31,11 @@ from accelerate_core.data.resumable import swapped
 from accelerate_core.data.rng import RankedWorkerInit, check_rng_types, share_from_main
 from accelerate_core.data.shard import BatchSamplerShard, ItemShard, IterableDatasetShard
 from accelerate_core.data.sources import DispatchedSource, IndexedSource, IndexStream, ReadSource
-from accelerate_core.data.steps import StepReader, check_split
+from accelerate_core.data.steps import Item, StepReader, check_split
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError, MissingPluginError, warn
+from accelerate_core.plugins.catalog import pip_command
+from accelerate_core.plugins.discovery import exported
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +79,9 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
     if config.use_seedable_sampler:
         _make_seedable(base, config.data_seed, order_comm)
     dispatches = _dispatches(config.dispatch_batches, base, count, options.comm)
+    dispatch = _dispatch_function(config.dispatch_batches) if dispatches else None
     sampler = order_sampler(base)
-    if not dispatches and (count > 1 or order_comm is not None):
+    if dispatch is None and (count > 1 or order_comm is not None):
         _give_generator(base, sampler, order_comm)
     batch_size = _batch_size(base)
     if config.split_batches and count > 1 and (batch_size is not None or _has_batch_sampler(base)):
@@ -90,12 +93,12 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
     steps = StepReader(
         count, config.split_batches, config.even_batches, _drops_last(base), batch_size=batch_size
     )
-    if dispatches:
+    if dispatch is not None:
         steps.slice_fn = options.slice_fn_for_dispatch
         steps.evenly = options.fixed_batch is None
         if isinstance(base, DataLoader):
             _replace(base, generator=None)  # the order may be drawn from it, and nothing else
-        dispatched = _dispatched_source(base, steps, options)
+        dispatched = _dispatched_source(base, steps, options, dispatch)
         return DataLoaderDispatcher(base, dispatched, view, loader, options, batch_size)
     index = options.process_index
     steps.wanted = [index]
@@ -255,6 +258,20 @@ def _dispatches(asked: bool | None, loader: Any, count: int, comm: Communicator 
     return can and (_is_iterable(loader) if asked is None else asked)
 
 
+def _dispatch_function(asked: bool | None) -> Callable[..., Iterator[Item]]:
+    """Return the function that sends what rank 0 reads to all ranks."""
+    try:
+        dispatch: Callable[..., Iterator[Item]] = exported("dispatch_steps")
+    except MissingPluginError as error:
+        reason = "dispatch_batches=True" if asked else "An iterable dataset on several processes"
+        raise MissingPluginError(
+            f"{reason} needs accelerate-dispatch, with which rank 0 reads and sends each rank its "
+            f"part. Install it with: {pip_command('dispatch')}. With dispatch_batches=False each "
+            "rank reads the whole dataset and keeps its part."
+        ) from error
+    return dispatch
+
+
 def _make_seedable(loader: Any, data_seed: int | None, comm: Communicator | None) -> None:
     sampler = order_sampler(loader)
     is_random = isinstance(sampler, RandomSampler) or type(sampler).__name__ == "RandomSampler"
@@ -320,7 +337,9 @@ def _indexed(loader: Any, plan: Any) -> IndexStream | None:
     return stream if _replace(loader, **{_order_name(loader): stream}) else None
 
 
-def _dispatched_source(base: Any, steps: StepReader, options: LoaderOptions) -> DispatchedSource:
+def _dispatched_source(
+    base: Any, steps: StepReader, options: LoaderOptions, dispatch: Callable[..., Iterator[Item]]
+) -> DispatchedSource:
     comm = options.comm
     assert comm is not None
     index = options.process_index
@@ -329,7 +348,9 @@ def _dispatched_source(base: Any, steps: StepReader, options: LoaderOptions) -> 
         shards = comm.gather_object(index)
     stream = _indexed(base, _plan_of(base))
     ahead = options.config.read_ahead
-    return DispatchedSource(base, steps.per_step, steps, index, stream, comm, shards, ahead)
+    return DispatchedSource(
+        base, steps.per_step, steps, index, dispatch, stream, comm, shards, ahead
+    )
 
 
 def _own_source(base: Any, steps: StepReader, index: int) -> IndexedSource | ReadSource:

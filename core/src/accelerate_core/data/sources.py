@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
@@ -13,8 +13,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate_core.data.batch import batch_size_of
-from accelerate_core.data.dispatch.prefetch import Dispatch, Reading
-from accelerate_core.data.dispatch.transport import SOURCE
 from accelerate_core.data.order import Wrapper, iterate_from
 from accelerate_core.data.resumable import ResumableReader
 from accelerate_core.data.shard import ItemShard, IterableDatasetShard
@@ -195,15 +193,17 @@ class ReadSource:
 
 @dataclass(eq=False)
 class DispatchedSource(ReadSource):
-    """A loader that rank 0 reads for all. Only there is its state known.
+    """A loader that rank 0 reads for all ranks. Only rank 0 knows the loader's state.
 
     Args:
-        stream: the indices that the loader follows, None if it follows none.
+        dispatch: `dispatch_steps` of accelerate-dispatch.
+        stream: the indices that the loader follows; None if it follows none.
         comm: the ranks.
-        shard_of_rank: which part of a step each of them gets.
+        shard_of_rank: the index of each rank's part of a step.
         read_ahead: read the next step on a thread.
     """
 
+    dispatch: Callable[..., Iterator[Item]]
     stream: IndexStream | None
     comm: Communicator
     shard_of_rank: Sequence[int]
@@ -216,19 +216,22 @@ class DispatchedSource(ReadSource):
 
     def start(self, batches: int, draw: bool, state: Any = None) -> Iterator[Item]:
         group = self._group
-        skip = 0
-        reading: Reading | Exception | None = None
-        if self.comm.rank == SOURCE:
+        steps: Iterator[Step] | Exception | None = None
+        if self.comm.rank == 0:
             try:
-                items, skip = self._open(batches, state)
-                reading = Reading(items)
-            except Exception as error:  # the others wait for the first message: tell them there
-                reading = error
+                reading, skip = self._open(batches, state)
+                steps = self.steps.steps(reading, skip)
+            except Exception as error:  # sent in place of the first step, which the others wait for
+                steps = error
         elif isinstance(self.base, DataLoader):
             torch.empty((), dtype=torch.int64).random_()  # as the iterator of rank 0 does
-        shards = self.shard_of_rank
-        dispatch = Dispatch(self.steps, reading, skip, self.comm, shards, group, self.read_ahead)
-        return dispatch.items()
+        return self.dispatch(
+            steps,
+            comm=self.comm,
+            shard_of_rank=self.shard_of_rank,
+            group=group,
+            read_ahead=self.read_ahead,
+        )
 
     def _open(self, batches: int, state: Any) -> tuple[Iterator[Read], int]:
         """Open the loader; return it, and how many of its batches are passed over.

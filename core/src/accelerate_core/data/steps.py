@@ -12,11 +12,11 @@ from accelerate_core.data.device_feed import look_ahead
 from accelerate_core.errors import ConfigurationError
 
 SliceFn = Callable[..., Any]
-#: A batch, how many samples of its step are real if that is known, the data's state after it.
+#: A raw batch, the number of real samples of its step if known, and the data's state after it.
 Read = tuple[Any, int | None, Any]
-#: A batch as a loader gives it: `last` says that none follows, `real` how many samples of the global
-#: step are real if it was filled up, else None, and `state` is that of the data after it if known.
+#: `(batch, last, real, state)`: a rank's batch, whether it's the last, real samples if padded, the state.
 Item = tuple[Any, bool, int | None, Any]
+#: The part of a rank that gets no batch in a step.
 NOTHING: Any = object()
 _CANNOT_JOIN = (TypeError, ValueError, RuntimeError, KeyError, IndexError)
 
@@ -56,11 +56,14 @@ def steps_of(total: int, shard: Any, process_index: int) -> int:
 
 @dataclass(slots=True)
 class Step:
-    """One global step: a part per rank (`NOTHING` where there is none), and how it continues.
+    """One global step of a loader: a part for each rank, and whether more steps follow.
 
-    `last[r]`: rank r gets nothing after this. `more`: some rank still gets something.
-    `real`: number of real samples if the step was filled up, else None. `state`: that of the
-    loader after the step, if it has one.
+    Attributes:
+        parts: the batch of each rank; `NOTHING` for a rank without one.
+        last: for each rank, whether this is its last batch.
+        more: whether any rank gets another batch.
+        real: the number of real samples if the step was padded, else None.
+        state: the state of the loader after this step; None if it has no state.
     """
 
     parts: list[Any]

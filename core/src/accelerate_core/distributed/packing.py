@@ -1,9 +1,9 @@
-"""Tensors of any shapes and dtypes as one run of bytes, and back.
+"""Pack tensors of any shapes and dtypes into one buffer of bytes, and unpack them.
 
-Moving data between processes needs no arithmetic, so a collective need not know a dtype. A
-`Layout` says where in a flat uint8 buffer each tensor lies; both ends compute it from shapes and
-dtypes alone. A view of bytes as wider elements must be aligned, so the widest come first: then
-every segment is, without gaps, and those of one dtype lie side by side.
+Moving data between processes needs no arithmetic, so a collective does not have to know dtypes. A
+`Layout` says where each tensor is in a flat uint8 buffer; sender and receiver compute it from
+shapes and dtypes alone. A view of bytes as wider elements has to be aligned, so the widest dtypes
+come first: every segment is then aligned without gaps, and tensors of one dtype are adjacent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from accelerate_core.distributed.tree import TensorInformation
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where one tensor lies in the buffer, in bytes, and what it is."""
+    """The position of one tensor in the buffer, in bytes, with its shape and dtype."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -32,10 +32,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The segments of a buffer of `total` bytes, in the order of the tensors.
+    """Where each tensor is in a buffer of `total` bytes; `segments` has the order of the tensors.
 
-    `order` lists the tensors as they lie in the buffer, in runs of one dtype; `gap` is the number
-    of bytes after the last.
+    `order` lists the tensors by position in the buffer, grouped by dtype. `gap` is the number of
+    unused bytes at the end.
     """
 
     segments: tuple[Segment, ...]
@@ -46,7 +46,7 @@ class Layout:
 
 
 def layout_of(tensors: Iterable[torch.Tensor | TensorInformation]) -> Layout:
-    """Lay out tensors; the same shapes and dtypes give the same layout everywhere."""
+    """Return the layout for tensors; equal shapes and dtypes have equal layouts on every rank."""
     return _layout(tuple([(tensor.shape, tensor.dtype) for tensor in tensors]))
 
 
@@ -72,9 +72,9 @@ def _layout(infos: tuple[tuple[torch.Size, torch.dtype], ...]) -> Layout:
 
 
 def pack(tensors: Sequence[torch.Tensor], layout: Layout, device: torch.device) -> torch.Tensor:
-    """Return the buffer, uint8 [layout.total], that holds the tensors.
+    """Copy tensors into one buffer, a uint8 tensor of shape [layout.total].
 
-    A single contiguous tensor is not copied: the buffer then shares its memory.
+    A single contiguous tensor is not copied; the buffer shares its memory.
     """
     if len(tensors) == 1:
         return _bytes(tensors[0], device)
@@ -95,7 +95,7 @@ def _bytes(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def unpack(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """Return the tensors in a buffer as views of it."""
+    """Return the tensors in a buffer, as views of the buffer."""
     buffer = _aligned(buffer, layout)
     return [
         buffer[segment.start : segment.stop].view(segment.dtype).view(segment.shape)
@@ -104,10 +104,10 @@ def unpack(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 
 
 def unpack_rows(buffer: torch.Tensor, layout: Layout, rows: int) -> list[torch.Tensor]:
-    """Return the tensors in `rows` equal buffers that follow each other, joined on dimension 0.
+    """Unpack `rows` consecutive buffers of equal layout, and join their tensors on dimension 0.
 
-    A 0-d tensor becomes one of shape [rows]. Each result has its own memory, save when it is the
-    only one.
+    0-d tensors become one tensor of shape [rows]. Each result has its own memory, unless the layout
+    has only one tensor.
     """
     table = _aligned(buffer, layout).view(rows, layout.total)
     segments = layout.segments
@@ -115,7 +115,7 @@ def unpack_rows(buffer: torch.Tensor, layout: Layout, rows: int) -> list[torch.T
     for run in layout.order:
         dtype = segments[run[0]].dtype
         first, last = segments[run[0]].start, segments[run[-1]].stop
-        # An empty view has arbitrary strides and cannot be seen as wider elements.
+        # An empty view has arbitrary strides, so it cannot be viewed as a wider dtype.
         bare = first == last or table.numel() == 0
         values = table.new_empty(rows, 0, dtype=dtype) if bare else table[:, first:last].view(dtype)
         if len(run) == 1:
@@ -132,5 +132,5 @@ def _joined(shape: torch.Size, rows: int) -> tuple[int, ...]:
 
 
 def _aligned(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
-    # A backend may return a slice of something larger, which may start anywhere.
+    # A backend may return a slice of a larger tensor, at any offset.
     return buffer.clone() if buffer.storage_offset() % layout.alignment else buffer

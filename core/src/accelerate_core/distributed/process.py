@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
-import logging
 import os
 import sys
 import time
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -436,28 +433,11 @@ def _differences(reference: dict[str, Any], others: Mapping[int, dict[str, Any]]
     return f"{shown}." if shown else ""
 
 
-def close_before_end(what: Any) -> None:
-    """Have `what.close()` called before the group ends, if it is still alive then.
-
-    For transfers that are under way beside the main thread: a group that ends beneath one takes
-    the process down.
-    """
-    _under_way.add(what)
-
-
-_under_way: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
 def _end_group(runtime: Runtime) -> None:
     import torch.distributed as dist
 
     own = runtime.owns_group and dist.is_initialized()
     runtime.owns_group = False
-    for one in list(_under_way) if own else ():
-        try:
-            one.close()
-        except Exception as error:  # another rank may be gone; the group ends all the same
-            logger.debug("closing %r before the group ends: %s", one, error)
     try:
         _end_globals()
     finally:

@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True)
 class TensorInformation:
-    """What is needed to allocate a tensor like another one: its shape and dtype."""
+    """The shape and dtype of a tensor: what is needed to allocate one like it."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -50,7 +50,7 @@ def record_items(data: Any) -> dict[str, Any]:
 
 
 def children(node: object) -> Collection[Any] | None:
-    """Return what an inner node of a tree holds, in order; None for a leaf."""
+    """Return the children of an inner node of a tree, in order; None for a leaf."""
     # The usual types first: asking whether something is a Mapping is slow.
     if type(node) is tuple or type(node) is list:
         return node
@@ -225,7 +225,7 @@ def _move_object(data: Any, device: torch.device, non_blocking: bool) -> Any:
 
 
 def get_data_structure(data: Any) -> Any:
-    """Return the tree with a `TensorInformation` in the place of every tensor."""
+    """Return the tree with every tensor replaced by a `TensorInformation`."""
     return map_tensors(lambda leaf: TensorInformation(leaf.shape, leaf.dtype), data)
 
 

@@ -1,4 +1,4 @@
-"""Bytes from the rank that reads to the others, in order."""
+"""How the reading rank's messages travel to the other ranks, as bytes and in order."""
 
 from __future__ import annotations
 
@@ -8,24 +8,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.plugin import Communicator
 
-SOURCE = 0  # the rank that reads
+SOURCE = 0  # the reading rank
 
 
 class CollectiveTransport:
-    """Sends over a communicator: one scatter each, when it is waited for."""
+    """Sends with one scatter of a communicator per message, which blocks."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
     def send(self, rows: Sequence[torch.Tensor]) -> None:
-        """Send row r, uint8 of equal lengths, to rank r. The rows are free at the next `send`."""
+        """Send row `r`, a uint8 tensor, to rank `r`. The rows may be reused at the next `send`.
+
+        Args:
+            rows: one tensor of shape [size] per rank.
+        """
         parts = [row.to(self.comm.device) for row in rows]
         self.comm.scatter(parts, parts[SOURCE], SOURCE)
 
     def receive(self, size: int) -> Callable[[], torch.Tensor]:
-        """Get ready for `size` bytes; the result waits for them and returns them, in host memory."""
+        """Prepare to receive `size` bytes; call the result to wait for them (uint8, on the host)."""
 
         def wait() -> torch.Tensor:
             like = torch.empty(size, dtype=torch.uint8, device=self.comm.device)
@@ -34,14 +38,14 @@ class CollectiveTransport:
         return wait
 
     def flush(self) -> None:
-        """Return when everything sent has left."""
+        """Wait until everything has been sent."""
 
 
 class GroupTransport:
-    """Sends over a group that nobody else uses: point to point, under way while others work.
+    """Sends point to point, in the background, over a process group that nothing else uses.
 
-    A scatter of gloo waits for all ranks; what is sent to one rank need not wait for another. The
-    methods are those of `CollectiveTransport`.
+    A scatter in gloo waits for all ranks; a point-to-point message to one rank does not wait for
+    the others. It has the methods of `CollectiveTransport`.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -50,13 +54,13 @@ class GroupTransport:
 
     def send(self, rows: Sequence[torch.Tensor]) -> None:
         self.flush()
-        # The group's own methods: the functions around them cost as much again.
+        # Calls the group's methods: torch's functions around them double the cost.
         self._sent = [
             self.group.send([row], rank, 0) for rank, row in enumerate(rows) if rank != SOURCE
         ]
 
     def receive(self, size: int) -> Callable[[], torch.Tensor]:
-        # New memory for each: the tensors of a part are views of it.
+        # Each message gets new memory, because the tensors of a part are views of it.
         buffer = torch.empty(size, dtype=torch.uint8)
         work: Any = self.group.recv([buffer], SOURCE, 0)
 

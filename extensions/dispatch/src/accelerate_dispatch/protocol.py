@@ -1,9 +1,10 @@
-"""Messages from the rank that reads to the others, as bytes: one transfer per global step.
+"""The messages that the reading rank sends: one transfer per global step.
 
-A message is a header of fixed size, the description of the part if it is not that of the message
-before, and the part's tensors. All ranks know the capacity of a transfer; a message that needs more
-announces the rest in its header, which follows in a second transfer, and the capacity grows to it.
-So batches of one structure take one transfer each, and the structure travels once.
+A message consists of a fixed-size header, a description of the part's structure (only if it differs
+from the previous message's), and the bytes of its tensors. All ranks know the capacity of a transfer.
+If a message is larger, its header announces a second transfer with the contents, and the capacity
+grows to that size. So batches of the same structure take one transfer each, and their structure is
+sent once.
 """
 
 from __future__ import annotations
@@ -18,40 +19,45 @@ from typing import Any
 
 import torch
 
-from accelerate_core.data.dispatch.transport import SOURCE, Transport
-from accelerate_core.data.steps import NOTHING
-from accelerate_core.distributed.packing import Layout, layout_of, unpack
-from accelerate_core.distributed.torch_collectives import as_memory
-from accelerate_core.distributed.tree import (
+from accelerate_core.plugin import (
+    NOTHING,
+    AccelerateError,
+    Layout,
     TensorInformation,
+    as_memory,
     children,
     flatten,
     get_data_structure,
+    layout_of,
     map_leaves,
+    unpack,
 )
-from accelerate_core.errors import AccelerateError
+from accelerate_dispatch.transport import SOURCE, Transport
 
-# Part or not, last, more, failed; real samples, bytes of description, bytes that follow.
+# Has a part, last, more, failed; real samples, bytes of description, bytes in a second transfer.
 _HEADER = struct.Struct("=4?4xqqq")
 _HEADER_SIZE = 64  # bytes
 
 
 class DispatchError(AccelerateError, RuntimeError):
-    """The rank that reads the data for all failed in a way that cannot be sent as it is.
+    """The reading rank raised an exception that cannot be pickled, so other ranks raise this one.
 
-    Cause: an exception in the dataset or in `collate_fn` of the rank that reads; the text has it.
-    Mend: what that rank's traceback names.
+    Cause: an exception in the dataset or in `collate_fn`; the message quotes it.
+    Mend: fix the error at the end of the reading rank's traceback, which is attached as a note.
     """
 
 
 @dataclass(slots=True)
 class Message:
-    """What a rank receives per global step.
+    """What one rank receives for one global step.
 
-    `part` is the rank's part of the batch, `NOTHING` if it has none. `last`: no part follows.
-    `more`: another message will follow. `real`: samples of the step if it was filled up, else
-    None. `state`: that of the loader after the step; it is not sent. `failure`: the exception that
-    ends the data.
+    Attributes:
+        part: the rank's part of the batch; `NOTHING` if it has none.
+        last: whether this is the rank's last part.
+        more: whether another message follows.
+        real: the number of real samples if the step was padded, else None.
+        state: the loader's state after the step; it is not sent.
+        failure: an exception that ends the epoch.
     """
 
     part: Any = NOTHING
@@ -63,7 +69,7 @@ class Message:
 
 
 def sendable(error: Exception) -> Exception:
-    """Return the exception as other ranks can raise it, told where it happened."""
+    """Return a copy of the exception for other ranks to raise, with its traceback as a note."""
     where = "".join(traceback.format_exception(error)).rstrip()
     try:
         copy: Exception = pickle.loads(pickle.dumps(error))
@@ -71,13 +77,13 @@ def sendable(error: Exception) -> Exception:
             raise ValueError("the exception does not survive pickling")
     except Exception:
         copy = DispatchError(f"{type(error).__name__}: {error}")
-    copy.add_note(f"Raised on process {SOURCE}, which reads the data for all:\n{where}")
+    copy.add_note(f"Raised on process {SOURCE}, which reads the data for all processes:\n{where}")
     return copy
 
 
 @dataclass(slots=True)
 class _Encoded:
-    """A message for a `SendBuffer`; no description: as in the message before."""
+    """A message ready for a `SendBuffer`; an empty description means: same as the one before."""
 
     flags: tuple[bool, bool, bool, bool]
     real: int
@@ -91,17 +97,17 @@ class _Encoded:
 
 
 def _aligned(size: int) -> int:
-    """Return where tensors begin behind a description of so many bytes."""
-    return -(-size // 64) * 64  # every dtype may begin there
+    """Return the offset of the tensors that follow a description of `size` bytes."""
+    return -(-size // 64) * 64  # aligned for every dtype
 
 
 class Channel:
     """One end of the connection between the reading rank and the others.
 
     Args:
-        transport: carries the bytes.
+        transport: sends and receives the bytes.
         size: number of ranks.
-        capacity: bytes of a transfer, to start with.
+        capacity: bytes of the first transfer.
     """
 
     def __init__(self, transport: Transport, size: int, capacity: int = 4096) -> None:
@@ -115,11 +121,11 @@ class Channel:
         self._arriving: Callable[[], torch.Tensor] | None = None
 
     def send(self, messages: Sequence[Message]) -> Message:
-        """Send every rank its message; return that of the reading rank, as it is."""
+        """Send each rank its message; return the reading rank's own one unchanged."""
         own = messages[SOURCE]
         try:
             encoded = [self._encode(rank, each) for rank, each in enumerate(messages[1:], 1)]
-        except Exception as error:  # what cannot be pickled raises all kinds
+        except Exception as error:  # pickling can raise anything
             own = Message(failure=error)
             encoded = [self._encode(1, Message(failure=sendable(error)))] * (self.size - 1)
         need = max((each.size for each in encoded), default=0)
@@ -140,7 +146,7 @@ class Channel:
         return own
 
     def expect(self) -> None:
-        """Get ready for the next message, so that it can arrive before it is asked for."""
+        """Start to receive the next message in the background."""
         if self._arriving is None:
             self._arriving = self.transport.receive(self.capacity)
 
@@ -153,13 +159,13 @@ class Channel:
         return self._decoded(body)
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for messages that are in flight."""
         if self._arriving is not None:
             self.receive()
         self.transport.flush()
 
     def _buffer(self, width: int) -> SendBuffer:
-        self.transport.flush()  # what is in the buffer may still be on its way
+        self.transport.flush()  # the buffer may still be in use
         if self._sending is None or self._sending.width != width:
             self._sending = SendBuffer(self.size, width)
         return self._sending
@@ -208,7 +214,7 @@ class Channel:
 
 
 class SendBuffer:
-    """Memory for a message to every rank."""
+    """Memory for one message to every rank."""
 
     def __init__(self, size: int, width: int) -> None:
         self.width = width
@@ -217,7 +223,7 @@ class SendBuffer:
         self._views: list[tuple[Layout | None, int, list[torch.Tensor]]] = [(None, 0, [])] * size
 
     def write(self, rank: int, begin: int, message: _Encoded) -> None:
-        """Write description and tensors into a rank's message, from byte `begin` on."""
+        """Write the description and the tensors into a rank's message, starting at byte `begin`."""
         if message.description:
             start = rank * self.width + begin
             self.memory[start : start + len(message.description)] = message.description
@@ -227,7 +233,7 @@ class SendBuffer:
         begin += _aligned(len(message.description))
         known, where, views = self._views[rank]
         if known is not layout or where != begin:
-            # Views of the memory, made once for all messages of one structure.
+            # These views of the memory are reused for all messages of this structure.
             views = unpack(self.rows[rank][begin : begin + layout.total], layout)
             self._views[rank] = (layout, begin, views)
         for tensor, view in zip(message.tensors, views, strict=True):
@@ -248,10 +254,10 @@ def _is_dense(leaf: Any) -> bool:
 
 
 def _sign(tree: Any, into: list[Any], tensors: list[torch.Tensor]) -> bool:
-    """Note what a description of the tree depends on; False if that cannot be compared.
+    """Collect what the tree's description depends on; return False if that cannot be compared.
 
-    Strings and other objects are part of the description, so a batch of them describes itself
-    anew each time.
+    Strings and other objects are sent as part of the description, so a batch that contains them
+    sends its description every time.
     """
     if _is_dense(tree):
         into.append((tree.shape, tree.dtype))
@@ -267,17 +273,17 @@ def _sign(tree: Any, into: list[Any], tensors: list[torch.Tensor]) -> bool:
     is_mapping = isinstance(tree, Mapping)
     into.append((kind, tuple(tree) if is_mapping else len(inner)))
     plain = [_sign(child, into, tensors) for child in inner]
-    # A mapping class of someone's may carry attributes beside its items.
+    # A custom mapping class may have attributes besides its items.
     return all(plain) and not (is_mapping and getattr(tree, "__dict__", None))
 
 
 def _described(tree: Any) -> Any:
-    """Return the tree with a `TensorInformation` for every tensor that travels as bytes."""
+    """Return the tree with a `TensorInformation` in place of every tensor that is sent as bytes."""
     return map_leaves(lambda leaf: get_data_structure(leaf) if _is_dense(leaf) else leaf, tree)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles of a tensor only what it shows: a slice would drag its whole batch along."""
+    """Pickles only the visible part of a tensor; pickling a slice would include its whole batch."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided:

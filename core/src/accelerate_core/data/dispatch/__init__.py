@@ -1,1 +1,0 @@
-"""Dispatching: one rank reads, every rank receives its part, one step ahead."""
