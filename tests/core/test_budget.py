@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "src" / "accelerate_core"
 
 #: Lines of code; docstrings, comments and blank lines are not counted.
-TOTAL = 9_500
+TOTAL = 9_570
 DEPENDENCIES = {"torch", "pluggy", "packaging", "pydantic", "PyYAML"}
 
 
