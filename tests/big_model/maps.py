@@ -1,8 +1,10 @@
-"""Where small models are placed: the same script runs with Hugging Face Accelerate.
+"""Create device maps of small models, with accelerate-core or with Hugging Face Accelerate.
 
-    python tests/big_model/maps.py tests/big_model/maps.json     with the original installed: records it
+This records the maps of an installed Hugging Face Accelerate:
 
-`test_maps.py` runs it with accelerate-core and compares.
+    python tests/big_model/maps.py tests/big_model/maps.json
+
+`test_maps.py` creates them with accelerate-core and compares.
 """
 
 from __future__ import annotations
@@ -54,12 +56,12 @@ def triples() -> nn.Module:
     def triple() -> nn.Module:
         return nn.ModuleDict({"p": nn.Linear(3, 4), "q": nn.BatchNorm1d(4), "r": nn.Linear(4, 5)})
 
-    # Of numbers within numbers the original takes one for another.
+    # Accelerate confuses names with several numbers, so the names here are letters.
     return nn.ModuleDict({name: triple() for name in "abc"})
 
 
 def tied(model: nn.Module, *groups: str) -> nn.Module:
-    """Give the parameters of each group the first one's; the names are one text."""
+    """Tie the parameters of each group, a string of names, to the first one."""
     for group in groups:
         first, *others = group.split()
         for name in others:
@@ -69,7 +71,7 @@ def tied(model: nn.Module, *groups: str) -> nn.Module:
 
 
 def buffered(model: nn.Module, sizes: dict[str, int], dtype: Any = None) -> nn.Module:
-    """Register buffers of so many elements in submodules."""
+    """Register a buffer in each named submodule, with the given number of elements."""
     for name, size in sizes.items():
         model.get_submodule(name).register_buffer("extra", torch.zeros(size, dtype=dtype))
     return model
@@ -112,7 +114,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "block's buffer": lambda: buffered(triples(), {"b": 40}),
     "declared": Declared,
 }
-#: Shares of the model's bytes, by name.
+#: Memory limits by name, as shares of the model's bytes.
 MEMORY: dict[str, Shares] = {
     "whole": {0: 1},
     "and cpu": {0: 0.6, "cpu": 3},
@@ -125,7 +127,7 @@ MEMORY: dict[str, Shares] = {
     "gap": {1: 0.5, 3: 0.8},
     "mps": {"mps": 0.6, "cpu": 1},
 }
-#: Options, and the memory they are tried with.
+#: Options, and the memory limits that they are tried with.
 OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "": ({}, tuple(MEMORY)),
     "fallback": ({"fallback_allocation": True}, ("and disk", "three", "small")),
@@ -152,7 +154,7 @@ def limits(model: nn.Module, shares: Shares) -> dict[int | str, int]:
 
 
 def said(make: Callable[[], dict[Any, Any]]) -> str:
-    """Return a map as a line, with "warns" behind it, or the name of an error."""
+    """Return a map as a line, with "warns" at the end if there was a warning, or an error's name."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -163,7 +165,7 @@ def said(make: Callable[[], dict[Any, Any]]) -> str:
 
 
 def run(name: str, infer: Any, balance: Any) -> dict[str, str]:
-    """Return the lines of a model."""
+    """Return the lines for one model, by case."""
     model = MODELS[name]()
     biases = [bias for bias, _ in model.named_parameters() if bias.endswith("bias")]
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Models built empty, planned, loaded, placed and offloaded give what the plain model gives."""
+"""Models that are created empty, loaded, dispatched or offloaded have the plain model's output."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """Tied embeddings, a lone parameter, both kinds of buffers, attention and a recurrence."""
+    """Has tied embeddings, a lone parameter, both kinds of buffers, attention and an LSTM."""
 
     def __init__(self, layers: int = 3) -> None:
         super().__init__()
@@ -142,23 +142,23 @@ def on_meta(module: nn.Module) -> bool:
 # --- building -------------------------------------------------------------------------------------
 
 
-def test_an_empty_model_has_shapes_and_ties_and_real_buffers() -> None:
+def test_empty_model_has_shapes_and_ties_and_real_buffers() -> None:
     model = empty()
     assert on_meta(model)
     assert model.embed.weight is model.head.weight
     assert model.scale.item() == 2.0
-    assert TinyGPT().position.device.type == "cpu", "nothing lasts beyond the block"
+    assert TinyGPT().position.device.type == "cpu", "the block must have no lasting effect"
 
 
 @pytest.mark.parametrize("how", ["argument", "environment"])
-def test_buffers_are_empty_if_asked(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_are_empty_if_requested(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how == "environment":
         monkeypatch.setenv("ACCELERATE_INIT_INCLUDE_BUFFERS", "yes")
     model = empty(include_buffers=True if how == "argument" else None)
     assert model.norm.running_mean.device.type == "meta"
 
 
-def test_frozen_parameters_and_their_class_survive_empty_building() -> None:
+def test_empty_parameters_keep_their_class_and_stay_frozen() -> None:
     class Marked(nn.Parameter):
         pass
 
@@ -169,7 +169,7 @@ def test_frozen_parameters_and_their_class_survive_empty_building() -> None:
     assert not module.weight.requires_grad
 
 
-def test_a_failure_while_building_leaves_nothing_behind() -> None:
+def test_error_during_creation_leaves_no_hook_behind() -> None:
     with pytest.raises(ZeroDivisionError), init_empty_weights():
         raise ZeroDivisionError
     assert nn.Linear(1, 1).weight.device.type == "cpu"
@@ -180,7 +180,7 @@ def test_a_failure_while_building_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.filterwarnings("ignore:The tied parameters")
-def test_a_dispatched_model_gives_the_same(
+def test_dispatched_model_has_the_same_output(
     name: str, model: TinyGPT, expected: torch.Tensor, tmp_path: Path
 ) -> None:
     dispatched = dispatch_model(model, MAPS[name], offload_dir=tmp_path)
@@ -191,12 +191,12 @@ def test_a_dispatched_model_gives_the_same(
     for part, place in MAPS[name].items():
         module = model.get_submodule(part) if part not in ("position", "scale") else None
         if place == "disk" and module is not None:
-            assert on_meta(module), f"{part} is not kept in memory"
+            assert on_meta(module), f"{part} must not be kept in memory"
 
 
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.filterwarnings("ignore:The tied parameters")
-def test_removing_the_hooks_brings_the_weights_back(
+def test_removing_the_hooks_restores_the_weights(
     name: str, model: TinyGPT, expected: torch.Tensor, tmp_path: Path
 ) -> None:
     dispatch_model(model, MAPS[name], offload_dir=tmp_path)
@@ -206,7 +206,7 @@ def test_removing_the_hooks_brings_the_weights_back(
     torch.testing.assert_close(logits(model), expected)
 
 
-def test_offloading_to_memory_and_to_disk_gives_the_same(
+def test_offloaded_model_has_the_same_output(
     model: TinyGPT, expected: torch.Tensor, tmp_path: Path
 ) -> None:
     for offloaded in (
@@ -218,13 +218,13 @@ def test_offloading_to_memory_and_to_disk_gives_the_same(
     ):
         assert on_meta(offloaded)
         torch.testing.assert_close(logits(offloaded), expected)
-        assert on_meta(offloaded), "weights leave again after the call"
+        assert on_meta(offloaded), "weights must be unloaded after the call"
         torch.testing.assert_close(
             get_state_dict_offloaded_model(offloaded), dict(model.state_dict())
         )
 
 
-def test_a_deep_copy_of_an_offloaded_model_is_independent(
+def test_deep_copy_of_an_offloaded_model_is_independent(
     model: TinyGPT, expected: torch.Tensor
 ) -> None:
     first = cpu_offload(model, "cpu")
@@ -236,7 +236,7 @@ def test_a_deep_copy_of_an_offloaded_model_is_independent(
     torch.testing.assert_close(logits(second), expected)
 
 
-def test_weights_leave_again_after_a_failing_call(model: TinyGPT) -> None:
+def test_weights_are_unloaded_after_a_failing_call(model: TinyGPT) -> None:
     cpu_offload(model, "cpu")
     with pytest.raises(IndexError):
         model(torch.full((1, 8), VOCABULARY))
@@ -244,7 +244,7 @@ def test_weights_leave_again_after_a_failing_call(model: TinyGPT) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", torch.device("cpu")])
-def test_one_device_for_all_needs_no_hooks(device: Any, model: TinyGPT) -> None:
+def test_single_device_needs_no_hooks(device: Any, model: TinyGPT) -> None:
     dispatch_model(model, {"": device})
     assert not hasattr(model, "_hf_hook")
     assert {p.device.type for p in model.parameters()} == {torch.device(device).type}
@@ -256,43 +256,43 @@ def test_hooks_can_be_forced(model: TinyGPT, expected: torch.Tensor) -> None:
     torch.testing.assert_close(logits(model), expected)
 
 
-def test_inputs_follow_the_weights_and_the_output_comes_home() -> None:
-    # The meta device stands in for a second device: shapes flow, data does not.
+def test_inputs_and_output_are_moved_between_devices() -> None:
+    # The meta device replaces a second device. It has shapes but no data.
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     dispatch_model(model, {"0": "meta", "1": "meta"}, force_hooks=True)
     assert model[0](torch.ones(2, 4)).device.type == "meta"
     with pytest.raises(NotImplementedError, match="meta"):
-        model(torch.ones(2, 4))  # torch refuses to bring meta data to the CPU
+        model(torch.ones(2, 4))  # torch refuses to move a meta tensor to the CPU
 
 
 @pytest.mark.parametrize(
     ("device_map", "text"),
     [
-        ({"embed": "cpu"}, "has no device for 'position"),
-        ({"": "disk"}, "name a folder"),
+        ({"embed": "cpu"}, "has no device for position"),
+        ({"": "disk"}, "Pass a folder"),
         ({"": 7}, "torch sees none"),
     ],
 )
-def test_a_wrong_device_map_is_explained(
+def test_invalid_device_map_is_refused_with_an_explanation(
     device_map: dict[str, Any], text: str, model: TinyGPT
 ) -> None:
     with pytest.raises(ConfigurationError, match=text):
         dispatch_model(model, device_map)
 
 
-def test_a_name_too_many_in_a_device_map_is_told(model: TinyGPT) -> None:
+def test_unknown_name_in_a_device_map_is_a_warning(model: TinyGPT) -> None:
     with pytest.warns(UserWarning, match="'heads'.* Did you mean 'head'"):
         dispatch_model(model, {"": "cpu", "heads": "cpu"})
 
 
-def test_dispatching_what_was_never_loaded_is_explained(tmp_path: Path) -> None:
+def test_dispatching_a_model_without_weights_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"'position' is on the meta device"):
         dispatch_model(empty(), {"": "cpu"})
     with pytest.raises(ConfigurationError, match="Load a checkpoint first"):
         disk_offload(empty(), tmp_path)
 
 
-def test_models_in_turn_send_each_other_back() -> None:
+def test_calling_one_model_moves_the_previous_one_back() -> None:
     first, hook = cpu_offload_with_hook(nn.Linear(2, 2), "meta")
     second, last = cpu_offload_with_hook(nn.Linear(2, 2), "cpu", prev_module_hook=hook)
     assert second(torch.ones(1, 2)).shape == (1, 2)
@@ -302,8 +302,8 @@ def test_models_in_turn_send_each_other_back() -> None:
     assert not hasattr(second, "_hf_hook")
 
 
-def test_parts_on_the_cpu_run_on_another_main_device(model: TinyGPT, tmp_path: Path) -> None:
-    # The meta device stands in for an accelerator: shapes flow, data does not.
+def test_offloaded_parts_run_on_the_main_device(model: TinyGPT, tmp_path: Path) -> None:
+    # The meta device replaces an accelerator. It has shapes but no data.
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     dispatch_model(model, SPLIT, main_device="meta", offload_dir=tmp_path, offload_buffers=True)
     for _ in range(2):
@@ -311,7 +311,7 @@ def test_parts_on_the_cpu_run_on_another_main_device(model: TinyGPT, tmp_path: P
         assert (output.device.type, output.shape) == ("meta", (2, 8, VOCABULARY))
     remove_hook_from_module(model, recurse=True)
     found = dict(model.state_dict())
-    # What a map names directly stays on the main device.
+    # Tensors that the map names directly stay on the main device.
     del found["position"], state["position"]
     torch.testing.assert_close(found, state)
 
@@ -319,7 +319,7 @@ def test_parts_on_the_cpu_run_on_another_main_device(model: TinyGPT, tmp_path: P
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 @pytest.mark.parametrize("name", ["auto", "small", *MAPS])
 @pytest.mark.filterwarnings("ignore:The tied parameters")
-def test_beside_an_accelerator_the_rest_is_offloaded(
+def test_parts_that_are_not_on_the_accelerator_are_offloaded(
     name: str, model: TinyGPT, expected: torch.Tensor, tmp_path: Path
 ) -> None:
     checkpoint = write_checkpoint(model, tmp_path / "checkpoint", "safetensors")
@@ -332,7 +332,7 @@ def test_beside_an_accelerator_the_rest_is_offloaded(
     )
     for _ in range(2):
         found = logits(loaded)
-        assert found.device.type == "cpu", "the output comes to where the input was"
+        assert found.device.type == "cpu", "the output must be on the device of the input"
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     state = {k: v.cpu() for k, v in get_state_dict_offloaded_model(loaded).items()}
     torch.testing.assert_close(state, dict(model.state_dict()))
@@ -341,14 +341,14 @@ def test_beside_an_accelerator_the_rest_is_offloaded(
     for part, place in loaded.hf_device_map.items():
         owner = loaded.get_submodule(part) if part not in ("position", "scale") else nn.Module()
         for parameter in owner.parameters():
-            # "cpu" and "disk" are offloaded beside an accelerator.
+            # With an accelerator in the map, "cpu" and "disk" are offloaded.
             alone = set(loaded.hf_device_map.values()) <= {"cpu", "disk"}
             kept = "meta" if place == "disk" or (place == "cpu" and not alone) else None
             assert kept is None or parameter.device.type == kept
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_whole_models_take_turns_on_the_accelerator() -> None:
+def test_whole_models_alternate_on_the_accelerator() -> None:
     first, hook = cpu_offload_with_hook(nn.Linear(2, 2))
     second, last = cpu_offload_with_hook(nn.Linear(2, 2), prev_module_hook=hook)
     for _ in range(2):
@@ -381,7 +381,7 @@ class Adds(ModelHook):
         return module
 
 
-def test_hooks_change_arguments_and_output_and_are_replaced_or_joined() -> None:
+def test_hooks_change_arguments_and_output_and_are_replaced_or_combined() -> None:
     log: list[str] = []
     module = nn.Identity()
     add_hook_to_module(module, Adds(1, log))
@@ -398,7 +398,7 @@ def test_hooks_change_arguments_and_output_and_are_replaced_or_joined() -> None:
     assert "forward" not in vars(module)
 
 
-def test_a_hook_without_gradients_restores_the_mode() -> None:
+def test_no_grad_hook_restores_the_gradient_mode() -> None:
     class NoGrad(ModelHook):
         no_grad = True
 
@@ -410,7 +410,7 @@ def test_a_hook_without_gradients_restores_the_mode() -> None:
 
 
 class Interrupts(nn.Linear):
-    """Stands for Ctrl-C: torch calls hooks after an Exception alone."""
+    """Simulates Ctrl-C, after which torch calls no hooks because it is not an `Exception`."""
 
     interrupted = True
 
@@ -420,7 +420,7 @@ class Interrupts(nn.Linear):
         return super().forward(x)
 
 
-def test_an_interrupted_model_runs_again() -> None:
+def test_interrupted_model_can_run_again() -> None:
     inner = Interrupts(2, 2)
     model = nn.Sequential(inner, nn.Linear(2, 2))
     expected = model[1](nn.functional.linear(torch.ones(1, 2), inner.weight, inner.bias))
@@ -432,7 +432,7 @@ def test_an_interrupted_model_runs_again() -> None:
     assert on_meta(model)
 
 
-def test_each_of_several_hooks_ends_also_where_one_fails() -> None:
+def test_all_hooks_run_even_if_one_fails() -> None:
     class Fails(ModelHook):
         def post_forward(self, module: nn.Module, output: Any) -> Any:
             raise ArithmeticError("the first")
@@ -446,7 +446,7 @@ def test_each_of_several_hooks_ends_also_where_one_fails() -> None:
     assert module.weight.is_meta
 
 
-def test_a_model_that_is_dropped_is_freed_at_once(tmp_path: Path) -> None:
+def test_deleted_model_is_freed_immediately(tmp_path: Path) -> None:
     model = disk_offload(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), tmp_path)
     model(torch.ones(1, 2))
     layer = weakref.ref(model[1])
@@ -469,7 +469,7 @@ def test_hooks_of_submodules_are_removed() -> None:
 
 
 @pytest.mark.parametrize("offloaded", [False, True])
-def test_a_module_is_aligned_for_a_block(offloaded: bool) -> None:
+def test_align_module_device_moves_weights_inside_the_block(offloaded: bool) -> None:
     layer = nn.Linear(2, 2)
     weight = layer.weight.detach().clone()
     if offloaded:
@@ -483,7 +483,7 @@ def test_a_module_is_aligned_for_a_block(offloaded: bool) -> None:
     assert layer.weight.device.type == home
 
 
-def test_layers_are_stored_small_and_compute_large() -> None:
+def test_layerwise_casting_stores_weights_in_a_smaller_dtype() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4))
     attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32, skip_modules_pattern="^3$")
     for _ in range(2):
@@ -504,7 +504,7 @@ def plan(model: nn.Module, **memory: Any) -> dict[str, Any]:
 
 
 def check_plan(model: nn.Module, device_map: dict[str, Any], limits: dict[Any, int]) -> None:
-    """Check against the sizes, independently of how the plan was made."""
+    """Check a device map against the sizes of the tensors."""
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     held: dict[Any, dict[int, int]] = {}
     for name, tensor in tensors.items():
@@ -516,7 +516,7 @@ def check_plan(model: nn.Module, device_map: dict[str, Any], limits: dict[Any, i
         assert sum(held.get(device, {}).values()) <= limit, device
     for index in range(3):
         blocks = {d for n, d in device_map.items() if n.startswith(f"blocks.{index}.")}
-        assert len(blocks) <= 1, "a block is not split"
+        assert len(blocks) <= 1, "a block must not be split"
 
 
 @pytest.mark.parametrize(
@@ -533,17 +533,21 @@ def check_plan(model: nn.Module, device_map: dict[str, Any], limits: dict[Any, i
     ],
 )
 @pytest.mark.filterwarnings("ignore:The buffers")
-def test_a_plan_covers_all_and_keeps_the_limits(limits: dict[Any, int], model: TinyGPT) -> None:
+def test_device_map_covers_the_model_and_respects_the_limits(
+    limits: dict[Any, int], model: TinyGPT
+) -> None:
     made = infer_auto_device_map(empty(), limits, "Block")
     check_plan(model, made, limits)
-    assert made == infer_auto_device_map(model, limits, ["Block"]), "meta or real is the same"
+    assert made == infer_auto_device_map(model, limits, ["Block"]), (
+        "empty and real models must agree"
+    )
 
 
-def test_a_plan_is_short_where_all_fits(model: TinyGPT) -> None:
+def test_device_map_has_one_entry_if_everything_fits(model: TinyGPT) -> None:
     assert plan(model, g0="1GB") == {"": 0}
 
 
-def test_room_is_left_for_the_largest_layer_that_comes_back() -> None:
+def test_memory_is_reserved_for_the_largest_offloaded_layer() -> None:
     model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(6)))
     assert plan(model, g0=2400) == {"": 0}
     made = plan(model, g0=2000, cpu=10**6)
@@ -561,7 +565,7 @@ def test_tied_weights_count_once_and_stay_together(model: TinyGPT) -> None:
     assert "cpu" in made.values()
 
 
-def test_a_dtype_makes_room() -> None:
+def test_smaller_dtype_lets_more_layers_fit() -> None:
     model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(4)))
     assert infer_auto_device_map(model, {0: 800}, dtype="float16") == {"": 0}
     special = {"3.weight": torch.float32}
@@ -569,23 +573,23 @@ def test_a_dtype_makes_room() -> None:
     assert made == {"": 0}
 
 
-def test_a_small_part_further_on_is_found_if_asked() -> None:
+def test_fallback_allocation_finds_a_later_part_that_fits() -> None:
     model = nn.Sequential(nn.Linear(100, 100), nn.Sequential(nn.Linear(100, 100), nn.Linear(5, 5)))
-    # Beside the room for a large layer that comes back, only the small one fits.
+    # Next to the memory reserved for a large offloaded layer, only the small one fits.
     memory = {0: 41_000, "cpu": 10**6}
     assert set(infer_auto_device_map(model, memory).values()) == {"cpu"}
     made = infer_auto_device_map(model, memory, fallback_allocation=True)
     assert made == {"0": "cpu", "1.0": "cpu", "1.1": 0}
 
 
-def test_offloaded_buffers_that_do_not_fit_are_warned_of() -> None:
+def test_offloaded_buffers_that_do_not_fit_are_a_warning() -> None:
     model = nn.Sequential(nn.Linear(1, 1))
     model[0].register_buffer("big", torch.zeros(1000))
     with pytest.warns(UserWarning, match="offload_buffers=True"):
         infer_auto_device_map(model, {0: 100, "cpu": 10**6})
 
 
-def test_decisions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_prints_decisions(capsys: pytest.CaptureFixture[str]) -> None:
     infer_auto_device_map(nn.Linear(2, 2), {0: 1000}, verbose=True)
     assert "weight (16 bytes) goes to 0." in capsys.readouterr().out
 
@@ -598,7 +602,7 @@ def test_decisions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ({"a.x.p": 0, "a.x.q": 0, "a.y": 1, "ab": 1}, {"a.x": 0, "a.y": 1, "ab": 1}),
     ],
 )
-def test_a_map_is_cleaned(before: dict[str, int], after: dict[str, int]) -> None:
+def test_clean_device_map_merges_entries(before: dict[str, int], after: dict[str, int]) -> None:
     assert clean_device_map(before) == after
 
 
@@ -606,7 +610,7 @@ def test_a_map_is_cleaned(before: dict[str, int], after: dict[str, int]) -> None
 
 
 def write_checkpoint(model: nn.Module, folder: Path, form: str) -> Path:
-    """Write the model in one of the forms, and return what to load."""
+    """Write the model in one of the formats, and return the path to load."""
     folder.mkdir()
     clean = clean_state_dict_for_safetensors(model.state_dict())
     if form == "safetensors":
@@ -638,7 +642,7 @@ FORMS = ["safetensors", "bin", "old bin", "sharded", "index", "sharded bin"]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_checkpoint_is_loaded(
+def test_every_checkpoint_format_is_loaded(
     form: str, model: TinyGPT, expected: torch.Tensor, tmp_path: Path
 ) -> None:
     checkpoint = write_checkpoint(model, tmp_path / "checkpoint", form)
@@ -651,7 +655,7 @@ def test_every_form_of_checkpoint_is_loaded(
 @pytest.mark.parametrize("form", ["safetensors", "bin", "sharded"])
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.filterwarnings("ignore:The tied parameters")
-def test_a_checkpoint_is_loaded_and_dispatched(
+def test_checkpoint_is_loaded_and_dispatched(
     form: str, name: str, model: TinyGPT, expected: torch.Tensor, tmp_path: Path
 ) -> None:
     checkpoint = write_checkpoint(model, tmp_path / "checkpoint", form)
@@ -665,7 +669,7 @@ def test_a_checkpoint_is_loaded_and_dispatched(
 @pytest.mark.parametrize(
     "device_map", ["auto", "balanced", "balanced_low_0", "sequential", "cpu", "disk", None]
 )
-def test_strategies_and_single_devices(
+def test_strategies_and_single_devices_are_accepted_as_device_map(
     device_map: str | None, model: TinyGPT, expected: torch.Tensor, tmp_path: Path
 ) -> None:
     checkpoint = write_checkpoint(model, tmp_path / "checkpoint", "safetensors")
@@ -676,7 +680,7 @@ def test_strategies_and_single_devices(
     torch.testing.assert_close(logits(loaded), expected)
 
 
-def test_what_does_not_fit_into_memory_goes_to_disk(
+def test_parts_that_do_not_fit_into_memory_go_to_disk(
     model: TinyGPT, expected: torch.Tensor, tmp_path: Path
 ) -> None:
     checkpoint = write_checkpoint(model, tmp_path / "checkpoint", "safetensors")
@@ -692,14 +696,14 @@ def test_what_does_not_fit_into_memory_goes_to_disk(
     torch.testing.assert_close(logits(loaded), expected)
 
 
-def test_limits_may_be_floats_and_are_converted_where_they_stand() -> None:
-    limits: dict[Any, Any] = {"disk": "1MB", "cpu": 2.5e4}  # transformers takes nine tenths
+def test_memory_limits_are_converted_in_place() -> None:
+    limits: dict[Any, Any] = {"disk": "1MB", "cpu": 2.5e4}  # a float, as transformers passes
     assert get_max_memory(limits) == limits == {"cpu": 25_000, "disk": 1_000_000}
     assert isinstance(limits["cpu"], int)
 
 
 @pytest.mark.parametrize("device_map", [None, SPLIT])
-def test_weights_are_cast_but_for_those_kept(
+def test_weights_are_cast_except_those_kept_in_float32(
     device_map: Any, model: TinyGPT, tmp_path: Path
 ) -> None:
     checkpoint = write_checkpoint(model, tmp_path / "checkpoint", "bin")
@@ -717,13 +721,13 @@ def test_weights_are_cast_but_for_those_kept(
     assert loaded.norm.num_batches_tracked.dtype == torch.int64
 
 
-def test_names_that_do_not_match_are_told(
+def test_missing_and_unexpected_names_are_reported(
     model: TinyGPT, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = clean_state_dict_for_safetensors(model.state_dict())
-    state["stranger"] = state.pop("position")
+    state["unknown"] = state.pop("position")
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="lacks position and has stranger"):
+    with pytest.raises(CheckpointError, match="lacks position and has unknown"):
         load_checkpoint_in_model(empty(), tmp_path, strict=True)
     load_checkpoint_in_model(empty(), tmp_path)
     assert "lacks position" in caplog.text
@@ -760,14 +764,16 @@ def _escaping_shard(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("prepare", "text"),
     [
-        (_wrong_shape, r"'position' has the shape \(3,\) in the checkpoint and \(1, 8, 16\)"),
+        (_wrong_shape, r"'position' has the shape \(3,\) in the checkpoint, but \(1, 8, 16\)"),
         (_nothing, "must contain one checkpoint"),
         (_missing, "There is no checkpoint"),
         (_missing_shard, "does not exist next to it"),
         (_escaping_shard, "outside of its folder"),
     ],
 )
-def test_a_bad_checkpoint_is_explained(prepare: Any, text: str, tmp_path: Path) -> None:
+def test_invalid_checkpoint_is_refused_with_an_explanation(
+    prepare: Any, text: str, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match=text):
         load_checkpoint_in_model(empty(), prepare(tmp_path))
 
@@ -792,13 +798,13 @@ def test_code_in_a_checkpoint_does_not_run(
         ({"device_map": "autom"}, "Did you mean 'auto'"),
         (
             {"device_map": {"": "disk"}, "dtype": "float16"},
-            "is torch.float32 there.*offload_folder",
+            "has dtype torch.float32 in the checkpoint.*offload_folder",
         ),
         ({"device_map": "auto", "max_memory": {"gpu": 1}}, "max_memory has the key 'gpu'"),
         ({"device_map": "auto", "max_memory": {"cpu": "lots"}}, "'lots' is not a size"),
     ],
 )
-def test_wrong_arguments_are_explained(
+def test_invalid_arguments_are_refused_with_an_explanation(
     arguments: dict[str, Any], text: str, model: TinyGPT, tmp_path: Path
 ) -> None:
     checkpoint = write_checkpoint(model, tmp_path / "checkpoint", "safetensors")
@@ -832,7 +838,7 @@ def _load_from_rank0(rank: int, port: int, checkpoint: str, result: str) -> None
 
 
 def _load_own_part(rank: int, folder: str) -> None:
-    """A sharded model, built empty, or with weights that change in place; each rank reads its half."""
+    """Load a sharded model, empty or with real weights, and check that each rank reads its half."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
@@ -864,7 +870,7 @@ def _load_own_part(rank: int, folder: str) -> None:
 
 @pytest.mark.dist
 @pytest.mark.timeout(180)
-def test_one_rank_reads_and_the_others_are_told(
+def test_rank_0_reads_and_sends_the_weights_to_the_others(
     model: TinyGPT, expected: torch.Tensor, tmp_path: Path
 ) -> None:
     checkpoint = write_checkpoint(model, tmp_path / "checkpoint", "safetensors")
@@ -892,7 +898,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)])
-def test_a_weight_survives_the_disk(
+def test_offloaded_weight_is_read_back_unchanged(
     dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
     weight = torch.rand(shape).mul(3).to(dtype)
@@ -903,7 +909,7 @@ def test_a_weight_survives_the_disk(
     assert loaded.tolist() == weight.tolist()
 
 
-def test_offloaded_weights_go_back_into_a_model(model: TinyGPT, tmp_path: Path) -> None:
+def test_offloaded_weights_are_loaded_back_into_a_model(model: TinyGPT, tmp_path: Path) -> None:
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     offload_state_dict(tmp_path, state)
     index = json.loads((tmp_path / "index.json").read_text())
@@ -912,7 +918,7 @@ def test_offloaded_weights_go_back_into_a_model(model: TinyGPT, tmp_path: Path) 
     torch.testing.assert_close(dict(other.state_dict()), state)
 
 
-def test_the_loader_serves_memory_disk_and_safetensors(tmp_path: Path) -> None:
+def test_loader_reads_from_memory_disk_and_safetensors(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, {"disk": torch.ones(2)})
     save_offload_index({}, tmp_path)
     save_file({"inside": torch.full((2,), 3.0)}, tmp_path / "file.safetensors")
@@ -935,7 +941,7 @@ def test_the_loader_serves_memory_disk_and_safetensors(tmp_path: Path) -> None:
         load_offloaded_weight(tmp_path / "none.dat", {"dtype": "float32", "shape": [1]})
 
 
-def test_prefixes_select_a_module() -> None:
+def test_prefixed_dataset_contains_the_weights_of_one_module() -> None:
     weights = {"a.w": torch.ones(1), "a.b": torch.zeros(1), "ab.w": torch.ones(2)}
     inside = PrefixedDataset(weights, "a.")
     assert list(inside) == ["w", "b"]
@@ -944,5 +950,5 @@ def test_prefixes_select_a_module() -> None:
     assert list(extract_submodules_state_dict(weights, ["a"])) == ["a.w", "a.b"]
 
 
-def test_ties_are_found() -> None:
+def test_tied_parameters_are_found() -> None:
     assert find_tied_parameters(empty()) == [["embed.weight", "head.weight"]]

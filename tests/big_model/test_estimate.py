@@ -1,4 +1,4 @@
-"""`estimate-memory`: from shapes alone, compared with what torch really holds."""
+"""`estimate-memory` uses only shapes, and its results equal the memory that torch uses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def estimate(*arguments: str) -> dict[str, Any]:
     return made
 
 
-def test_training_takes_what_torch_takes(model: nn.Module, tmp_path: Path) -> None:
+def test_training_estimate_equals_the_memory_of_torch(model: nn.Module, tmp_path: Path) -> None:
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     rows = {row["dtype"]: row for row in estimate(str(tmp_path))["dtypes"]}
     optimizer = torch.optim.AdamW(model.parameters())
@@ -52,13 +52,13 @@ def test_training_takes_what_torch_takes(model: nn.Module, tmp_path: Path) -> No
     assert (rows["int4"]["weights"] * 8, rows["int4"]["training"]) == (weights, None)
 
 
-def test_the_largest_layer_is_a_block(model: nn.Module) -> None:
+def test_largest_layer_is_a_block_or_a_module(model: nn.Module) -> None:
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     assert largest_layer(sizes) == ("blocks.0", 16 * 16 + 16)
     assert largest_layer({"embed.weight": 9, "head.weight": 4, "head.bias": 4}) == ("embed", 9)
 
 
-def test_who_divides_what_is_declared_by_backends(model: nn.Module) -> None:
+def test_estimates_use_what_each_backend_shards(model: nn.Module) -> None:
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     rows = {
         row["backend"]: row["bytes"] for row in by_backend(sizes, ["float32"], "adamw", [1, 4], {})
@@ -69,7 +69,7 @@ def test_who_divides_what_is_declared_by_backends(model: nn.Module) -> None:
     assert abs(rows["fsdp2"]["4"] - (whole / 4 + 4 * (16 * 16 + 16))) < 4
 
 
-def test_checkpoints_of_torch_configs_and_tables(model: nn.Module, tmp_path: Path) -> None:
+def test_torch_checkpoints_and_configs_are_estimated(model: nn.Module, tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     count = sum(p.numel() for p in model.parameters())
     assert sum(shapes_of(str(tmp_path / "pytorch_model.bin")).values()) == count
@@ -92,16 +92,16 @@ def test_checkpoints_of_torch_configs_and_tables(model: nn.Module, tmp_path: Pat
     ("arguments", "said"),
     [
         (["nowhere/at/all.bin"], "There is no file or folder"),
-        (["made.txt"], "is not a checkpoint; known are"),
+        (["made.txt"], "is not a checkpoint. Pass a"),
         (["broken.safetensors"], "is not a safetensors file"),
-        (["broken.bin"], "is not a checkpoint of torch"),
+        (["broken.bin"], "is not a torch checkpoint"),
         (["."], "neither weights"),
         (["good.safetensors", "--dtypes", "float31"], "Did you mean 'float32'?"),
         (["good.safetensors", "--optimizer", "sdg"], "Did you mean 'sgd'?"),
         (["good.safetensors", "--world_sizes", "two"], "must be positive numbers"),
     ],
 )
-def test_what_cannot_be_estimated(
+def test_invalid_models_and_options_are_refused(
     arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -114,14 +114,14 @@ def test_what_cannot_be_estimated(
     assert said in result.output
 
 
-def test_a_name_needs_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_model_name_is_an_error_when_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     result = CliRunner().invoke(cli, ["estimate-memory", "nobody/nothing-of-this-name"])
     assert result.exit_code == 2
-    assert "hub" in result.output
+    assert "Hub" in result.output
 
 
-def test_a_drawing_that_cannot_be_made_is_refused_before_anything_is_printed(
+def test_png_without_matplotlib_is_refused_before_anything_is_printed(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save(model.state_dict(), tmp_path / "weights.bin")
@@ -133,7 +133,7 @@ def test_a_drawing_that_cannot_be_made_is_refused_before_anything_is_printed(
     assert "parameters" not in result.output
 
 
-def test_a_plan_is_shown_with_its_reasons(tmp_path: Path) -> None:
+def test_device_map_is_shown_with_its_reasons(tmp_path: Path) -> None:
     sizes = {f"layers.{at}.weight": 1000 for at in (0, 1, 10, 11, 2, 3, 4, 5, 6, 7, 8, 9)}
     tensors = {name: torch.zeros(count) for name, count in sizes.items()}
     save_file({"embed": torch.zeros(500), **tensors}, tmp_path / "model.safetensors")
@@ -146,11 +146,11 @@ def test_a_plan_is_shown_with_its_reasons(tmp_path: Path) -> None:
     assert "layers.1-6" in rows["cpu"]
     assert "layers.7-11" in rows["disk"]
     assert "█" in rows["cpu"]
-    assert "0 takes no more: layers.1 needs 4000 bytes" in shown.output
+    assert "0 is full: layers.1 needs 4000 bytes" in shown.output
     told = json.loads(
         CliRunner().invoke(cli, ["estimate-memory", *arguments, *limits, "--json"]).output
     )
     assert told["device_map"]["layers.11"] == "disk"
     assert sum(row["bytes"] for row in told["devices"]) == 12 * 4000 + 2000
     wrong = CliRunner().invoke(cli, ["estimate-memory", arguments[0], *limits])
-    assert "goes with --device_map" in wrong.output
+    assert "can only be used with --device_map" in wrong.output

@@ -1,7 +1,4 @@
-"""Models are placed where Hugging Face Accelerate 1.15 places them.
-
-`maps.json` is what `maps.py` recorded with the original.
-"""
+"""Device maps equal those of Hugging Face Accelerate 1.15, which `maps.py` recorded in `maps.json`."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ import pytest
 from accelerate_core.utils import check_device_map, get_balanced_memory, infer_auto_device_map
 
 RECORDED = json.loads(Path(maps.__file__).with_suffix(".json").read_text())
-#: Models of which some maps differ, with the reason.
+#: Models for which some maps differ, with the reason.
 DIFFERENT = {
-    "block's buffer": "buffers of a module that is split have a device; there they have none",
-    "declared": "the model's own `_no_split_modules` are not split",
-    "tied thrice": "buffers of what is tied to an offloaded module count as offloaded, too",
+    "block's buffer": "only here do buffers of a split module have a device",
+    "declared": "only here is the model's own `_no_split_modules` used",
+    "tied thrice": "only here do buffers tied to an offloaded module count as offloaded",
 }
 
 
@@ -27,13 +24,13 @@ def device_map(line: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", maps.MODELS)
-def test_a_model_is_placed_as_by_the_original(name: str) -> None:
+def test_device_maps_equal_those_of_accelerate(name: str) -> None:
     found = maps.run(name, infer_auto_device_map, get_balanced_memory)
     assert found.keys() == RECORDED[name].keys()
     for case, line in found.items():
         if not case.startswith("balanced"):
             check_device_map(maps.MODELS[name](), device_map(line))
-    # Where the original fails, any map will do.
+    # Any map is fine where Accelerate fails.
     wrong = {
         case: (line, found[case])
         for case, line in RECORDED[name].items()

@@ -1,4 +1,4 @@
-"""Weights that stay in the checkpoint's own files: mapped, read ahead, let go, and never written."""
+"""Weights that stay in the files of the checkpoint are mapped, read ahead, freed and never written."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Encoder(nn.Module):
 
 
 class Both(nn.Module):
-    """An encoder that runs once and a decoder that runs in a loop, in another order than registered."""
+    """An encoder that runs once and a decoder that runs in a loop, in reverse order of registration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def on_disk(checkpoint: Path, **more: Any) -> nn.Module:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def test_every_dtype_is_mapped_as_it_was_saved(tmp_path: Path) -> None:
+def test_every_dtype_is_mapped_correctly(tmp_path: Path) -> None:
     kinds = [one for one in mapped._DTYPES.values() if one not in (torch.bool, torch.complex64)]
     tensors = {str(one): torch.arange(6).reshape(2, 3).to(one) for one in kinds}
     tensors |= {
@@ -121,7 +121,9 @@ def test_every_dtype_is_mapped_as_it_was_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["linux", "elsewhere"])
-def test_pages_come_and_go(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_read_on_use_and_freed_with_the_tensor(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if way == "elsewhere":
         monkeypatch.setattr(mapped, "_libc", None)
     elif sys.platform != "linux":
@@ -141,8 +143,8 @@ def test_pages_come_and_go(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert resident() == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="what the cache has is asked of Linux")
-def test_what_is_not_in_the_cache_is_fetched(tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's page cache")
+def test_fetch_reads_a_weight_into_the_page_cache(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(1 << 20), "b": torch.ones(3), "none": torch.ones(0)}, path)
     file = SafetensorsFile(path)
@@ -154,7 +156,7 @@ def test_what_is_not_in_the_cache_is_fetched(tmp_path: Path) -> None:
     for name in file.names():
         file.fetch(name)
     if not file.is_cached("a"):
-        pytest.skip("this Linux does not tell what its cache has")
+        pytest.skip("this version of Linux cannot report what is cached")
     assert file.is_cached("b")
     assert file.is_cached("none")
     maps = Path("/proc/self/smaps").read_text().split("a.safetensors\n")[1:]
@@ -165,7 +167,7 @@ def test_what_is_not_in_the_cache_is_fetched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cached", [True, False, None])
-def test_a_thread_reads_what_the_cache_does_not_have(
+def test_thread_reads_only_weights_that_are_not_cached(
     cached: bool | None, checkpoint: Path, model: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -181,8 +183,8 @@ def test_a_thread_reads_what_the_cache_does_not_have(
     assert (offload_hook(loaded.head).ahead._pool is None) is (cached is True)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a limit of Linux")
-def test_a_file_larger_than_the_addresses_a_process_may_have(tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a resource limit of Linux")
+def test_file_larger_than_the_address_space_limit_is_used(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     save_file({f"{i}.weight": torch.full((1024, 8192), float(i)) for i in range(8)}, path)
     script = f"""
@@ -211,8 +213,8 @@ assert weights.dataset.is_cached("0.weight") is None
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each mapping keeps a file open")
-def test_more_weights_than_files_may_be_open(tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep a file open per mapping")
+def test_model_may_have_more_weights_than_open_files_are_allowed(tmp_path: Path) -> None:
     import resource
 
     save_file(
@@ -231,8 +233,8 @@ def test_more_weights_than_files_may_be_open(tmp_path: Path) -> None:
     assert [one.weight.item() for one in model] == list(range(300))
 
 
-def test_what_is_not_aligned_is_read_and_not_mapped(tmp_path: Path) -> None:
-    # Other writers than safetensors' own leave a header of any length.
+def test_unaligned_tensor_is_read_instead_of_mapped(tmp_path: Path) -> None:
+    # Files from other writers than safetensors may have a header of any length.
     header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     header += b" " * (5 - len(header) % 4)
     path = tmp_path / "odd.safetensors"
@@ -243,39 +245,39 @@ def test_what_is_not_aligned_is_read_and_not_mapped(tmp_path: Path) -> None:
     assert torch.equal(file.read("a"), torch.zeros(2))
 
 
-def test_a_file_that_was_replaced_is_an_error(checkpoint: Path) -> None:
+def test_replaced_file_is_an_error(checkpoint: Path) -> None:
     index = {"head.bias": {"safetensors_file": str(checkpoint), "dtype": "float32"}}
     weights = OffloadedWeightsLoader(index=index)
     before = weights["head.bias"].clone()
     other = checkpoint.with_name("other")
     save_file({"head.bias": before + 1}, other)
     os.replace(other, checkpoint)
-    with pytest.raises(CheckpointError, match="was changed since 'head"):
+    with pytest.raises(CheckpointError, match="has changed since 'head"):
         weights["head.bias"]
     assert torch.equal(OffloadedWeightsLoader(index=index)["head.bias"], before + 1)
 
 
-def test_a_file_that_is_cut_off_while_it_is_used_is_an_error(checkpoint: Path) -> None:
+def test_file_truncated_during_use_is_an_error(checkpoint: Path) -> None:
     if sys.platform != "linux":
-        pytest.skip("elsewhere the system ends the process")
+        pytest.skip("other systems kill the process")
     model = on_disk(checkpoint)
     expected = generate(model)
     whole = checkpoint.read_bytes()
     os.truncate(checkpoint, 4096)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors was changed since"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has changed since"):
         generate(model)
     checkpoint.write_bytes(whole)
     assert torch.equal(generate(on_disk(checkpoint)), expected)
 
 
-def test_a_disk_that_fails_is_told_with_the_tensor(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_errors_name_the_tensor(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(tensor: torch.Tensor) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr("accelerate_big_model.loading.read_in", fails)
-    with pytest.raises(CheckpointError, match=r"'[a-z0-9.]+' of .*model.safetensors.*Input/output"):
+    with pytest.raises(
+        CheckpointError, match=r"'[a-z0-9.]+' from .*model.safetensors.*Input/output"
+    ):
         load_checkpoint_and_dispatch(empty(), checkpoint, device_map={"": "cpu"}, dtype="float16")
     model = on_disk(checkpoint)
     monkeypatch.setattr(prefetch, "read_in", fails)
@@ -287,7 +289,7 @@ def test_a_disk_that_fails_is_told_with_the_tensor(
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_nothing_is_written_where_the_file_can_be_mapped(
+def test_nothing_is_written_if_the_file_can_be_mapped(
     kind: str, model: Both, checkpoint: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "offload"
@@ -301,14 +303,16 @@ def test_nothing_is_written_where_the_file_can_be_mapped(
     assert torch.equal(generate(on_disk(checkpoint)), generate(model))
 
 
-def test_another_dtype_is_written(model: Both, checkpoint: Path, tmp_path: Path) -> None:
+def test_weights_of_another_dtype_are_written(
+    model: Both, checkpoint: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "offload"
     loaded = on_disk(checkpoint, offload_folder=folder, dtype="float64")
     assert len(list(folder.glob("*.dat"))) == len(model.state_dict())
     assert loaded.head.weight.dtype == torch.float64
 
 
-def test_a_name_of_the_hub_is_found_in_its_cache(
+def test_hub_name_is_found_in_the_cache(
     model: Both, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("huggingface_hub")
@@ -323,7 +327,9 @@ def test_a_name_of_the_hub_is_found_in_its_cache(
     save_file(model.state_dict(), snapshot / "model.safetensors")
     loaded = load_checkpoint_and_dispatch(empty(), "some/model", device_map={"": "disk"})
     assert torch.equal(generate(loaded), generate(model))
-    with pytest.raises(CheckpointError, match="no file or folder 'some/other', and the Hugging"):
+    with pytest.raises(
+        CheckpointError, match="no file or folder 'some/other', and it could not be"
+    ):
         load_checkpoint_and_dispatch(empty(), "some/other", device_map={"": "disk"})
 
 
@@ -331,7 +337,7 @@ def test_a_name_of_the_hub_is_found_in_its_cache(
 
 
 class Watch:
-    """Notes which layers were ready when they were wanted."""
+    """Records which layers were ready when they were needed."""
 
     def __init__(self, ahead: prefetch.ReadAhead, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ready: list[tuple[int, bool]] = []
@@ -350,18 +356,18 @@ class Watch:
         return taken
 
 
-def test_the_order_is_learnt(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_layers_is_learnt(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_disk(checkpoint)
     ahead = offload_hook(model.head).ahead
     watch = Watch(ahead, monkeypatch)
     generate(model)
-    # The decoder runs in another order than it was registered in, and nobody could know.
+    # The decoder does not run in the order of registration, which can't be predicted at first.
     assert len(watch.missed()) >= 4
     generate(model)
     generate(model)
     watch.missed()
     generate(model)
-    # After the head the loop goes on or a new text begins: both are guessed as they went last.
+    # After the head, the loop continues or a new text begins. The prediction is what happened last.
     encoder, decoder = 4, 3
     assert watch.missed() == [encoder, decoder]
     with torch.no_grad():
@@ -369,7 +375,7 @@ def test_the_order_is_learnt(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(watch.missed()) == 1
 
 
-def test_no_more_is_read_ahead_than_memory_allows(
+def test_reading_ahead_is_limited_by_free_memory(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = on_disk(checkpoint)
@@ -392,7 +398,7 @@ def test_no_more_is_read_ahead_than_memory_allows(
     assert most == layer
 
 
-def test_models_on_disk_are_copied_and_pickled(model: Both, checkpoint: Path) -> None:
+def test_models_on_disk_can_be_copied_and_pickled(model: Both, checkpoint: Path) -> None:
     loaded = on_disk(checkpoint)
     expected = generate(model)
     assert torch.equal(generate(loaded), expected)
@@ -404,7 +410,7 @@ def test_models_on_disk_are_copied_and_pickled(model: Both, checkpoint: Path) ->
         assert torch.equal(generate(one), expected)
 
 
-def test_a_forked_process_reads_for_itself(checkpoint: Path, model: Both) -> None:
+def test_forked_process_reads_its_own_weights(checkpoint: Path, model: Both) -> None:
     loaded = on_disk(checkpoint)
     expected = generate(loaded)
     child = os.fork()
@@ -425,8 +431,10 @@ def test_gradients_flow_through_layers_on_disk(model: Both, checkpoint: Path) ->
 @pytest.mark.parametrize(
     "place", [{"": "disk"}, {"encoder": "cpu", "decoder": "disk", "head": "disk"}]
 )
-def test_a_model_on_disk_is_compiled(place: dict[str, str], model: Both, checkpoint: Path) -> None:
-    """Graphs end where weights come and go; a block that is in memory is one graph."""
+def test_model_on_disk_can_be_compiled(
+    place: dict[str, str], model: Both, checkpoint: Path
+) -> None:
+    """Graphs end where weights are loaded and unloaded. A block in memory is one graph."""
     torch.compiler.reset()
     graphs: list[list[Any]] = []
 
@@ -450,19 +458,19 @@ def test_a_model_on_disk_is_compiled(place: dict[str, str], model: Both, checkpo
                 assert torch.equal(compiled(INPUT), wanted)
     assert all(one.is_meta for one in made.decoder.parameters())
     linear = [sum("linear" in str(target) for target in graph) for graph in graphs]
-    one = int(torch.__version__ >= "2.13")  # 2.8 and 2.11 leave layers on disk eager
+    one = int(torch.__version__ >= "2.13")  # torch 2.8 and 2.11 don't compile layers on disk
     assert max(linear, default=0) == (one if place == {"": "disk"} else 3)
     torch.compiler.reset()
 
 
-def test_a_model_on_disk_is_dispatched_anew(model: Both, checkpoint: Path) -> None:
+def test_model_on_disk_can_be_dispatched_again(model: Both, checkpoint: Path) -> None:
     loaded = dispatch_model(on_disk(checkpoint), {"": "cpu"})
     assert offload_hook(loaded.head) is None
     assert torch.equal(generate(loaded), generate(model))
 
 
 class Wrapper(nn.Module):
-    """As those of adapters: what it has not, the model inside has."""
+    """Reads missing attributes from the model inside, as the wrappers of adapter libraries do."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -478,7 +486,7 @@ class Wrapper(nn.Module):
         return self.inner(x)
 
 
-def test_a_wrapper_has_hooks_of_its_own(model: Both, checkpoint: Path) -> None:
+def test_hook_on_a_wrapper_is_separate_from_the_inner_hook(model: Both, checkpoint: Path) -> None:
     whole = Wrapper(on_disk(checkpoint))
     add_hook_to_module(whole, ModelHook(), append=True)
     assert torch.equal(whole(INPUT), model(INPUT))
@@ -487,17 +495,17 @@ def test_a_wrapper_has_hooks_of_its_own(model: Both, checkpoint: Path) -> None:
     assert offload_hook(whole.inner.head) is not None
 
 
-def test_files_that_were_written_are_read_ahead_too(model: Both, tmp_path: Path) -> None:
+def test_offload_files_are_read_ahead(model: Both, tmp_path: Path) -> None:
     expected = generate(model)
     disk_offload(model, tmp_path / "folder", execution_device="cpu")
     assert offload_hook(model.head).ahead is not None
     assert torch.equal(generate(model), expected)
 
 
-# --- what is free ---------------------------------------------------------------------------------
+# --- free memory ----------------------------------------------------------------------------------
 
 
-def test_the_limit_of_a_control_group_counts(
+def test_free_memory_respects_control_group_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = Path("/sys/fs/cgroup/memory")
@@ -508,14 +516,14 @@ def test_the_limit_of_a_control_group_counts(
         group.mkdir()
         (group / limit).write_text(str(1 << 30))
     except OSError as error:
-        pytest.skip(f"no control group can be made: {error}")
+        pytest.skip(f"cannot create a control group: {error}")
     child = os.fork()
     if child == 0:
         (group / "cgroup.procs").write_text(str(os.getpid()))
         free = device_map.free_memory(torch.device("cpu"))
         os._exit(0 if 1 << 28 < free <= 1 << 30 else 1)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    for _ in range(50):  # the system takes a moment to forget the process
+    for _ in range(50):  # the group can only be removed once the system has removed the process
         with suppress(OSError):
             group.rmdir()
             break
@@ -524,15 +532,15 @@ def test_the_limit_of_a_control_group_counts(
     assert device_map.free_memory(torch.device("cpu")) > 1 << 30
 
 
-# --- what must not be mixed up --------------------------------------------------------------------
-
-
-def test_free_memory_is_known_where_no_group_limits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_known_without_control_group_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_map, "_left_in_cgroups", lambda: iter(()))
     assert device_map.free_memory(torch.device("cpu")) > 0
 
 
-def test_shards_may_be_links_as_in_the_cache_of_the_hub(model: Both, tmp_path: Path) -> None:
+# --- files and weights that must not be mixed up --------------------------------------------------
+
+
+def test_shards_may_be_symbolic_links(model: Both, tmp_path: Path) -> None:
     state = model.state_dict()
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshot").mkdir()
@@ -547,7 +555,7 @@ def test_shards_may_be_links_as_in_the_cache_of_the_hub(model: Both, tmp_path: P
     assert torch.equal(generate(on_disk(tmp_path / "snapshot")), generate(model))
 
 
-def test_a_file_of_torch_can_be_saved_over_itself(model: Both, tmp_path: Path) -> None:
+def test_torch_file_can_be_overwritten_by_the_loaded_model(model: Both, tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
     torch.save({**model.state_dict(), "epoch": 3, "nothing": None}, path)
     loaded = load_checkpoint_and_dispatch(empty(), path, device_map={"": "cpu"})
@@ -556,7 +564,7 @@ def test_a_file_of_torch_can_be_saved_over_itself(model: Both, tmp_path: Path) -
     assert torch.equal(generate(again), generate(model))
 
 
-def test_what_came_back_from_disk_keeps_what_is_written_to_it(checkpoint: Path) -> None:
+def test_weights_restored_from_disk_keep_later_changes(checkpoint: Path) -> None:
     loaded = on_disk(checkpoint)
     generate(loaded)
     block = loaded.encoder.layers[1]
@@ -573,7 +581,7 @@ def test_what_came_back_from_disk_keeps_what_is_written_to_it(checkpoint: Path) 
     assert not state["head.weight"].any()
 
 
-def test_what_a_forward_writes_into_a_weight_is_lost(checkpoint: Path) -> None:
+def test_changes_to_an_offloaded_weight_in_forward_are_lost(checkpoint: Path) -> None:
     loaded = on_disk(checkpoint)
     expected = generate(loaded)
 
@@ -590,11 +598,15 @@ def test_what_a_forward_writes_into_a_weight_is_lost(checkpoint: Path) -> None:
     assert torch.equal(generate(loaded), expected)
 
 
-def test_trained_weights_are_not_taken_for_those_on_disk(checkpoint: Path, tmp_path: Path) -> None:
+def test_trained_weights_are_not_replaced_by_those_on_disk(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     loaded = dispatch_model(on_disk(checkpoint), {"": "cpu"})
     with torch.no_grad():
         loaded.head.bias.add_(1)
-    with pytest.raises(ConfigurationError, match="is not yet: name a folder with offload_dir"):
+    with pytest.raises(
+        ConfigurationError, match=r"is not there yet\. Pass a folder as offload_dir"
+    ):
         dispatch_model(loaded, {"": "disk"})
     expected = generate(loaded)
     dispatch_model(loaded, {"": "disk"}, offload_dir=tmp_path / "trained")
@@ -602,18 +614,16 @@ def test_trained_weights_are_not_taken_for_those_on_disk(checkpoint: Path, tmp_p
     assert torch.equal(generate(loaded), expected)
 
 
-def test_files_written_elsewhere_are_not_looked_for_without_their_folder(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_offload_files_are_not_used_without_their_folder(checkpoint: Path, tmp_path: Path) -> None:
     model, off = empty(), tmp_path / "off"
     load_checkpoint_in_model(model, checkpoint, {"": "disk"}, off, dtype="float64")
-    with pytest.raises(ConfigurationError, match="name a folder with offload_dir"):
+    with pytest.raises(ConfigurationError, match="Pass a folder as offload_dir"):
         dispatch_model(model, {"": "disk"})
     dispatch_model(model, {"": "disk"}, offload_dir=off)
     assert model(INPUT.double()).dtype == torch.float64
 
 
-def test_a_model_on_disk_is_dispatched_by_another_map(model: Both, checkpoint: Path) -> None:
+def test_model_on_disk_can_be_dispatched_with_another_map(model: Both, checkpoint: Path) -> None:
     loaded = on_disk(checkpoint)
     parts = {"decoder": "disk", "encoder": "cpu", "head": "disk"}
     dispatch_model(loaded, parts)
@@ -639,7 +649,7 @@ class Tied(nn.Module):
         return self.head(self.embed(tokens))
 
 
-def test_a_tied_model_on_disk_is_prepared_saved_and_joined_again(tmp_path: Path) -> None:
+def test_tied_model_on_disk_is_prepared_saved_and_tied_again(tmp_path: Path) -> None:
     torch.manual_seed(0)
     whole = Tied()
     save_file({"embed.weight": whole.embed.weight.detach()}, tmp_path / "model.safetensors")
@@ -660,7 +670,7 @@ def test_a_tied_model_on_disk_is_prepared_saved_and_joined_again(tmp_path: Path)
     assert torch.equal(loaded(tokens), whole(tokens))
 
 
-def test_folders_of_other_models_and_other_places_do_not_matter(
+def test_other_models_and_working_directories_do_not_matter(
     model: Both, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -669,15 +679,15 @@ def test_folders_of_other_models_and_other_places_do_not_matter(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert torch.equal(half(INPUT.double()), expected)
-    # A second model in the same folder is told of, not mixed in.
+    # A second model in the same folder is an error. Its weights are never mixed in.
     other = checkpoint.with_name("other.safetensors")
     save_file({name: value + 1 for name, value in model.state_dict().items()}, other)
     on_disk(other, offload_folder=tmp_path / "off", dtype="float64")
-    with pytest.raises(CheckpointError, match="was changed since"):
+    with pytest.raises(CheckpointError, match="has changed since"):
         half(INPUT.double())
-    # What this checkpoint lacks does not come from an older one.
+    # Weights that this checkpoint lacks are not taken from an older one.
     save_file({"head.bias": torch.zeros(WIDTH)}, tmp_path / "part.safetensors")
-    with pytest.raises((CheckpointError, ConfigurationError), match=r"meta|lacks|not yet|holds"):
+    with pytest.raises((CheckpointError, ConfigurationError), match=r"meta|lacks|not there yet"):
         on_disk(tmp_path / "part.safetensors", offload_folder=tmp_path / "off", strict=True)
 
 
@@ -685,22 +695,22 @@ def test_folders_of_other_models_and_other_places_do_not_matter(
     ("content", "text"),
     [([1, 2], "contains a list, not a state dict"), (b"", "Cannot read the weights")],
 )
-def test_what_is_no_checkpoint_is_told(content: Any, text: str, tmp_path: Path) -> None:
+def test_file_without_weights_is_an_error(content: Any, text: str, tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
     path.write_bytes(content) if content == b"" else torch.save(content, path)
     with pytest.raises(CheckpointError, match=text):
         load_checkpoint_and_dispatch(empty(), path, device_map={"": "cpu"})
 
 
-def test_places_that_are_none_are_told(checkpoint: Path, tmp_path: Path) -> None:
+def test_invalid_devices_and_folders_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"on 'dsik'.*Did you mean 'disk'"):
         load_checkpoint_and_dispatch(empty(), checkpoint, device_map={"": "dsik"})
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match="is no folder"):
+    with pytest.raises(ConfigurationError, match="cannot be used as a folder"):
         on_disk(checkpoint, offload_folder=tmp_path / "file")
 
 
-def test_a_thread_that_outlives_the_main_one_goes_on(checkpoint: Path) -> None:
+def test_model_works_in_a_thread_that_outlives_the_main_one(checkpoint: Path) -> None:
     script = (
         "import sys, threading, time, torch\n"
         "from test_on_disk import INPUT, generate, on_disk\n"

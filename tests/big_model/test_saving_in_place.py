@@ -1,4 +1,4 @@
-"""A model whose layers are on disk is saved into the folder that they are read from."""
+"""A model whose layers are on disk can be saved into the folder that they are read from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accelerate_core.utils import (
     remove_hook_from_module,
 )
 
-#: The first layer is in memory; of the others the last shares its weight with the one before.
+#: The first layer is in memory. The last two layers share a weight.
 MAP = {"0": "cpu", "1": "disk", "2": "disk", "3": "disk"}
 INPUT = torch.linspace(-1, 1, 3 * 32).reshape(3, 32)
 
@@ -54,7 +54,7 @@ def answer(model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("second", ["5KB", "10GB"])
 @pytest.mark.parametrize("first", ["5KB", "10GB"])
 @pytest.mark.parametrize("used", [False, True])
-def test_model_is_saved_over_the_files_it_is_read_from(
+def test_model_is_saved_over_the_files_that_it_is_read_from(
     model: nn.Module, tmp_path: Path, used: bool, first: str, second: str, safe: bool
 ) -> None:
     accelerator = Accelerator(cpu=True)
@@ -88,22 +88,20 @@ def test_model_saved_elsewhere_is_still_read_from_its_own_files(
     assert torch.equal(answer(loaded), answer(model))
 
 
-def test_files_that_another_model_replaced_are_still_refused(
-    model: nn.Module, tmp_path: Path
-) -> None:
+def test_files_replaced_by_another_model_are_refused(model: nn.Module, tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.save_model(model, tmp_path)
     loaded = load(tmp_path)
     answer(loaded)
     accelerator.save_model(layers(), tmp_path)
-    with pytest.raises(CheckpointError, match="was changed since"):
+    with pytest.raises(CheckpointError, match="has changed since"):
         accelerator.save_model(loaded, tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
 
 
 @contextmanager
 def address_space_limited_to(more: int) -> Iterator[None]:
-    """Let this process map only so many bytes more than it has mapped now."""
+    """Allow this process to map only `more` bytes in addition to what it has mapped now."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (now + more, hard))
@@ -115,10 +113,8 @@ def address_space_limited_to(more: int) -> Iterator[None]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
 @pytest.mark.parametrize("safe", [True, False])
-def test_saving_takes_memory_for_one_shard_and_not_for_the_model(
-    tmp_path: Path, safe: bool
-) -> None:
-    width, count = 2048, 8  # 16 MiB a layer
+def test_saving_needs_memory_for_one_shard_only(tmp_path: Path, safe: bool) -> None:
+    width, count = 2048, 8  # 16 MiB per layer
     accelerator = Accelerator(cpu=True)
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(count)])
     accelerator.save_model(model, tmp_path, "20MB", safe)
@@ -128,7 +124,7 @@ def test_saving_takes_memory_for_one_shard_and_not_for_the_model(
     x = torch.ones(1, width)
     with torch.no_grad():
         assert torch.equal(loaded(x), model(x))
-    # `model` lives on: memory that it gave back could be used beside the limit.
+    # `model` must stay alive, because its freed memory could be used in addition to the limit.
     with address_space_limited_to(80 << 20):
         accelerator.save_model(loaded, tmp_path, "20MB", safe)
     with torch.no_grad():

@@ -134,7 +134,7 @@ def decision(root: Path, name: str, *more: str, **environ: str) -> dict[str, Any
 
 def test_why_tells_that_the_compiler_is_active(root: Path) -> None:
     made = decision(root, "torch_compile", ACCELERATE_DYNAMO_BACKEND="eager")
-    assert (made["state"], made["reason"]) == ("active", "the compiler 'eager' is asked for")
+    assert (made["state"], made["reason"]) == ("active", "the compiler 'eager' is requested")
     assert decision(root, "torch_compile", ACCELERATE_DYNAMO_BACKEND="no")["state"] == "available"
 
 

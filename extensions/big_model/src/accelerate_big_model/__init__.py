@@ -1,4 +1,4 @@
-"""Models larger than one device: empty weights, device maps, dispatching, offloading."""
+"""Run models that are larger than one device: empty weights, device maps, dispatch and offload."""
 
-#: How accelerators share a model: evenly, the first one spared, or one full after the other.
+#: How accelerators share a model: evenly, with little on the first one, or filled one by one.
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")

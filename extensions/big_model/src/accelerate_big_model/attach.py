@@ -1,4 +1,4 @@
-"""Giving every module of a model the hook that its place asks for."""
+"""Attach hooks to the modules of a model, according to where each module runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from accelerate_big_model.tensors import Device, TiedMap, hook_of, joined, named
 def _walk(
     name: str, module: nn.Module, preload_module_classes: Sequence[str] | None
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield every module with its full name, and whether it is taken with all that is inside."""
-    # Attention reads the weights of its output layer without calling that layer.
+    """Yield every module with its full name, and whether its submodules are handled together with it."""
+    # Attention reads the weights of its output layer without calling the layer.
     whole = isinstance(module, nn.MultiheadAttention) or (
         type(module).__name__ in (preload_module_classes or ())
     )
@@ -35,15 +35,15 @@ def attach_execution_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedMap | None = None,
 ) -> None:
-    """Have every submodule with weights of its own run on a device, inputs moved there.
+    """Make every submodule that has its own tensors run on a device and move its inputs there.
 
-    Modules that have a hook keep it. For the arguments see `AlignDevicesHook`.
+    Modules that already have a hook keep it.
 
     Args:
-        execution_device: where the inputs are moved to.
-        skip_keys: names of arguments that are left where they are.
+        execution_device: the device to which inputs are moved.
+        skip_keys: names of arguments that are not moved.
         preload_module_classes: names of classes whose submodules get no hook.
-        tied_params_map: shared weights that are on a device already.
+        tied_params_map: shared weights that are already on a device, see `AlignDevicesHook`.
     """
     for _, part, _ in _walk("", module, preload_module_classes):
         if hook_of(part) is None and any(True for _ in named_module_tensors(part)):
@@ -64,12 +64,12 @@ def attach_align_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedMap | None = None,
 ) -> None:
-    """Hook every submodule that has tensors of its own; each handles just these.
+    """Attach a hook to every submodule that has its own tensors; each hook handles only these.
 
     Args:
-        module_name: its full name, the prefix of its names in `weights_map`.
-        preload_module_classes: names of classes whose tensors are handled at once, because
-            they use the weights of their submodules without calling them.
+        module_name: the full name of `module`, which is the prefix of its names in `weights_map`.
+        preload_module_classes: names of classes that use the weights of their submodules without
+            calling them; a single hook handles all tensors of such a module.
         execution_device, offload, weights_map, offload_buffers, skip_keys, tied_params_map:
             see `AlignDevicesHook`.
     """
@@ -101,15 +101,14 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedMap | None = None,
 ) -> None:
-    """Hook the blocks of a model, each as the two mappings say for its full name.
+    """Attach hooks to the blocks of a model, with a device and offloading for each block.
 
-    A single device, or a single yes or no, holds for the whole model. The output of the
-    model comes to the device of its input. For the other arguments see
-    `attach_align_device_hook`.
+    The output of the model is moved to the device of its input.
 
     Args:
-        execution_device, offload: one for all blocks, or per name of a block.
-        module_name: the full name of `module`, the prefix of its names in `weights_map`.
+        execution_device, offload: one value for the whole model, or a mapping from the full names
+            of blocks to their values.
+        module_name: the full name of `module`, which is the prefix of its names in `weights_map`.
         weights_map, offload_buffers, skip_keys, tied_params_map: see `AlignDevicesHook`.
         preload_module_classes: see `attach_align_device_hook`.
     """
@@ -121,7 +120,7 @@ def attach_align_device_hook_on_blocks(
     )
     flags = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
     if hook_of(module) is None:
-        # The first of the module's hooks, so that it sees where the input comes from.
+        # The first of the module's hooks, so that it sees the device of the input.
         outer = AlignDevicesHook(io_same_device=True, skip_keys=skip_keys)
         add_hook_to_module(module, outer)
     queue = [(module_name, module)]
@@ -151,7 +150,7 @@ def attach_align_device_hook_on_blocks(
             )
             add_hook_to_module(block, hook, append=True)
         if devices[name] is not None:
-            # Inner modules may be called past the block: a ModuleList never runs itself.
+            # Inner modules may be called without the block: a ModuleList itself never runs.
             attach_execution_device_hook(
                 block, devices[name], skip_keys, preload_module_classes, tied_params_map
             )
@@ -165,18 +164,18 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Store linear layers and convolutions in one dtype and compute them in another.
+    """Store the weights of linear layers and convolutions in one dtype and compute in another.
 
-    For inference with, say, `torch.float8_e4m3fn` weights and bfloat16 arithmetic.
+    This is for inference, for example with `torch.float8_e4m3fn` weights and bfloat16 arithmetic.
 
     Args:
         module: the model.
-        storage_dtype: of the weights between forwards.
-        compute_dtype: of the weights during a layer's forward; inputs must have it.
-        skip_modules_pattern: regular expressions, searched for in full names; with all that
-            is inside, a module that matches is left alone. Norms are best named here.
-        skip_modules_classes: classes left alone, with all that is inside.
-        non_blocking: do not wait for the casts.
+        storage_dtype: the dtype of the weights between forwards.
+        compute_dtype: the dtype of the weights during a layer's forward; inputs must have it.
+        skip_modules_pattern: regular expressions that are searched in full names. Modules that match
+            are skipped with all of their submodules. Norms should be skipped.
+        skip_modules_classes: classes that are skipped with all of their submodules.
+        non_blocking: don't wait for the casts.
 
     Example:
         model = nn.ModuleDict({"body": nn.Linear(8, 8), "head": nn.Linear(8, 2)}).bfloat16()

@@ -1,4 +1,4 @@
-"""How large the parts of a model are, what memory there is, and which part lives where."""
+"""Measure the parts of a model and the available memory, and assign each part to a device."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _SUB_BYTE = {"fp8": 1.0, "int4": 0.5, "int2": 0.25}
 
 
 def dtype_byte_size(dtype: Any) -> float:
-    """Return the bytes of one element; below 1 for bool and the planned 4 and 2 bit formats.
+    """Return the bytes per element: less than 1 for bool and for 4-bit and 2-bit formats.
 
     Args:
-        dtype: of torch, or a `CustomDtype`.
+        dtype: a dtype of torch, or a `CustomDtype`.
     """
     custom = str(getattr(dtype, "value", dtype))
     if custom in _SUB_BYTE:
@@ -50,14 +50,15 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, Any] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Return the bytes of every module, parameter and buffer by full name; `""` is the whole.
+    """Return the bytes of every module, parameter and buffer by full name; `""` is the whole model.
 
-    A tensor that several names share counts under the first of them, and nowhere else.
+    A tensor with several names is counted only under the first one.
 
     Args:
-        dtype: count floating point tensors as if cast to this (never larger than they are).
-        special_dtypes: the dtype of single tensors, by full name.
-        buffers_only: leave parameters out.
+        dtype: count floating-point tensors as if they had this dtype, but never as larger than they
+            are.
+        special_dtypes: the dtypes of individual tensors, by full name.
+        buffers_only: don't count parameters.
     """
     special = special_dtypes or {}
     sizes: dict[str, float] = defaultdict(float)
@@ -81,8 +82,8 @@ def compute_module_total_buffer_size(
     """Return the bytes of all buffers.
 
     Args:
-        dtype: counted instead of their own, where it is smaller.
-        special_dtypes: per name, instead of `dtype`.
+        dtype: see `compute_module_sizes`.
+        special_dtypes: see `compute_module_sizes`.
     """
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
 
@@ -92,9 +93,10 @@ def get_max_layer_size(
     module_sizes: Mapping[str, int],
     no_split_module_classes: Collection[str],
 ) -> tuple[int, list[str]]:
-    """Return the size and names of the largest layers: the pieces that must stay whole.
+    """Return the size and the names of the largest layers, which must each stay on one device.
 
-    A piece is one of the list, or of the modules within, that has no children or a class that is listed.
+    A layer is a module in the list, or inside one of these, that has no children or whose class is in
+    `no_split_module_classes`.
 
     Args:
         no_split_module_classes: names of classes that stay on one device.
@@ -116,14 +118,14 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return the bytes of the model, and size and names of its largest layers."""
+    """Return the bytes of the model, and the size and names of its largest layers."""
     sizes = compute_module_sizes(model)
     largest = get_max_layer_size(_parts("", model), sizes, _kept_whole(model, None))
     return sizes[""], largest
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a device, on the CPU within the limits of the process's cgroup."""
+    """Return the free bytes on a device; for the CPU, the limits of the process's cgroup apply."""
     if device.type in ("cpu", "meta", "mps"):
         import psutil
 
@@ -137,11 +139,11 @@ def free_memory(device: torch.device) -> int:
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """Yield what the limits of the process's control groups leave; pages of files can be had back."""
+    """Yield the bytes left in each control group of the process, counting file pages as free."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines():
             _, kinds, path = line.split(":", 2)
-            if kinds not in ("memory", ""):  # by name in version 1, nameless in version 2
+            if kinds not in ("memory", ""):  # the name in cgroups 1; cgroups 2 has none
                 continue
             root = Path("/sys/fs/cgroup", kinds)
             limit, usage = (
@@ -150,7 +152,7 @@ def _left_in_cgroups() -> Iterator[int]:
                 else ("memory.max", "memory.current")
             )
             inner = root / path.strip("/")
-            # A limit of any group around holds. In a container the path may be the host's.
+            # The limits of all parent groups apply. In a container, the path may be the host's.
             for group in (one for one in (inner, *inner.parents) if one.is_relative_to(root)):
                 with suppress(OSError, ValueError):
                     left = int((group / limit).read_text()) - int((group / usage).read_text())
@@ -162,7 +164,7 @@ def _measure_memory() -> dict[DeviceName, int]:
     host = free_memory(torch.device("cpu"))
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None and device.type == "mps":
-        # It shares the host's memory, and has no index.
+        # mps shares the host's memory and has no index.
         return {"mps": host}
     count = 0 if device is None else torch.accelerator.device_count()
     kind = "cpu" if device is None else device.type
@@ -172,16 +174,16 @@ def _measure_memory() -> dict[DeviceName, int]:
 def get_max_memory(
     max_memory: Mapping[DeviceName, float | str] | None = None,
 ) -> dict[DeviceName, int]:
-    """Return the bytes each device may take, accelerators first, then `mps`, `cpu`, `disk`.
+    """Return the bytes that each device may use: accelerators first, then `mps`, `cpu` and `disk`.
 
-    Without an argument the free memory is measured. Sizes given as text (`"10GiB"`) or as a share of
-    what was measured (1.5e9) are converted, in a dict of the caller's, too: callers go on with theirs.
+    Without an argument, the free memory of the devices is measured. Sizes are converted to whole
+    bytes, also in the dict that the caller passed, because callers continue to use it.
 
     Args:
-        max_memory: device -> bytes, or a text such as "10GB"; None asks the devices.
+        max_memory: bytes by device, also as a string such as "10GB"; None measures the free memory.
 
     Raises:
-        ConfigurationError: a key is no device.
+        ConfigurationError: a key is not a device.
     """
     if max_memory is None:
         return _measure_memory()
@@ -191,8 +193,8 @@ def get_max_memory(
         device = int(key.rpartition(":")[2]) if isinstance(key, str) and ":" in key else key
         if not isinstance(device, int) and device not in order:
             raise ConfigurationError(
-                f"max_memory has the key {key!r}; allowed are the index of an accelerator,"
-                f" 'mps', 'cpu' and 'disk'.{did_you_mean(str(key), order)}"
+                f"max_memory has the key {key!r}. Keys must be the index of an accelerator, 'mps',"
+                f" 'cpu' or 'disk'.{did_you_mean(str(key), order)}"
             )
         given[device] = convert_file_size_to_int(size)
         if isinstance(max_memory, dict):
@@ -209,17 +211,18 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, Any] | None = None,
     low_zero: bool = False,
 ) -> dict[DeviceName, int]:
-    """Return a `max_memory` under which the accelerators get about the same share of a model.
+    """Return a `max_memory` that gives all accelerators about the same share of a model.
 
-    Each but the last is limited to its share and 1.25 times the size of a block or usual layer. Never
-    more than given or measured; a tenth of a lone accelerator that was measured is left for what
-    computing needs. With `low_zero` as much of the first is left free as the others allow.
-    For the other arguments see `infer_auto_device_map`.
+    Every accelerator except the last is limited to its share plus 1.25 times the size of a block or an
+    average layer. No limit is above the given or measured one. If there is a single accelerator whose
+    memory was measured, a tenth of it is left free for computing.
 
     Args:
+        max_memory: see `get_max_memory`.
         no_split_module_classes: names of classes that stay on one device.
-        dtype: the weights are counted in, where it is smaller than their own.
-        special_dtypes: per name, instead of `dtype`.
+        dtype: see `compute_module_sizes`.
+        special_dtypes: see `compute_module_sizes`.
+        low_zero: leave as much memory free on the first accelerator as the others allow.
     """
     memory = get_max_memory(max_memory)
     devices = [key for key, size in memory.items() if isinstance(key, int) and size > 0]
@@ -240,7 +243,7 @@ def get_balanced_memory(
 
 
 def _usual_size(model: nn.Module, sizes: Mapping[str, int], no_split: Sequence[str]) -> int:
-    """Return the mean size of the innermost modules; a block's if one that stays whole is larger."""
+    """Return the mean size of the innermost modules, or the size of the largest unsplit block if larger."""
     tensors = set(get_module_leaves(sizes))
     modules = {name: size for name, size in sizes.items() if name not in tensors}
     innermost = get_module_leaves(modules)
@@ -254,13 +257,13 @@ def _usual_size(model: nn.Module, sizes: Mapping[str, int], no_split: Sequence[s
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """Return the names that are no part of another one's name."""
+    """Return the names that are not the parent of another name."""
     parents = {name.rpartition(".")[0] for name in module_sizes}
     return [name for name in module_sizes if name and name not in parents]
 
 
 def _kept_whole(model: nn.Module, classes: Collection[str] | str | None) -> list[str]:
-    """Return the names of the classes that are not split: what is given, or the model's own."""
+    """Return the names of classes that are not split: `classes`, or the model's own list."""
     if classes is None:
         classes = getattr(model, "_no_split_modules", None)
     return [classes] if isinstance(classes, str) else list(classes or ())
@@ -275,7 +278,7 @@ def _can_split(module: Any, no_split: Collection[str]) -> bool:
 
 
 def _parts(name: str, module: nn.Module) -> list[Item]:
-    """Return what a module consists of under every name that it has, tensors and modules."""
+    """Return the tensors and submodules of a module, under every name that each has."""
     parts = [
         *module.named_parameters(recurse=False, remove_duplicate=False),
         *((n, child) for n, child in module._modules.items() if child is not None),
@@ -285,7 +288,7 @@ def _parts(name: str, module: nn.Module) -> list[Item]:
 
 
 def _tied_outside(name: str, tied: Collection[Sequence[str]]) -> list[str]:
-    """Return the names outside of a module under which its parameters stand, too."""
+    """Return the names outside of a module that refer to one of its parameters."""
     found: list[str] = []
     for group in tied:
         outside = [one for one in group if not within(one, name)]
@@ -300,11 +303,11 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Sequence[Item],
 ) -> tuple[int, list[str], list[Any]]:
-    """Return a module's bytes with those of the modules tied to it, their names, and these.
+    """Return the bytes of a module and the modules tied to it, and the names and modules of the latter.
 
     Args:
-        tied_params: names of parameters elsewhere that are the module's own, too.
-        modules_to_treat: where they are looked for.
+        tied_params: names outside the module that refer to one of its parameters.
+        modules_to_treat: the modules in which these names are searched.
     """
     owners = [
         (parameter, name, module)
@@ -323,12 +326,12 @@ def fallback_allocate(
     no_split_module_classes: Sequence[str] | None = None,
     tied_parameters: Sequence[Sequence[str]] | None = None,
 ) -> tuple[str | None, Any, list[Item]]:
-    """Find a module, or a part of one, that fits into a size with what is tied to it.
+    """Find a module, or a part of one, that fits into a size together with what is tied to it.
 
-    The outermost first, in order.
+    Modules are tried in order, and each one before its parts.
 
     Returns:
-        Its name, the module, and what is left: (None, None, `modules`) if nothing fits.
+        The name, the module, and the remaining modules: (None, None, `modules`) if nothing fits.
     """
     limit = convert_file_size_to_int(size_limit)
     queue = list(modules)
@@ -337,7 +340,7 @@ def fallback_allocate(
         tied = _tied_outside(name, tied_parameters or ())
         size = module_sizes.get(name, 0)
         size, owners, _ = get_module_size_with_ties(tied, size, module_sizes, queue)
-        # An owner that is not in the queue did not fit itself.
+        # An owner that is no longer in the queue did not fit.
         if size <= limit and len(owners) == len(tied):
             return name, module, _without(modules, name)
         if _can_split(module, no_split_module_classes or ()):
@@ -346,7 +349,7 @@ def fallback_allocate(
 
 
 def _without(modules: Sequence[Item], found: str) -> list[Item]:
-    """Return the modules with the one that holds what was found replaced by its other parts."""
+    """Return the modules without `found`; a module that contains it is replaced by its other parts."""
     left: list[Item] = []
     for name, module in modules:
         if name == found:
@@ -359,7 +362,7 @@ def _without(modules: Sequence[Item], found: str) -> list[Item]:
 
 
 class Plan:
-    """The parts of a model that have no place yet, and what the devices hold."""
+    """The assignment of a model's parts to devices, while it is made and when it is complete."""
 
     def __init__(
         self,
@@ -374,36 +377,36 @@ class Plan:
         self.tied = find_tied_parameters(model)
         self.queue = _parts("", model)
         self.accelerators = [device for device in memory if device not in ("cpu", "disk")]
-        #: Here room is kept: what was offloaded comes back to them, layer by layer.
+        #: On these devices memory is reserved, because offloaded layers return to them one by one.
         self.main = {*self.accelerators[:1], "cpu"}
         if "mps" in memory:
             self.main = {"mps"}
         self.used = dict.fromkeys(memory, 0)
-        #: Bytes of weights by device, without the room that is kept.
+        #: Bytes of weights by device, without the reserved memory.
         self.held = dict.fromkeys(memory, 0)
         self.placed: dict[str, DeviceName] = {}
-        #: The bytes that the first part would have needed on devices that got none.
+        #: For each device that got no part, the bytes that the first part would have needed.
         self.lacking: dict[DeviceName, int] = {}
         self.log: list[str] = []
-        room, largest = get_max_layer_size(self.queue, sizes, no_split)
-        self.room = room
+        reserve, largest = get_max_layer_size(self.queue, sizes, no_split)
+        self.reserve = reserve
         self.largest = largest
 
     def fill(self, fallback: bool) -> None:
-        """Place all parts, one device after the other."""
+        """Assign all parts, one device after the other."""
         for device in self.memory:
             while self.queue and self._place_next(device, fallback):
                 pass
 
     def _place_next(self, device: DeviceName, fallback: bool) -> bool:
-        """Place, split or put off the first part; return False if the device takes nothing more."""
+        """Assign, split or postpone the first part; return False if the device is full."""
         name, module = self.queue.pop(0)
-        # Room is kept for the largest of the layers that follow.
+        # Memory is reserved for the largest of the remaining layers.
         self.largest = [one for one in self.largest if not within(one, name)]
         if not self.largest:
             self._measure()
-        room = self.room if device in self.main else 0
-        left = self.memory[device] - room - self.used[device]
+        reserve = self.reserve if device in self.main else 0
+        left = self.memory[device] - reserve - self.used[device]
         size = self.sizes.get(name, 0)
         whole, names, modules = get_module_size_with_ties(
             _tied_outside(name, self.tied), size, self.sizes, self.queue
@@ -412,7 +415,7 @@ class Plan:
             self._put([name, *names], whole, device)
             return True
         self.queue.insert(0, (name, module))
-        # What fits alone may have large twins; their tied parts may be enough.
+        # If the part alone fits, it may be enough to split the large modules that are tied to it.
         pairs = zip(names, modules) if size <= left else ()
         parted = [one for one, its in pairs if _can_split(its, self.no_split)]
         if size >= left and _can_split(module, self.no_split):
@@ -421,21 +424,21 @@ class Plan:
             self._split(parted[0])
             return True
         if not self.used[device]:
-            limit = int(self.memory[device]) - max(self.room, whole)
+            limit = int(self.memory[device]) - max(self.reserve, whole)
             if fallback and self._bring_forward(limit):
                 return True
-            self.lacking[device] = whole + room
-        kept = f", with {room} bytes kept for the largest layer that comes back" if room else ""
+            self.lacking[device] = whole + reserve
+        kept = f" ({reserve} bytes are reserved for the largest offloaded layer)" if reserve else ""
         self.log.append(
-            f"{device} takes no more: {name} needs {whole} bytes, and {max(0, int(left))} are left{kept}."
+            f"{device} is full: {name} needs {whole} bytes, but {max(0, int(left))} are left{kept}."
         )
-        self.used[device] += room
+        self.used[device] += reserve
         return False
 
     def _measure(self) -> None:
         modules = [item for item in self.queue if isinstance(item[1], nn.Module)]
-        room, largest = get_max_layer_size(modules, self.sizes, self.no_split)
-        self.room = room
+        reserve, largest = get_max_layer_size(modules, self.sizes, self.no_split)
+        self.reserve = reserve
         self.largest = largest
 
     def _put(self, names: list[str], size: int, device: DeviceName) -> None:
@@ -452,7 +455,7 @@ class Plan:
         self._measure()
 
     def _bring_forward(self, limit: int) -> bool:
-        """Begin with a part further on that fits; return False if there is none."""
+        """Move a later part that fits to the front of the queue; return False if there is none."""
         found, module, rest = fallback_allocate(
             self.queue[1:], self.sizes, limit, self.no_split, self.tied
         )
@@ -469,7 +472,7 @@ def plan_device_map(
     special_dtypes: Mapping[str, Any] | None = None,
     fallback_allocation: bool = False,
 ) -> Plan:
-    """Return where each part of a model goes, and why; see `infer_auto_device_map`."""
+    """Assign each part of a model to a device, and record why; see `infer_auto_device_map`."""
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     memory: dict[DeviceName, float] = {**get_max_memory(max_memory), "disk": math.inf}
     plan = Plan(model, memory, sizes, _kept_whole(model, no_split_module_classes))
@@ -488,26 +491,27 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, DeviceName]:
-    """Spread a model over accelerators, then the CPU, then the disk, in the order of its parts.
+    """Assign the parts of a model, in order, to the accelerators, then the CPU, then the disk.
 
-    Only sizes of weights count, not those of activations. On the first accelerator and on the CPU
-    memory is left free for the largest of the layers that follow, which may have to come back to it.
-    Modules that are tied to each other go to the same device.
+    Only the sizes of weights count, not those of activations. On the first accelerator and on the CPU,
+    memory is reserved for the largest remaining layer, because offloaded layers are loaded there to
+    run. Modules with tied parameters go to the same device.
 
     Args:
-        max_memory: limits in bytes or as text, by device; measured where None. The disk has none.
-        no_split_module_classes: names of classes that stay whole on one device, as those
-            with residual connections; by default the model's own `_no_split_modules`.
-        dtype: count floating point tensors as if cast to this.
-        special_dtypes: the dtype of single tensors.
+        max_memory: limits by device, in bytes or as strings such as "10GB"; None measures the free
+            memory. The disk has no limit.
+        no_split_module_classes: names of classes that stay on one device, such as blocks with
+            residual connections; by default the model's own `_no_split_modules`.
+        dtype: count floating-point tensors as if they had this dtype.
+        special_dtypes: the dtypes of individual tensors, by full name.
         verbose: print each decision.
-        clean_result: write one entry where all of a module is on one device.
-        offload_buffers: buffers of offloaded modules are offloaded too.
-        fallback_allocation: where nothing fits in order on a device, look for a later
-            part that does.
+        clean_result: merge the entries of a module that is on one device as a whole.
+        offload_buffers: also offload the buffers of offloaded modules.
+        fallback_allocation: if the next part doesn't fit on an empty device, look for a later part
+            that does.
 
     Returns:
-        Device by full module name; devices are indices of accelerators, `"cpu"`, `"disk"`.
+        Devices by full module name: indices of accelerators, `"cpu"` or `"disk"`.
     """
     plan = plan_device_map(
         model, max_memory, no_split_module_classes, dtype, special_dtypes, fallback_allocation
@@ -517,23 +521,23 @@ def infer_auto_device_map(
         print("\n".join(plan.log))
     if plan.lacking:
         needs = ", ".join(f"{device} (needs {size} bytes)" for device, size in plan.lacking.items())
-        logger.info("Nothing was placed on %s: insufficient memory for the first part.", needs)
+        logger.info("Nothing was assigned to %s: insufficient memory for the first part.", needs)
     buffers = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
     away = sum(buffers.get(n, 0) for n, place in plan.placed.items() if place in ("cpu", "disk"))
     left = [memory[device] - plan.used[device] for device in plan.accelerators]
     if left and away > max(0, *left) and not offload_buffers:
         warn(
-            f"The buffers of the offloaded modules take {away} bytes, more than is left on any"
-            " accelerator. Pass offload_buffers=True to offload them too.",
+            f"The buffers of the offloaded modules need {away} bytes, more than is left on any"
+            " accelerator. Pass offload_buffers=True to offload them, too.",
         )
     return clean_device_map(plan.placed) if clean_result else plan.placed
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Merge the entries of every module that is on one device, in place; return the map.
+    """Merge the entries of every module that is on one device, in place, and return the map.
 
     Args:
-        module_name: the part of the map that is looked at; "" is all of it.
+        module_name: the module whose entries are merged; "" is the whole model.
     """
     prefix = joined(module_name, "")
     inside = [name for name in device_map if name.startswith(prefix) and name != module_name]

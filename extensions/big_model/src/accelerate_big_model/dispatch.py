@@ -1,4 +1,4 @@
-"""Running a model whose parts live on several devices, in host memory and on disk."""
+"""Run a model whose parts are on several devices, in host memory and on disk."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def cpu_offload(
     state_dict: Mapping[str, torch.Tensor] | None = None,
     preload_module_classes: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Keep all weights in host memory and bring each module's to a device while it runs.
+    """Keep all weights in host memory, and load those of each module to a device while it runs.
 
     Args:
-        execution_device: by default the device of its first parameter.
-        offload_buffers: offload buffers too.
-        state_dict: the weights, if they are in memory already.
+        execution_device: the device to run on; by default the device of the first parameter.
+        offload_buffers: offload buffers, too.
+        state_dict: the weights, if they are already in memory.
         preload_module_classes: names of classes that use their submodules' weights without
             calling them.
     """
@@ -86,16 +86,16 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Keep all weights in files and bring each module's to a device while it runs.
+    """Keep all weights in files, and load those of each module to a device while it runs.
 
-    Weights that are on the meta device are taken from the folder, which must hold them;
-    others are written there. For the arguments see `cpu_offload`.
+    Weights on the meta device must already be in the folder. All others are written there.
 
     Args:
-        offload_dir: folder of the weights.
-        execution_device: where it computes; default: where the first parameter is.
-        offload_buffers: move buffers out, too.
-        preload_module_classes: see `attach_align_device_hook`.
+        offload_dir: the folder for the weights.
+        execution_device: the device to run on; by default the device of the first parameter.
+        offload_buffers: offload buffers, too.
+        preload_module_classes: names of classes that use their submodules' weights without
+            calling them.
     """
     _write_missing(model, model.state_dict(), Path(offload_dir))
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
@@ -127,14 +127,14 @@ def _offload_all(
 
 
 def _write_missing(model: nn.Module, state: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write what has data; what is on meta must be in the folder already."""
+    """Write the weights that have data; those on the meta device must already be in the folder."""
     real = {name: tensor for name, tensor in state.items() if tensor.device.type != "meta"}
     known = load_offload_index(folder, missing_ok=True)
     absent = sorted(state.keys() - real.keys() - known.keys())
     if absent:
         raise ConfigurationError(
-            f"{len(absent)} weights of {type(model).__name__} ({absent[0]!r} is one) are on the"
-            f" meta device, and {folder} does not hold them. Load a checkpoint first."
+            f"{len(absent)} weights of {type(model).__name__} (such as {absent[0]!r}) are on the meta"
+            f" device, but {folder} does not contain them. Load a checkpoint first."
         )
     write_state_dict(folder, real)
 
@@ -144,16 +144,17 @@ def cpu_offload_with_hook(
     execution_device: Device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a whole model on the CPU until it is called; it then stays on the device.
+    """Keep a whole model on the CPU until it is called, then keep it on the device.
 
-    For pipelines of several models, each called many times in turn: calling one sends the
-    one before it back.
+    This is for pipelines of several models that are each called many times in turn. Calling one
+    model moves the previous one back to the CPU.
 
     Args:
-        execution_device: where it computes; see `CpuOffload`.
+        execution_device: the device to run on; by default the accelerator if there is one.
+        prev_module_hook: the handle of the model that is moved back when this one is called.
 
     Returns:
-        The model and a handle with `offload()` and `remove()`.
+        The model, and a handle with `offload()` and `remove()`.
 
     Example:
         first, second = nn.Linear(8, 8), nn.Linear(8, 2)
@@ -179,32 +180,32 @@ def dispatch_model(
     preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Place the parts of a model by a device map and have calls go from one to the next.
+    """Move the parts of a model to the devices in a map, so that calls go from one to the next.
 
-    Parts mapped to `"cpu"` beside an accelerator, and to `"disk"`, are offloaded: they run on
-    the main device, and their weights are there only meanwhile.
+    Parts on `"disk"` are offloaded, and so are parts on `"cpu"` if the map has an accelerator. They
+    run on the main device, and their weights are there only during the call.
 
     Args:
-        device_map: device by module name, covering every tensor; index of an accelerator,
+        device_map: devices by module name, covering every tensor: the index of an accelerator, a
             device, `"cpu"`, `"disk"` or `"meta"`.
-        main_device: where offloaded parts run; the first accelerator of the map by default.
-        state_dict: the offloaded weights, if they are in memory already.
-        offload_dir: folder of the weights on disk.
-        offload_index: what is on disk, see `OffloadedWeightsLoader`.
-        offload_buffers: offload buffers too.
+        main_device: where offloaded parts run; by default the first accelerator in the map.
+        state_dict: the offloaded weights, if they are already in memory.
+        offload_dir: the folder for weights on disk.
+        offload_index: the index of the weights on disk, see `OffloadedWeightsLoader`.
+        offload_buffers: offload buffers, too.
         skip_keys: names of arguments that are not moved.
         preload_module_classes: names of classes that use their submodules' weights without
             calling them.
-        force_hooks: attach hooks also where everything is on one device.
+        force_hooks: attach hooks even if everything is on one device.
 
     Returns:
         The same model, with the map as its attribute `hf_device_map`.
 
     Raises:
-        ConfigurationError: the map does not fit the model, or a folder is needed.
+        ConfigurationError: the map doesn't match the model, or a folder is needed.
     """
     check_device_map(model, device_map)
-    _take_back(model, device_map)
+    _undo_earlier_dispatch(model, device_map)
     places: dict[str, Any] = {
         name: str(device) if str(device) in ("disk", "cpu") else as_device(device)
         for name, device in device_map.items()
@@ -215,7 +216,7 @@ def dispatch_model(
         tensors = dict(named_module_tensors(model, recurse=True))
         for name, tensor in tensors.items():
             if tensor.device.type == "meta" and target.type != "meta":
-                # This raises by name, where `to` would speak of storages.
+                # This raises an error that names the tensor, unlike `Module.to`.
                 set_module_tensor_to_device(model, name, target)
         if any(tensor.device != target for tensor in tensors.values()):
             model.to(target)
@@ -248,20 +249,20 @@ def dispatch_model(
         tied_params_map=tied_map,
     )
     read_ahead(model, main)
-    # Only addresses of tensors that live on: others may be given to new tensors.
+    # Keep only the addresses of tensors that stay alive; others may be reused for new tensors.
     living = {tensor.data_ptr() for tensor in weights.state_dict.values()} if weights else set()
     for address in tied_map.keys() - living:
         del tied_map[address]
     whole = [group for group in tied if on_one_device(group, places)]
     retie_parameters(model, [g for g in whole if not any(device_of(name, offload) for name in g)])
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
-    # On meta they are apart; `remove_hook_from_module` joins them again.
+    # On the meta device they are separate parameters; `remove_hook_from_module` ties them again.
     model._tied_parameters = tied  # type: ignore[assignment]
     return model
 
 
-def _take_back(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Bring back what an earlier dispatch keeps elsewhere, but for what stays in its file."""
+def _undo_earlier_dispatch(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Load the weights that an earlier dispatch offloaded, except those that stay on disk."""
     index = getattr(model, "_offload_index", {})
     away = [
         joined(prefix, name)
@@ -285,24 +286,24 @@ def _offloaded_weights(
     offload_index: Mapping[str, Any] | None,
     offload_buffers: bool,
 ) -> OffloadedWeightsLoader | None:
-    """Collect the weights of offloaded parts, writing to disk what is to be there."""
+    """Return the weights of offloaded parts, after writing those that belong on disk."""
     on_disk = [name for name, device in places.items() if device == "disk"]
     in_memory = [name for name, away in offload.items() if away and places[name] != "disk"]
     if not on_disk and not in_memory:
         return None
     own = model.state_dict()
     if on_disk and offload_dir is None and offload_index is None and state_dict is None:
-        # What `load_checkpoint_in_model` left in the checkpoint's own files, and nothing since.
+        # Use the weights that `load_checkpoint_in_model` left in the files of the checkpoint.
         offload_index = getattr(model, "_offload_index", {})
         there = extract_submodules_state_dict(own, on_disk)
-        # Files that were written for it are found by their folder alone.
+        # Weights that were written to an offload folder can't be found without that folder.
         kept = {name for name, about in offload_index.items() if MAPPED.keys() & about.keys()}
         lacking = [name for name, one in there.items() if not one.is_meta or name not in kept]
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         if any(name in parameters or offload_buffers for name in lacking):
             raise ConfigurationError(
-                f"The device map puts {', '.join(on_disk)} on 'disk', where {lacking[0]!r} is not yet:"
-                " name a folder with offload_dir."
+                f"The device map puts {', '.join(on_disk)} on 'disk', but {lacking[0]!r} is not there"
+                " yet. Pass a folder as offload_dir."
             )
     if on_disk and offload_dir is not None and offload_index is None:
         _write_missing(model, extract_submodules_state_dict(own, on_disk), Path(offload_dir))
@@ -315,9 +316,9 @@ def _offloaded_weights(
 def _place_lone_tensors(
     model: nn.Module, devices: dict[str, Any], weights: OffloadedWeightsLoader | None
 ) -> None:
-    """Place tensors that the map names directly, and have their modules run beside them.
+    """Move tensors that the map names directly, and make their modules run on the same device.
 
-    They are small as a rule, and stay on the main device rather than being offloaded.
+    They are usually small, so they stay on the main device instead of being offloaded.
     """
     tensors = dict(named_module_tensors(model, recurse=True, remove_duplicate=False))
     for name in [name for name in devices if name in tensors]:
@@ -330,7 +331,7 @@ def _place_lone_tensors(
 
 
 class _EntryHook(AlignDevicesHook):
-    """Moves inputs only; the tensors of the module are placed one by one."""
+    """Moves only inputs, because the module's tensors are moved individually."""
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module
@@ -353,15 +354,15 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Load a checkpoint into an empty model and spread it over what memory there is.
+    """Load a checkpoint into an empty model, and distribute the model over the available memory.
 
     Args:
-        model: usually built under `init_empty_weights`.
+        model: usually created under `init_empty_weights`.
         checkpoint: see `load_checkpoint_in_model`.
-        device_map: a map for `dispatch_model`; or a strategy to make one, of `"auto"` and
-            `"balanced"` (even shares), `"balanced_low_0"` (accelerator 0 spared) and
-            `"sequential"` (one full after the other); or one device for all; or None to
-            load without dispatching.
+        device_map: a map for `dispatch_model`; or a strategy that creates one: `"auto"` or
+            `"balanced"` (equal shares), `"balanced_low_0"` (little on accelerator 0), or
+            `"sequential"` (fill one after the other); or a single device; or None to load the
+            model without dispatching it.
         max_memory, no_split_module_classes: see `infer_auto_device_map`.
         offload_folder, dtype, offload_state_dict, strict, full_state_dict,
             broadcast_from_rank0: see `load_checkpoint_in_model`.
@@ -369,7 +370,7 @@ def load_checkpoint_and_dispatch(
             `dispatch_model`.
 
     Raises:
-        ConfigurationError, CheckpointError: as these functions do.
+        ConfigurationError, CheckpointError: as for these functions.
 
     Example:
         from accelerate_core import init_empty_weights
@@ -394,7 +395,7 @@ def load_checkpoint_and_dispatch(
             chosen = {"": device_map if device_map == "disk" else as_device(device_map)}
         except RuntimeError:
             raise ConfigurationError(
-                f"device_map={device_map!r} is neither a device nor a strategy; strategies are"
+                f"device_map={device_map!r} is neither a device nor a strategy. The strategies are"
                 f" {listing(STRATEGIES)}.{did_you_mean(device_map, STRATEGIES)}"
             ) from None
     load_checkpoint_in_model(
@@ -415,7 +416,7 @@ def load_checkpoint_and_dispatch(
         model,
         chosen,
         offload_dir=offload_folder,
-        # What this checkpoint has, and not what another left in the folder.
+        # Use only the weights of this checkpoint, not others that are in the folder.
         offload_index=getattr(model, "_offload_index", None) or None,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
@@ -425,10 +426,10 @@ def load_checkpoint_and_dispatch(
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict of a model with offloaded parts, every tensor with its data.
+    """Return the state dict of a model with offloaded parts, in which every tensor has its data.
 
     Raises:
-        ConfigurationError: a weight is on the meta device, and no hook knows where it is kept.
+        ConfigurationError: a weight is on the meta device, and no hook can load it.
     """
     state = OffloadedState(model)
     return {name: state.read(name) for name in state.tensors}

@@ -1,4 +1,4 @@
-"""`accelerate-core estimate-memory`: what a model takes, from the shapes of its tensors alone."""
+"""`accelerate-core estimate-memory`: estimate a model's memory from the shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from accelerate_core.plugins.discovery import disabled_names, installed
 if TYPE_CHECKING:
     from accelerate_big_model.device_map import DeviceName, Plan
 
-#: Bytes of an element. What has less than two is not trained as it is.
+#: Bytes per element. Models with less than two bytes per element can't be trained in that dtype.
 DTYPES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8": 1.0, "int8": 1.0, "int4": 0.5}
 
-#: States of the weights' size that an optimizer keeps.
+#: The number of states that each optimizer keeps for every weight.
 _OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
 
 _BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
@@ -46,7 +46,7 @@ def _limits(
 
 
 class _ManyDtypes(click.Command):
-    """Takes `--dtypes float32 float16` as well as `--dtypes float32,float16`."""
+    """Accepts `--dtypes float32 float16` as well as `--dtypes float32,float16`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         made: list[str] = []
@@ -65,28 +65,30 @@ class _ManyDtypes(click.Command):
 )
 @click.argument("model")
 @click.option(
-    "--dtypes", callback=_words, default="float32,bfloat16,int8,int4", help="Types of the weights."
+    "--dtypes", callback=_words, default="float32,bfloat16,int8,int4", help="Dtypes of the weights."
 )
 @click.option(
     "--world_sizes",
     callback=_words,
     default="1,2,8",
-    help="Numbers of processes, for the backends.",
+    help="Numbers of processes for the estimates per backend.",
 )
 @click.option("--optimizer", default="adamw", metavar="NAME", help="adamw, sgd or momentum.")
-@click.option("--library_name", metavar="NAME", help="Accepted: shapes need no library.")
-@click.option("--trust_remote_code", is_flag=True, help="Let code of the model's folder run.")
-@click.option("--png", metavar="FILE", type=click.Path(path_type=Path), help="Draw a bar chart.")
+@click.option("--library_name", metavar="NAME", help="Accepted without effect.")
+@click.option("--trust_remote_code", is_flag=True, help="Run code from the model's folder.")
+@click.option(
+    "--png", metavar="FILE", type=click.Path(path_type=Path), help="Draw a bar chart into FILE."
+)
 @click.option(
     "--device_map",
     type=click.Choice(STRATEGIES),
-    help="Show instead where each part would go here, in the first of the dtypes.",
+    help="Instead show on which device of this machine each part would go, in the first dtype.",
 )
 @click.option(
     "--max_memory",
     metavar="DEVICE=SIZE,...",
     callback=_limits,
-    help="With --device_map: limits as 0=10GiB,cpu=30GiB, instead of what is free.",
+    help="With --device_map: limits such as 0=10GiB,cpu=30GiB; default: the free memory.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def command(
@@ -101,15 +103,15 @@ def command(
     max_memory: dict[DeviceName, float | str] | None,
     as_json: bool,
 ) -> None:
-    """Show the memory MODEL takes: to hold it, to train it, and on each rank of each backend.
+    """Show how much memory MODEL needs: to load it, to train it, and on each rank of each backend.
 
-    MODEL is a checkpoint (safetensors, or torch's), a folder with one or with a config.json, or a
-    name on the Hugging Face hub. Activations come on top: they depend on the batch.
+    MODEL is a checkpoint in safetensors or torch format, a folder with a checkpoint or a config.json,
+    or a name on the Hugging Face Hub. Activations are not included, because they depend on the batch.
     """
     if png is not None and importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--png needs matplotlib: pip install matplotlib")
     if max_memory is not None and device_map is None:
-        raise click.UsageError("--max_memory goes with --device_map.")
+        raise click.UsageError("--max_memory can only be used with --device_map.")
     with _waiting(f"Reading the shapes of {model}"):
         sizes = shapes_of(model, trust_remote_code=trust_remote_code)
     if device_map is not None:
@@ -120,7 +122,7 @@ def command(
     worlds = sorted({int(word) for word in world_sizes})
     rows = by_dtype(sizes, dtypes, optimizer)
     ranks = by_backend(sizes, dtypes, optimizer, worlds, os.environ)
-    if png is not None:  # first: where it fails nothing is printed
+    if png is not None:  # first, so that nothing is printed if it fails
         _draw(png, model, ranks)
     if as_json:
         click.echo(json.dumps({"model": model, "dtypes": rows, "per_rank": ranks}, indent=2))
@@ -129,7 +131,7 @@ def command(
 
 
 def _waiting(what: str) -> AbstractContextManager[Any]:
-    """Show on a terminal that something goes on of which nobody knows how long it takes."""
+    """Show a spinner on a terminal."""
     if not sys.stderr.isatty():
         return nullcontext()
     from rich.text import Text
@@ -158,13 +160,13 @@ def _print(
         _print_table(
             "training, each rank", ("dtype", "backend", *(f"on {n}" for n in worlds)), cells, most
         )
-        console().print("Activations come on top. A bar is of the last column.", style="dim")
+        console().print("Without activations. The bars show the last column.", style="dim")
 
 
 def _print_table(
     title: str, heads: Sequence[str], rows: Sequence[tuple[Any, ...]], most: float
 ) -> None:
-    """Print rows of a value for the bar and the cells; the bars where there is room for them."""
+    """Print rows, each with the value of its bar and its cells. A narrow terminal gets no bars."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -208,12 +210,12 @@ def _show_plan(model: str, plan: Plan, as_json: bool) -> None:
     ]
     _print_table(model, ("device", "weights", "allowed", "parts"), cells, most)
     for line in plan.log:
-        if "takes no more" in line:
+        if " is full: " in line:
             console().print(line, style="dim", markup=False, overflow="fold")
 
 
 def _spans(names: Sequence[str]) -> str:
-    """Return names as a list, blocks that follow each other as one: `layers.0-7`."""
+    """Return a list of names as text, with consecutive blocks merged, such as `layers.0-7`."""
     spans: list[tuple[str, int, int] | str] = []
     for name in names or ():
         series, _, number = name.rpartition(".")
@@ -262,18 +264,17 @@ def _draw(png: Path, model: str, ranks: list[dict[str, Any]]) -> None:
     try:
         figure.savefig(png, bbox_inches="tight")
     except (OSError, ValueError) as error:
-        raise click.UsageError(f"--png {png} cannot be drawn: {error}") from None
+        raise click.UsageError(f"Cannot write the chart to --png {png}: {error}") from None
 
 
 # --- the arithmetic -----------------------------------------------------------------------------------
 
 
 def shapes_of(model: str, *, trust_remote_code: bool = False) -> dict[str, int]:
-    """Return the number of elements of every tensor of a model, by name; no weight is read.
+    """Return the number of elements of every tensor of a model, by name, without reading weights.
 
     Raises:
-        ConfigurationError: it is neither a checkpoint here, nor a config, nor a name that the hub
-            answers to.
+        ConfigurationError: `model` is neither a checkpoint, nor a config, nor a name on the Hub.
     """
     path = Path(model)
     if path.is_file():
@@ -302,13 +303,13 @@ def _of_file(path: Path) -> dict[str, int]:
 
         try:
             state = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-        except Exception as error:  # torch raises many kinds for what is no checkpoint
-            text = f"{path} is not a checkpoint of torch: {_reason(error)}"
+        except Exception as error:  # torch raises many types of errors for invalid files
+            text = f"{path} is not a torch checkpoint: {_reason(error)}"
             raise ConfigurationError(text) from None
         tensors = {name: value for name, value in dict(state).items() if hasattr(value, "numel")}
         return {str(name): int(value.numel()) for name, value in tensors.items()}
     raise ConfigurationError(
-        f"{path} is not a checkpoint; known are .safetensors, .bin, .pt, .pth and config.json."
+        f"{path} is not a checkpoint. Pass a .safetensors, .bin, .pt or .pth file or a config.json."
     )
 
 
@@ -329,23 +330,23 @@ def _of_config(path: Path, trust_remote_code: bool) -> dict[str, int]:
         import transformers
     except ImportError:
         raise ConfigurationError(
-            f"{path} has a config.json and no weights; to build the model it describes (without "
-            "memory) transformers is needed: pip install transformers"
+            f"{path} has a config.json but no weights, so transformers is needed to create the model "
+            "(without using memory): pip install transformers"
         ) from None
     import torch
 
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            # The class the file names: AutoModel would leave its head out.
+            # Use the class that the file names, because AutoModel would leave out the head.
             named = getattr(transformers, (config.architectures or [""])[0], None)
             auto: Any = transformers.AutoModel
             if named is not None:
                 model = named._from_config(config)
             else:
                 model = auto.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises many kinds for a config it cannot build
-        text = f"transformers cannot build {path}/config.json: {_reason(error)}"
+    except Exception as error:  # transformers raises many types of errors for invalid configs
+        text = f"transformers cannot create the model of {path}/config.json: {_reason(error)}"
         raise ConfigurationError(text) from None
     return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
@@ -355,15 +356,15 @@ def _of_hub(name: str) -> dict[str, int]:
         import huggingface_hub
     except ImportError:
         raise ConfigurationError(
-            f"There is no file or folder {name!r}. To look it up on the Hugging Face hub: "
+            f"There is no file or folder {name!r}. To look it up on the Hugging Face Hub: "
             "pip install huggingface_hub"
         ) from None
     try:
         found = huggingface_hub.get_safetensors_metadata(name)
-    except Exception as error:  # no network, no such name, no safetensors: each has its class
+    except Exception as error:  # the library raises many types of errors
         raise ConfigurationError(
-            f"There is no file or folder {name!r}, and the Hugging Face hub did not tell its "
-            f"shapes: {_reason(error)}"
+            f"There is no file or folder {name!r}, and its shapes could not be read from the Hugging "
+            f"Face Hub: {_reason(error)}"
         ) from None
     files = found.files_metadata.values()
     return {
@@ -381,9 +382,9 @@ def plan_of(
     strategy: str,
     max_memory: dict[DeviceName, float | str] | None = None,
 ) -> Plan:
-    """Return where the parts of a model go by a strategy, from the sizes of its tensors alone.
+    """Return the device map that a strategy creates, using only the sizes of the tensors.
 
-    Blocks of a numbered series stay whole.
+    Numbered blocks are not split.
     """
     import torch
     from torch import nn
@@ -391,7 +392,7 @@ def plan_of(
     from accelerate_big_model.device_map import get_balanced_memory, plan_device_map
 
     class Block(nn.Module):
-        """What stays whole."""
+        """A module that is not split."""
 
     if dtype not in DTYPES:
         raise ConfigurationError(
@@ -410,7 +411,7 @@ def plan_of(
             leaf,
             nn.Parameter(torch.empty(taken, dtype=torch.uint8, device="meta"), requires_grad=False),
         )
-    for module in model.modules():  # files order 10 before 2
+    for module in model.modules():  # sort the blocks, because files list 10 before 2
         if all(name.isdigit() for name in module._modules):
             module._modules = dict(sorted(module._modules.items(), key=lambda one: int(one[0])))
     if strategy != "sequential":
@@ -420,7 +421,7 @@ def plan_of(
 
 
 def largest_layer(sizes: Mapping[str, int]) -> tuple[str, int]:
-    """Return the block with most elements: one of a numbered series, else one module."""
+    """Return the largest block and its number of elements. A block is numbered, or else one module."""
     blocks: dict[str, int] = {}
     for name, count in sizes.items():
         found = _BLOCK.match(name)
@@ -432,7 +433,7 @@ def largest_layer(sizes: Mapping[str, int]) -> tuple[str, int]:
 def by_dtype(
     sizes: Mapping[str, int], dtypes: Sequence[str], optimizer: str
 ) -> list[dict[str, Any]]:
-    """Return one row per dtype, in bytes; None where a dtype is not trained as it is."""
+    """Return one row per dtype, in bytes. Training values are None if the dtype can't be trained."""
     rows: list[dict[str, Any]] = []
     for dtype in dtypes:
         parts: dict[str, Any] = _parts(sizes, dtype, optimizer)
@@ -450,16 +451,16 @@ def by_backend(
     worlds: Sequence[int],
     environ: Mapping[str, str],
 ) -> list[dict[str, Any]]:
-    """Return what one rank takes to train, per dtype, backend with its mode, and world size.
+    """Return the bytes that training needs on one rank, per dtype, backend mode and world size.
 
-    What is divided is declared by each backend (`Backend.shards`); where weights are, the largest
-    layer is whole for as long as it computes.
+    Each backend declares what it shards (`Backend.shards`). If that includes weights, the estimate
+    adds the largest layer, which is gathered while it computes.
     """
     disabled = disabled_names(environ)
     modes: list[tuple[str, Sequence[str]]] = []
     for record in installed().of_kind("backend"):
         if record.name not in disabled:
-            with suppress(PluginError):  # `plugins` shows what is broken
+            with suppress(PluginError):  # `accelerate-core plugins` shows broken plugins
                 shards = getattr(record.load(), "shards", None) or {}
                 modes += [(f"{record.name} {mode}".strip(), shards[mode]) for mode in shards]
     rows = []

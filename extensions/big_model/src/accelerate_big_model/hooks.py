@@ -1,8 +1,8 @@
-"""What happens around a module's forward: loading, moving and casting its weights.
+"""Hooks that load, move or cast a module's weights before and after its forward.
 
-A module carries one hook, in its attribute `_hf_hook`; several are put in sequence. They run
-through torch's own forward hooks, so the module keeps its class and its `forward`, and a model that is
-dropped is freed at once.
+A module has at most one hook, in its attribute `_hf_hook`; several are combined into a
+`SequentialHook`. They run through torch's own forward hooks. So the module keeps its class and its
+`forward`, and a deleted model is freed immediately.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class ModelHook:
-    """Code around a module's forward; subclasses override what they need.
+    """Code that runs before and after a module's forward. Subclasses override what they need.
 
-    `no_grad = True` runs the forward without gradients. After Ctrl-C in a forward torch calls no hook:
-    `post_forward` is left out, and the mode stays.
+    `no_grad = True` runs the forward without gradients. After Ctrl-C in a forward, torch doesn't call
+    `post_forward`, and gradients stay off.
     """
 
     no_grad = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Prepare the module when the hook is attached; return it."""
+        """Prepare the module when the hook is attached, and return it."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Call:
-        """Run before forward; return the arguments it is to get."""
+        """Run before forward, and return the arguments for it."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Run after forward; return what the caller is to get.
+        """Run after forward, and return the output for the caller.
 
-        If forward raised, `output` is None and the return value is dropped.
+        If forward raised, `output` is None and the return value is ignored.
         """
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Undo `init_hook` when the hook is removed; return the module."""
+        """Undo `init_hook` when the hook is removed, and return the module."""
         return module
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one, in order both before and after forward."""
+    """Combines several hooks, which run in the same order before and after forward."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -83,7 +83,7 @@ class SequentialHook(ModelHook):
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         failed: BaseException | None = None
         for hook in self.hooks:
-            # Each has something to undo, also where one before it failed.
+            # Every hook may have something to undo, even if an earlier one failed.
             try:
                 output = hook.post_forward(module, output)
             except BaseException as error:
@@ -99,7 +99,7 @@ class SequentialHook(ModelHook):
 
 
 class _Bridge:
-    """Joins a `ModelHook` to torch's forward hooks."""
+    """Runs a `ModelHook` through torch's forward hooks."""
 
     def __init__(self, hook: ModelHook) -> None:
         self.hook = hook
@@ -120,10 +120,10 @@ class _Bridge:
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Attach a hook to a module, in place of the one it has, or with `append` after it.
+    """Attach a hook to a module. It replaces the present hook, or follows it with `append=True`.
 
     Returns:
-        The module, as the hook's `init_hook` returned it.
+        The module that the hook's `init_hook` returned.
     """
     present = hook_of(module)
     if present is not None:
@@ -134,7 +134,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     module = hook.init_hook(module)
     whole: Any = SequentialHook(present, hook) if append and present is not None else hook
     bridge = _Bridge(whole)
-    # First before forward and last after it: users' own hooks see the weights loaded.
+    # Runs first before forward and last after it, so that the weights are loaded for users' hooks.
     handles = (
         module.register_forward_pre_hook(bridge.before, prepend=True, with_kwargs=True),
         module.register_forward_hook(bridge.after, with_kwargs=True, always_call=True),
@@ -152,7 +152,7 @@ def _unregister(module: nn.Module) -> None:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Remove the hook of a module, with `recurse` those of its submodules too."""
+    """Remove the hook of a module, and with `recurse` those of its submodules, too."""
     hook: Any = hook_of(module)
     if hook is not None:
         _unregister(module)
@@ -170,9 +170,10 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 
 
 def _outside_of_graphs(function: Callable[..., None]) -> Callable[..., None]:
-    """Have Dynamo leave a method alone: it ends a graph before, and begins one after it.
+    """Exclude a method from Dynamo's graphs.
 
-    `torch.compiler.disable` alone would import Dynamo, which takes a second, where nothing is compiled.
+    Plain `torch.compiler.disable` would import Dynamo, which takes a second even if nothing is
+    compiled.
     """
     outside: Callable[..., None] | None = None
 
@@ -191,16 +192,16 @@ def _outside_of_graphs(function: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(eq=False)
 class AlignDevicesHook(ModelHook):
-    """Have weights and inputs on one device for the length of a forward.
+    """Brings weights and inputs to the same device during a forward.
 
     Args:
         execution_device: where forward runs; None leaves inputs where they are.
         offload: keep the weights elsewhere and load them for each call.
-        io_same_device: bring the output to the device of the input.
-        weights_map: where to load from, by tensor name; by default the module's own
-            weights, moved to the CPU.
-        offload_buffers: offload buffers too.
-        place_submodules: handle the tensors of submodules as well as the module's own.
+        io_same_device: move the output to the device of the input.
+        weights_map: the offloaded weights by name; by default the module's own weights, moved to the
+            CPU.
+        offload_buffers: offload buffers, too.
+        place_submodules: also handle the tensors of submodules.
         skip_keys: names of arguments that are not moved.
         tied_params_map: copies of shared weights, see `set_module_tensor_to_device`.
     """
@@ -221,7 +222,7 @@ class AlignDevicesHook(ModelHook):
         self._moved: dict[str, torch.device] = {}
         self.input_device: torch.device | None = None
         self._loaded_copies: list[tuple[int, torch.device]] = []
-        #: Who reads the weights before they are asked for, and which of its layers this is.
+        #: Reads the weights before they are needed; `place` is the index of this hook's layer in it.
         self.ahead: ReadAhead | None = None
         self.place = 0
 
@@ -231,7 +232,7 @@ class AlignDevicesHook(ModelHook):
             module,
             include_buffers=self.offload_buffers,
             recurse=self.place_submodules,
-            # A buffer that no state dict holds cannot be loaded back.
+            # A non-persistent buffer isn't in any state dict, so it can't be loaded again.
             remove_non_persistent=True,
             remove_duplicate=False,
         )
@@ -280,7 +281,7 @@ class AlignDevicesHook(ModelHook):
 
     @_outside_of_graphs
     def unload(self, module: nn.Module) -> None:
-        """Drop the loaded weights; what they are stays in `weights_map`."""
+        """Drop the loaded weights, which stay in `weights_map`."""
         for name in self.names(module):
             set_module_tensor_to_device(module, name, "meta", clear_cache=False)
         for key, device in self._loaded_copies:
@@ -310,7 +311,7 @@ class AlignDevicesHook(ModelHook):
     def detach_hook(self, module: nn.Module) -> nn.Module:
         if self.offload and self.weights_map is not None:
             for name, device in self.original_devices.items():
-                # What was on meta before comes back where the weights are kept.
+                # A weight that was on the meta device before is loaded to the CPU.
                 home = torch.device("cpu") if device.type == "meta" else device
                 set_module_tensor_to_device(module, name, home, value=self.weights_map[name])
         if self.execution_device != torch.device("meta"):
@@ -320,13 +321,13 @@ class AlignDevicesHook(ModelHook):
 
 
 class CpuOffload(ModelHook):
-    """Keep a whole module on the CPU and move it to a device when it is called.
+    """Keeps a whole module on the CPU and moves it to a device when it is called.
 
-    It stays there until another module's hook, or the user, sends it back.
+    The module stays on the device until another module's hook, or the user, moves it back.
 
     Args:
         execution_device: where forward runs; by default the accelerator, if there is one.
-        prev_module_hook: the hook of the module to send back first, to make room.
+        prev_module_hook: the hook of the module that is moved back first, to free memory.
     """
 
     def __init__(
@@ -355,7 +356,7 @@ class CpuOffload(ModelHook):
 
 @dataclass(eq=False, repr=False)
 class UserCpuOffloadHook:
-    """The handle that `cpu_offload_with_hook` returns: send the model back, or free it."""
+    """The handle from `cpu_offload_with_hook`, which moves the model back or removes the hook."""
 
     model: nn.Module
     hook: CpuOffload
@@ -366,15 +367,15 @@ class UserCpuOffloadHook:
         clear_device_cache()
 
     def remove(self) -> None:
-        """Detach the hook; the model stays where it is."""
+        """Remove the hook. The model stays where it is."""
         remove_hook_from_module(self.model)
 
 
 @dataclass(eq=False)
 class LayerwiseCastingHook(ModelHook):
-    """Store a module's weights in a small dtype, and cast them up for each forward.
+    """Stores a module's weights in a small dtype and casts them to a larger one for each forward.
 
-    For inference: between forwards the weights are only as exact as the storage dtype.
+    This is for inference, because the weights keep only the precision of the storage dtype.
     """
 
     storage_dtype: torch.dtype

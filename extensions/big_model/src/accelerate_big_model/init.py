@@ -1,4 +1,4 @@
-"""Building models whose weights take no memory, or appear on a device at once."""
+"""Create models whose weights need no memory, or are created directly on a device."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from accelerate_core.booleans import env_flag
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Build models on the meta device: shapes and dtypes, no data.
+    """Create models on the meta device, with shapes and dtypes but without data.
 
-    A parameter has data for the moment between its making and its registration, so the largest
-    one has to fit into memory.
+    Each parameter has data until it is registered in its module, so the largest one must fit into
+    memory.
 
     Args:
-        include_buffers: buffers too. By default `ACCELERATE_INIT_INCLUDE_BUFFERS` says, else
-            they keep their data, for few checkpoints hold what a buffer was computed from.
+        include_buffers: also create buffers without data. The default is
+            `ACCELERATE_INIT_INCLUDE_BUFFERS`, or False, because few checkpoints contain the values
+            from which buffers are computed.
 
     Example:
         with init_empty_weights():
@@ -37,11 +38,11 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: Device, include_buffers: bool | None = None) -> Iterator[None]:
-    """Build models with their parameters on a device, each moved when it is registered.
+    """Create models with their parameters on a device. Each parameter is moved when it is registered.
 
     Args:
-        device: where to.
-        include_buffers: create every tensor there; see `init_empty_weights`.
+        device: the device of the parameters.
+        include_buffers: create every tensor on the device; see `init_empty_weights`.
     """
     target = as_device(device)
     if include_buffers is None:
@@ -52,7 +53,7 @@ def init_on_device(device: Device, include_buffers: bool | None = None) -> Itera
         return
 
     def moved(module: nn.Module, name: str, parameter: Any) -> Any:
-        # One that is there already is kept as it is, and so stays tied.
+        # A parameter that is already on the device isn't replaced, so it stays tied.
         if not isinstance(parameter, nn.Parameter) or parameter.device == target:
             return None
         return rebuilt(parameter, parameter.detach().to(target))

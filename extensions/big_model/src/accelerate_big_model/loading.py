@@ -1,4 +1,4 @@
-"""Bringing a checkpoint's weights into a model, each straight to its place."""
+"""Load a checkpoint into a model, with each weight going directly to its device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Loader:
-    """Puts named tensors into a model by its device map, and keeps account of the names."""
+    """Loads tensors into a model according to a device map, and records which names it has seen."""
 
     model: nn.Module
     device_map: Mapping[str, Any]
@@ -56,7 +56,7 @@ class _Loader:
         self.tied = find_tied_parameters(self.model)
 
     def read(self, path: Path) -> Iterator[int]:
-        """Put all tensors of a file into the model; yield the bytes of each when it is there."""
+        """Load all tensors of a file into the model, and yield the bytes of each one when it is done."""
         kind = "safetensors_file" if path.suffix == ".safetensors" else "torch_file"
         name = ""
         try:
@@ -70,13 +70,13 @@ class _Loader:
             raise
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
             what = f"{name!r}" if name else "the weights"
-            raise CheckpointError(f"Cannot read {what} of {path}: {error}") from error
+            raise CheckpointError(f"Cannot read {what} from {path}: {error}") from error
 
     def _put(self, name: str, about: torch.Tensor) -> None:
-        """Put a weight under every name it is known by, itself first.
+        """Load a weight under its own name and under every name that is tied to it.
 
         Args:
-            about: of its shape and dtype.
+            about: a tensor with the weight's shape and dtype.
         """
         if name not in self.tensors:
             self.unexpected.append(name)
@@ -103,32 +103,33 @@ class _Loader:
                 on = "cpu" if str(device) == "disk" else device
                 value = self.file.read(name)
                 if (value.dtype, str(on)) != (dtype, "cpu"):
-                    # Where pages are used, a disk that fails is an error here; later it is a crash.
+                    # Read the pages now: a failing disk is an error here, but a crash when the pages
+                    # are used.
                     read_in(value)
                 value = value.to(dtype)
                 set_module_tensor_to_device(self.model, twin, on, value, dtype)
             self.loaded.add(twin)
 
     def _keep_on_disk(self, name: str, twin: str, about: torch.Tensor, dtype: torch.dtype) -> None:
-        """Note where a weight lies; write it if it does not lie there as it is to be."""
+        """Record where a weight is on disk, after writing it if the file's copy can't be used."""
         entry = {"dtype": str(dtype).removeprefix("torch."), "shape": list(about.shape)}
         if about.dtype == dtype and self.file.can_map(name):
             self.index[twin] = {**self.entry, "weight_name": name, **entry}
             return
         if self.offload_folder is None:
-            why = f"is {about.dtype} there and {dtype} in the model"
+            why = f"has dtype {about.dtype} in the checkpoint but {dtype} in the model"
             if about.dtype == dtype:
-                why = "cannot be mapped into memory as it lies there"
+                why = "cannot be mapped into memory from the checkpoint"
             raise ConfigurationError(
-                f"The device map puts {twin!r} on 'disk'. It {why}, so it has to be written: name a"
-                " folder with offload_folder."
+                f"The device map puts {twin!r} on 'disk', but it {why}. It must be written to another"
+                " file, so pass a folder as offload_folder."
             )
         value = self.file.peek(name)
         read_in(value)
         offload_weight(value.to(dtype), twin, self.offload_folder, self.index)
 
     def _put_part(self, name: str, value: torch.Tensor, dtype: torch.dtype, old: Any) -> None:
-        """Put this rank's part of a weight into a sharded one; no other part is read."""
+        """Load this rank's part of a weight into a sharded parameter, without reading other parts."""
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -152,7 +153,7 @@ class _Loader:
     def _dtype(self, name: str, value: torch.Tensor, old: torch.Tensor) -> torch.dtype:
         if value.shape != old.shape:
             raise CheckpointError(
-                f"{name!r} has the shape {tuple(value.shape)} in the checkpoint and"
+                f"{name!r} has the shape {tuple(value.shape)} in the checkpoint, but"
                 f" {tuple(old.shape)} in the model."
             )
         if not value.is_floating_point():
@@ -163,7 +164,10 @@ class _Loader:
 
 
 def from_hub(checkpoint: str | Path) -> str | Path:
-    """Return the folder of a name on the Hugging Face hub, from its cache or fetched; else what was given."""
+    """Download a checkpoint from the Hugging Face Hub, unless it is cached, and return its folder.
+
+    Returns the argument itself if it is a path.
+    """
     name = str(checkpoint)
     known = Path(name).suffix in (".safetensors", ".bin", ".pt", ".pth", ".json")
     if (
@@ -174,7 +178,7 @@ def from_hub(checkpoint: str | Path) -> str | Path:
         return checkpoint
     if importlib.util.find_spec("huggingface_hub") is None:
         raise CheckpointError(
-            f"There is no file or folder {name!r}. To look it up on the Hugging Face hub:"
+            f"There is no file or folder {name!r}. To look it up on the Hugging Face Hub:"
             " pip install huggingface_hub"
         )
     from huggingface_hub import snapshot_download
@@ -185,12 +189,13 @@ def from_hub(checkpoint: str | Path) -> str | Path:
             folder = Path(snapshot_download(name, allow_patterns=patterns))
             if any(folder.glob(patterns[0])):
                 return folder
-    except Exception as error:  # no network, no such name, not in the cache: each has its class
+    except Exception as error:  # the library raises many types of errors
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"There is no file or folder {name!r}, and the Hugging Face hub gave none: {reason}"
+            f"There is no file or folder {name!r}, and it could not be downloaded from the Hugging "
+            f"Face Hub: {reason}"
         ) from None
-    raise CheckpointError(f"{name} on the Hugging Face hub has neither *.safetensors nor *.bin.")
+    raise CheckpointError(f"{name} on the Hugging Face Hub has neither *.safetensors nor *.bin.")
 
 
 def _check_device(name: str, device: Any) -> None:
@@ -198,13 +203,14 @@ def _check_device(name: str, device: Any) -> None:
         as_device(device)
     except RuntimeError:
         raise ConfigurationError(
-            f"The device map puts {name!r} on {device!r}; allowed are the index of an accelerator,"
-            f" a device, 'cpu' and 'disk'.{did_you_mean(str(device), ['cpu', 'disk', 'meta', 'cuda'])}"
+            f"The device map puts {name!r} on {device!r}, which is not a device. Use the index of an"
+            " accelerator, a device, 'cpu' or 'disk'."
+            f"{did_you_mean(str(device), ['cpu', 'disk', 'meta', 'cuda'])}"
         ) from None
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    # Its package takes half a second to import; where nobody has, nothing is sharded.
+    # Importing the module takes half a second. If nothing has imported it, nothing is sharded.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -223,37 +229,41 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a checkpoint into a model, tensor by tensor; nothing in it is run as code.
+    """Load a checkpoint into a model, tensor by tensor, without running any code from it.
 
     Args:
-        model: usually built under `init_empty_weights`.
-        checkpoint: a `.safetensors` or `torch.save` file, an index of shards, a folder that
-            holds one of these, or a name on the Hugging Face hub (offline: from its cache).
-        device_map: device by module name. What is on `"disk"` stays in the checkpoint's own
-            files, which have to stay where they are. By default everything goes to the CPU.
-        offload_folder: where weights for the disk are written that cannot be used as they lie
-            in the checkpoint: another dtype, or a file that cannot be mapped into memory.
-        dtype: cast floating point weights to this; by default to the model's own.
-        offload_state_dict: accepted for compatibility; there is never a whole second copy.
-        offload_buffers: write the buffers of modules on disk to disk too.
+        model: usually created under `init_empty_weights`.
+        checkpoint: a `.safetensors` or `torch.save` file, an index of shards, a folder that contains
+            one of these, or a name on the Hugging Face Hub (offline, its cached copy).
+        device_map: devices by module name. Weights on `"disk"` stay in the files of the checkpoint,
+            which must not be moved. By default, everything goes to the CPU.
+        offload_folder: a folder for weights on disk that can't be used in the checkpoint's files,
+            because they have another dtype or can't be mapped into memory.
+        dtype: cast floating-point weights to this dtype; by default to the model's own.
+        offload_state_dict: accepted for compatibility, and ignored; there is never a second copy of
+            all weights.
+        offload_buffers: also keep the buffers of modules on disk there.
         keep_in_fp32_modules: parts of names whose weights are kept in float32.
-        offload_8bit_bnb: not supported here.
-        strict: raise if names are missing or too many; otherwise they are logged.
-        full_state_dict: the checkpoint holds whole tensors, also for a sharded model. Used
-            with `broadcast_from_rank0` only.
-        broadcast_from_rank0: only rank 0 reads; the others get the weights from it. Without
-            a device map, on a started process group.
+        offload_8bit_bnb: not supported.
+        strict: raise an error for missing or unexpected names instead of logging a warning.
+        full_state_dict: the checkpoint contains whole tensors, even for a sharded model. This is only
+            used with `broadcast_from_rank0`.
+        broadcast_from_rank0: only rank 0 reads the checkpoint and sends the weights to the others.
+            This needs an initialized process group and `device_map=None`.
 
     Raises:
-        CheckpointError: no checkpoint, or one that does not fit the model.
-        ConfigurationError: the arguments do not fit together.
+        CheckpointError: there is no checkpoint, or it doesn't match the model.
+        ConfigurationError: the arguments contradict each other.
     """
     if offload_8bit_bnb:
-        raise ConfigurationError("offload_8bit_bnb=True needs a plugin for 8 bit weights.")
+        raise ConfigurationError("offload_8bit_bnb=True is not supported. Leave it out.")
     wanted = None if dtype is None else torch_dtype(dtype)
     if broadcast_from_rank0 and torch.distributed.is_initialized():
         if device_map is not None:
-            raise ConfigurationError("broadcast_from_rank0=True goes with device_map=None.")
+            raise ConfigurationError(
+                f"broadcast_from_rank0=True cannot be used with device_map={device_map!r}. Leave one "
+                "of them out."
+            )
         _load_from_rank0(model, checkpoint, wanted, strict, full_state_dict)
         return
     if device_map is None:
@@ -270,9 +280,9 @@ def load_checkpoint_in_model(
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(
-                f"offload_folder={str(folder)!r} is no folder: {error}"
+                f"offload_folder={str(folder)!r} cannot be used as a folder: {error}"
             ) from None
-    for module in model.modules():  # hooks of an earlier load would bring its weights
+    for module in model.modules():  # hooks of an earlier load would load its weights
         if has_offloaded_params(module):
             remove_hook_from_module(module)
     keep = keep_in_fp32_modules or ()
@@ -283,15 +293,17 @@ def load_checkpoint_in_model(
             for read in loader.read(file):
                 advance(read)
     missing = loader.tensors.keys() - loader.loaded - non_persistent_buffers(model)
-    _judge(sorted(missing), loader.unexpected, checkpoint, strict)
+    _report_names(sorted(missing), loader.unexpected, checkpoint, strict)
     if folder is not None:
         save_offload_index(loader.index, folder)
-    # For `dispatch_model`, which may be given no folder.
+    # For `dispatch_model`, which may be called without a folder.
     model._offload_index = loader.index  # type: ignore[assignment]
     retie_parameters(model, [group for group in loader.tied if on_one_device(group, device_map)])
 
 
-def _judge(missing: list[str], unexpected: list[str], checkpoint: Any, strict: bool) -> None:
+def _report_names(missing: list[str], unexpected: list[str], checkpoint: Any, strict: bool) -> None:
+    """Raise or log which weights are missing from the checkpoint, and which were not used."""
+
     def shown(names: list[str]) -> str:
         return f"{', '.join(names[:10])}{' …' if len(names) > 10 else ''}"
 
@@ -331,14 +343,14 @@ def _load_from_rank0(
                 found |= {name: found[known[0]] for name in group if known and name not in found}
             names = model.state_dict().keys()
             missing, unexpected = sorted(names - found.keys()), sorted(found.keys() - names)
-            _judge(missing, unexpected, checkpoint, strict)
+            _report_names(missing, unexpected, checkpoint, strict)
             for name, tensor in found.items():
                 if name in names:
                     cast = dtype is not None and tensor.is_floating_point()
                     state[name] = tensor.to(dtype) if cast else tensor
         except Exception as error:
             verdict[0] = f"Rank 0 could not read the checkpoint: {error}"
-    # Without it the others would wait for weights that never come.
+    # Without this, the other ranks would wait forever for weights.
     broadcast_object_list(verdict, src=0)
     if verdict[0]:
         raise CheckpointError(verdict[0])

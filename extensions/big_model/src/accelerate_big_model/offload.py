@@ -1,4 +1,4 @@
-"""Weights on disk: where each lies, in a checkpoint's own file or in one written for it alone."""
+"""Keep weights on disk, in the files of a checkpoint or each in its own file, with an index."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accelerate_checkpoint.weights import as_device
 from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_mean
 
 INDEX_NAME = "index.json"
-#: What opens the file that an entry of the index names by this key.
+#: The class that opens the file, for each key under which an index entry may name one.
 MAPPED: dict[str, Any] = {"safetensors_file": SafetensorsFile, "torch_file": TorchFile}
 Index = dict[str, dict[str, Any]]
 
@@ -32,18 +32,18 @@ def offload_weight(
     offload_folder: str | Path,
     index: Index | None = None,
 ) -> Index:
-    """Write one tensor to `<weight_name>.dat` in a folder and note it in the index.
+    """Write one tensor to `<weight_name>.dat` in a folder, and add it to the index.
 
     Args:
         weight: any dense tensor.
         weight_name: its name in the model.
-        offload_folder: created where missing.
-        index: what is known so far; changed and returned.
+        offload_folder: the folder, which is created if necessary.
+        index: the index so far, which is changed and returned.
     """
     index = {} if index is None else index
     folder = Path(offload_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # A new file: others may have mapped the one of that name.
+    # Always create a new file, because the old one may still be mapped.
     (folder / f"{weight_name}.dat").unlink(missing_ok=True)
     flat = weight.detach().to("cpu").reshape(-1)
     (folder / f"{weight_name}.dat").write_bytes(
@@ -55,24 +55,25 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, Any]) -> torch.Tensor:
-    """Return one tensor, mapped from its file: bytes are read when they are used.
+    """Return one tensor, mapped from its file, so that bytes are read only when they are used.
 
     Writing to it does not change the file.
 
     Args:
         weight_file: the `.dat` file.
-        weight_info: `dtype` and `shape`, as in the index.
+        weight_info: the tensor's `dtype` and `shape`, as in the index.
 
     Raises:
-        CheckpointError: the file is missing or shorter than dtype and shape demand.
+        CheckpointError: the file is missing, or too short for the dtype and shape.
     """
     return PlainFile(Path(weight_file), weight_info).read()
 
 
 def save_offload_index(index: Index, offload_folder: str | Path) -> None:
-    """Write the index to `index.json`, over what the folder's index holds already.
+    """Merge an index into the `index.json` of a folder.
 
     Args:
+        index: the entries to add or replace.
         offload_folder: the folder of the weights.
     """
     folder = Path(offload_folder)
@@ -82,10 +83,10 @@ def save_offload_index(index: Index, offload_folder: str | Path) -> None:
 
 
 def load_offload_index(offload_folder: str | Path, missing_ok: bool = False) -> Index:
-    """Read the index of a folder; one that may be missing is empty then.
+    """Read the index of a folder. With `missing_ok`, a missing index is empty.
 
     Raises:
-        CheckpointError: it is missing or not JSON.
+        CheckpointError: the index is missing or not JSON.
     """
     path = Path(offload_folder) / INDEX_NAME
     if missing_ok and not path.is_file():
@@ -100,10 +101,11 @@ def load_offload_index(offload_folder: str | Path, missing_ok: bool = False) -> 
 
 
 def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Write a state dict to a folder, tensor by tensor, with its index.
+    """Write a state dict and its index to a folder, tensor by tensor.
 
     Args:
-        save_dir: the folder, made where it is missing.
+        save_dir: the folder, which is created if necessary.
+        state_dict: the tensors by name.
     """
     index: Index = {}
     for name, weight in state_dict.items():
@@ -114,10 +116,11 @@ def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tens
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, Any]], offload_folder: str | Path
 ) -> None:
-    """Put offloaded weights back into a model, on the CPU.
+    """Load offloaded weights back into a model, on the CPU.
 
     Args:
-        index: name -> what was noted of the weight.
+        model: the model.
+        index: the index entries by name.
         offload_folder: the folder of the weights.
     """
     weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
@@ -126,11 +129,11 @@ def load_offloaded_weights(
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
-    """A mapping seen from inside a module: every key is looked up with the module's prefix.
+    """The weights of one module, as a view of the model's weights that adds a prefix to each key.
 
     Args:
-        dataset: full name -> tensor.
-        prefix: put before each key.
+        dataset: the tensors by full name.
+        prefix: the prefix of the module's names.
     """
 
     def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
@@ -150,25 +153,25 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 
 
 def whole_map(weights: Any, name: str) -> tuple[Any, str]:
-    """Return the weights of the whole model, and the full name of one of a module's."""
+    """Return the weights of the whole model, and the full name of a module's weight in them."""
     while isinstance(weights, PrefixedDataset):
         weights, name = weights.dataset, f"{weights.prefix}{name}"
     return weights, name
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
-    """Weights by name, some in memory and the rest mapped from disk when asked for.
+    """Weights by name, some of them in memory and the others mapped from disk when they are read.
 
     Args:
-        state_dict: those in memory.
-        save_folder: the folder of those on disk.
-        index: what is on disk, by default the folder's `index.json`. An entry is either
-            `dtype` and `shape`, or `safetensors_file` or `torch_file`, with `weight_name` and
+        state_dict: the weights in memory.
+        save_folder: the folder of the weights on disk.
+        index: the index of the weights on disk; by default the folder's `index.json`. An entry has
+            either `dtype` and `shape`, or `safetensors_file` or `torch_file` with `weight_name` and
             optionally `dtype`.
-        device: where tensors from safetensors files are put; the CPU by default.
+        device: the device for weights from disk; by default the CPU.
 
     Raises:
-        ConfigurationError: neither of the first three is given, or an index has no folder.
+        ConfigurationError: none of the first three arguments is given, or an entry needs a folder.
     """
 
     def __init__(
@@ -179,7 +182,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         device: Device | None = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
-            raise ConfigurationError("Give a state_dict, a save_folder or an index.")
+            raise ConfigurationError("Pass a state_dict, a save_folder or an index.")
         self.state_dict = dict(state_dict or {})
         self.save_folder = None if save_folder is None else Path(save_folder).resolve()
         if index is None:
@@ -198,21 +201,21 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         file, name = self._file(key)
         if not self.is_unchanged(key):
             raise CheckpointError(
-                f"{file.path} was changed since {key!r} was loaded from it first. Load the model again."
+                f"{file.path} has changed since {key!r} was first loaded from it. Load the model again."
             )
         found: torch.Tensor = file.read(name)
         dtype = self.index[key].get("dtype")
         return found.to(self.device, found.dtype if dtype is None else torch_dtype(dtype))
 
     def _file(self, key: str) -> tuple[Any, str]:
-        """Return the file of a weight, as it was when it was used first, and the name it has there."""
+        """Return the file of a weight, as it was when first used, and the weight's name in it."""
         if key in self._found:
             return self._found[key]
         info = self.index[key]
         kind = next((one for one in MAPPED if info.get(one) is not None), None)
         if kind is None and self.save_folder is None:
             raise ConfigurationError(f"The offloaded weight {key!r} needs a save_folder.")
-        # A tied weight's entry points to the file of the name it was stored under.
+        # A tied weight's entry names the file of the weight that it is tied to.
         plain = str(info.get("file", f"{key}.dat"))
         path = Path(info[kind]) if kind else Path(self.save_folder or "", plain)
         if path not in self._files:
@@ -221,7 +224,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return self._found[key]
 
     def about(self, key: str) -> torch.Tensor:
-        """Return a tensor of a weight's shape and dtype, on meta."""
+        """Return a tensor with a weight's shape and dtype, on the meta device."""
         file, name = self._file(key)
         found = file.peek(name)
         dtype = self.index[key].get("dtype")
@@ -229,7 +232,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return torch.empty(found.shape, dtype=wanted, device="meta")
 
     def is_unchanged(self, key: str) -> bool:
-        """Say whether a weight's file is the one that was used first."""
+        """Return whether a weight's file is unchanged since it was first used."""
         file, _ = self._file(key)
         try:
             return bool(file.stamp == stamp(file.path))
@@ -240,9 +243,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         """Read a weight from another file from now on.
 
         Args:
+            key: the weight's name here.
             kind: `safetensors_file` or `torch_file`.
-            path: the file, which holds the same values.
-            name: what the weight is called there.
+            path: the file, which must contain the same values.
+            name: the weight's name in that file.
         """
         file, _ = self._found.pop(key)
         self._files.pop(file.path, None)
@@ -250,25 +254,25 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.index[key] = {**kept, kind: str(path), "weight_name": name}
 
     def is_cached(self, key: str) -> bool | None:
-        """Say whether the system's cache has a weight, as far as is known; None if it cannot be fetched."""
+        """Return whether the page cache has a weight, None if `fetch` is not supported."""
         file, name = self._file(key)
         return file.is_cached(name) if isinstance(file, SafetensorsFile) else None
 
     def fetch(self, key: str) -> None:
-        """Read a weight into the system's cache; in large pages, which are mapped faster.
+        """Read a weight into the page cache, in huge pages, because these are mapped faster.
 
         Raises:
-            OSError: the disk failed, or the file was cut off meanwhile.
+            OSError: the disk failed, or the file has been truncated.
         """
         file, name = self._file(key)
         file.fetch(name)
 
     def on_disk(self, key: str) -> bool:
-        """Say whether a weight comes from a file."""
+        """Return whether a weight comes from a file."""
         return key in self.index and key not in self.state_dict
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles name the files, and map them when they use them.
+        # Copies and pickles only keep the file names, and map the files when they need them.
         return {**self.__dict__, "_files": {}, "_found": {}}
 
     def __iter__(self) -> Iterator[str]:
@@ -281,10 +285,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the entries that belong to the named modules; `""` names the whole model.
+    """Return the entries that belong to the named modules.
 
     Args:
-        submodule_names: full names of modules.
+        state_dict: the state dict of the whole model.
+        submodule_names: full names of modules; `""` is the whole model.
     """
     names = set(submodule_names)
     return {name: value for name, value in state_dict.items() if covered(name, names)}

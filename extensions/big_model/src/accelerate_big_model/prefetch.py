@@ -1,4 +1,4 @@
-"""Reading ahead: while a layer computes, the weights of those that follow come from the disk."""
+"""Read the weights of the next layers from disk while a layer computes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from accelerate_big_model.tensors import TiedMap, offload_hook
 from accelerate_core.errors import CheckpointError
 
 Ready = tuple[dict[str, torch.Tensor], Any]
-#: Devices whose layers use weights where the host has them.
+#: Devices whose layers use weights directly in host memory.
 _IN_PLACE = ("cpu", "meta", "mps")
 _BLOCK = re.compile(r"^((?:.*?\.)?\d+)(\.|$)")
 
 
 @dataclass
 class _Layer:
-    """What one hook loads."""
+    """The weights that one hook loads."""
 
     weights: Mapping[str, torch.Tensor]
     names: Sequence[str]
@@ -40,26 +40,26 @@ class _Layer:
         return [(name, *whole_map(self.weights, name)) for name in self.names]
 
     def parts(self) -> Iterator[tuple[str, Any, str, bool]]:
-        """Yield for each weight: its name, the whole model's weights, its name there, if on disk."""
+        """Yield each weight's name, the model's weights, its full name, and whether it is on disk."""
         for name, whole, full in self._full:
             on_disk = isinstance(whole, OffloadedWeightsLoader) and whole.on_disk(full)
             yield name, whole, full, on_disk
 
 
 class ReadAhead:
-    """Has the weights of the layers that run next ready, as far as free memory allows.
+    """Loads the weights of the layers that run next, as far as free memory allows.
 
-    At first the layers are taken to run in the order they are registered in; afterwards in the one
-    that was seen, by the two that ran before. A wrong guess costs what was read for it.
+    The first prediction is that layers run in the order of their registration. Later predictions use
+    the observed order, given the last two layers that ran. A wrong prediction only wastes the read.
 
-    A thread reads the pages of mapped files, and for an accelerator copies them through pinned memory
-    on a stream of its own. On the CPU it leaves out what the system has in its cache: there is nothing
-    to wait for, and the thread would take its time from what computes.
+    A thread reads the pages of mapped files. For an accelerator, it also copies them through pinned
+    memory on its own stream. For the CPU, it skips weights that are already in the system's page
+    cache, because reading them would only take time from the computation.
 
     Args:
         device: where the layers run.
-        layers: what each of them loads.
-        block: bytes of the largest block of the model; so much is read ahead at most.
+        layers: the weights that each layer loads.
+        block: bytes of the largest block of the model, which is the limit for reading ahead.
     """
 
     def __init__(self, device: torch.device, layers: Sequence[_Layer], block: int) -> None:
@@ -67,7 +67,7 @@ class ReadAhead:
         self.layers = list(layers)
         self.block = block
         self.window = block
-        #: Where weights are used as they lie in memory there is nothing to copy.
+        #: False if layers use weights directly in host memory, so that no copy is needed.
         self._copies = device.type not in _IN_PLACE
         count = len(self.layers)
         self._after = {at: (at + 1) % count for at in range(count)}
@@ -91,16 +91,17 @@ class ReadAhead:
         self._reset()
 
     def enter(self, at: int) -> dict[str, torch.Tensor]:
-        """Wait for a layer's weights and begin with those of the next ones.
+        """Wait for a layer's weights, and start loading those of the next layers.
 
         Returns:
-            Its weights by name, on the device; without tied ones that have copies by device.
+            The layer's weights by name, on the device, without tied weights that have copies per
+            device.
 
         Raises:
-            CheckpointError: a weight cannot be read.
+            CheckpointError: a weight can't be read.
         """
         if self._process != os.getpid():
-            self._reset()  # threads do not live on in a forked process
+            self._reset()  # a forked process doesn't have the thread
         before, last = self._last
         self._after[last] = at
         self._after_two[before, last] = at
@@ -137,17 +138,17 @@ class ReadAhead:
             if taken > self.window and coming:
                 break
             coming.append(at)
-        for at in self._begun.keys() - set(coming):  # the order was another one
+        for at in self._begun.keys() - set(coming):  # the prediction was wrong
             del self._begun[at]
         for at in coming:
             if at not in self._begun:
-                # A layer that could not be begun with reads for itself, and tells what is wrong: a file
-                # was changed, or the interpreter ends, where no thread begins.
+                # This fails if a file has changed, or during shutdown, when no thread can start. The
+                # layer then loads its own weights and reports the error.
                 with suppress(RuntimeError, CheckpointError):
                     self._begun[at] = self._begin(at)
 
     def _begin(self, at: int) -> Future[Ready | None] | None:
-        """Begin to read a layer; None if there is nothing to wait for."""
+        """Start loading a layer. Return None if everything is already in memory."""
         cached = [
             self._copies or not on_disk or whole.is_cached(full)
             for _, whole, full, on_disk in self.layers[at].parts()
@@ -190,15 +191,16 @@ def _named(weight: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"Cannot read the offloaded weight {weight!r}: {error}. Was its file changed or cut off?"
+            f"Cannot read the offloaded weight {weight!r}: {error}. Its file may have been changed or "
+            "truncated."
         ) from None
 
 
 def read_ahead(model: nn.Module, device: torch.device) -> None:
-    """Have the offloaded layers of a model read ahead of each other.
+    """Make the offloaded layers of a model load their weights ahead.
 
     Args:
-        model: with its hooks attached.
+        model: the model, with its hooks attached.
         device: where the layers run.
     """
     layers: list[_Layer] = []

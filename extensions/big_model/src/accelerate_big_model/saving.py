@@ -1,4 +1,4 @@
-"""Saving a model whose weights are partly on disk, also into the folder that they are read from."""
+"""Save a model whose weights are partly on disk, even into the folder that they are read from."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from accelerate_core.errors import ConfigurationError
 
 
 class OffloadedState:
-    """The state dict of a model with offloaded parts; weights on disk are read one at a time.
+    """The state dict of a model with offloaded parts. Weights on disk are read one at a time.
 
     Args:
-        model: with the hooks of its offloaded parts.
+        model: the model, with hooks on its offloaded parts.
 
     Raises:
-        ConfigurationError: a weight is on the meta device, and no hook knows where it is kept.
+        ConfigurationError: a weight is on the meta device, and no hook can load it.
     """
 
-    #: By name; the weights that are on disk are on the meta device here.
+    #: The weights by name. Weights on disk are tensors on the meta device.
     tensors: dict[str, torch.Tensor]
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,7 +45,10 @@ class OffloadedState:
             if tensor.device.type == "meta" and name not in self._on_disk
         ]
         if empty:
-            raise ConfigurationError(f"No data is known for {', '.join(empty[:10])}, on meta.")
+            raise ConfigurationError(
+                f"{', '.join(empty[:10])} cannot be saved: they are on the meta device, and no hook "
+                "can load their data. Load a checkpoint first."
+            )
 
     def _find(self, full: str, weights: object, key: str) -> None:
         if isinstance(weights, OffloadedWeightsLoader) and weights.on_disk(key):
@@ -58,7 +61,7 @@ class OffloadedState:
         """Return a weight with its data.
 
         Raises:
-            CheckpointError: its file was changed since it was used first, or cannot be read.
+            CheckpointError: its file has changed since it was first used, or can't be read.
         """
         if name not in self._on_disk:
             return self.tensors[name]
@@ -66,9 +69,9 @@ class OffloadedState:
         return weights[key]
 
     def saved_in(self, directory: Path) -> None:
-        """Have the model read its weights from a folder in which they were just saved.
+        """Make the model read its weights from a folder in which they were just saved.
 
-        Only weights whose files were replaced there, or removed, are read from the new files.
+        This changes only weights whose previous files were replaced or removed.
         """
         places: dict[str, Path] | None = None
         for name, (weights, key) in self._on_disk.items():

@@ -1,4 +1,4 @@
-"""The tensors of modules: naming, tying and placing them."""
+"""Names, ties and devices of the tensors in modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accelerate_core.distributed.tree import flatten
 from accelerate_core.errors import ConfigurationError, did_you_mean, warn
 
 Device: TypeAlias = int | str | torch.device
-#: Storage address of a shared weight → its copies by device.
+#: The copies of each shared weight by device, under the address of its storage.
 TiedMap: TypeAlias = MutableMapping[int, dict[torch.device, torch.Tensor]]
 
 
@@ -30,7 +30,7 @@ def default_device() -> torch.device:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Return the device of the first tensor of a nested structure, None if it holds no tensor."""
+    """Return the device of the first tensor in a nested structure, None if it has no tensor."""
     tensors = (leaf for leaf in flatten(data) if isinstance(leaf, torch.Tensor))
     return next((tensor.device for tensor in tensors), None)
 
@@ -42,29 +42,29 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
         names = [n for n, value in vars(torch).items() if isinstance(value, torch.dtype)]
-        raise ConfigurationError(f"{dtype!r} is no dtype of torch.{did_you_mean(dtype, names)}")
+        raise ConfigurationError(f"{dtype!r} is not a torch dtype.{did_you_mean(dtype, names)}")
     return found
 
 
 def joined(module: str, name: str) -> str:
-    """Return the full name of what is called `name` inside of a module."""
+    """Return the full name of `name` inside a module."""
     return f"{module}.{name}" if module else name
 
 
 def within(name: str, module: str) -> bool:
-    """Say whether a full name is a module's, or of something inside of it; `""` is the model."""
+    """Return whether a full name is that module or inside it; `""` is the whole model."""
     return module in ("", name) or name.startswith(f"{module}.")
 
 
 def covered(name: str, modules: Container[str]) -> bool:
-    """Say whether a full name is one of the modules', or of something inside of one of them."""
+    """Return whether a full name is one of the modules or inside one of them."""
     while name and name not in modules:
         name = name.rpartition(".")[0]
     return name in modules
 
 
 def non_persistent_buffers(module: nn.Module, recurse: bool = True) -> set[str]:
-    """Return the full names of the buffers that state dicts leave out."""
+    """Return the full names of the buffers that are not in state dicts."""
     modules = module.named_modules() if recurse else [("", module)]
     return {joined(prefix, n) for prefix, sub in modules for n in sub._non_persistent_buffers_set}
 
@@ -76,13 +76,13 @@ def named_module_tensors(
     remove_non_persistent: bool = False,
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors: parameters first, then buffers.
+    """Yield names and tensors of a module: parameters first, then buffers.
 
     Args:
-        include_buffers: yield buffers too.
-        recurse: also those of submodules, by dotted names.
-        remove_non_persistent: without the buffers that state dicts leave out.
-        remove_duplicate: a tensor of several names only under its first.
+        include_buffers: also yield buffers.
+        recurse: also yield the tensors of submodules, under dotted names.
+        remove_non_persistent: skip buffers that are not in state dicts.
+        remove_duplicate: yield a tensor with several names only under the first one.
     """
     yield from module.named_parameters("", recurse, remove_duplicate)
     if include_buffers:
@@ -93,7 +93,7 @@ def named_module_tensors(
 
 
 def find_tied_parameters(model: nn.Module, **_: Any) -> list[list[str]]:
-    """Return groups of names under which one parameter stands.
+    """Return groups of names that refer to the same parameter.
 
     Example:
         model = nn.ModuleDict({"embed": nn.Embedding(9, 4), "head": nn.Linear(4, 9)})
@@ -112,7 +112,7 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
-    """Make every group of names one parameter again, the first that has data.
+    """Tie each group of names to one parameter again: the first one that has data.
 
     Args:
         tied_params: groups of full names.
@@ -128,7 +128,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Say whether a model's own configuration declares that its embeddings are tied."""
+    """Return whether a model's configuration says that its word embeddings are tied."""
     config = getattr(model, "config", None)
     ask = getattr(config, "get_text_config", None)
     text = ask() if ask is not None else config
@@ -140,30 +140,31 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 def check_tied_parameters_on_same_device(
     tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]
 ) -> bool:
-    """Say whether every group of tied parameters has one device; warn where not.
+    """Return whether each group of tied parameters is on one device, and warn if it is not.
 
     Args:
-        device_map: full name of a module -> its device.
+        tied_params: groups of full names.
+        device_map: devices by full module name.
     """
     apart = [group for group in tied_params if not on_one_device(group, device_map)]
     for group in apart:
         warn(
-            f"The tied parameters {', '.join(group)} are on different devices: each device gets"
-            " its own copy, and training would let them drift apart.",
+            f"The tied parameters {', '.join(group)} are on different devices. Each device gets its"
+            " own copy, so the copies would diverge in training.",
         )
     return not apart
 
 
 def on_one_device(names: Sequence[str], device_map: Mapping[str, Any]) -> bool:
-    """Say whether a device map gives all of the names the same device."""
+    """Return whether a device map assigns all of the names to the same device."""
     return len({str(device_of(name, device_map)) for name in names}) == 1
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Check that a device map covers every tensor; warn of what it names beyond the model's modules.
+    """Check that a device map covers every tensor, and warn about names that the model doesn't have.
 
     Raises:
-        ConfigurationError: it does not; the text lists the names.
+        ConfigurationError: tensors are not covered; the text lists them.
     """
     tensors = dict(named_module_tensors(model, recurse=True, remove_duplicate=False))
     known = {name for name, _ in model.named_modules()} | set(tensors)
@@ -176,13 +177,13 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     missing = [name for name in tensors if not covered(name, device_map)]
     if missing:
         raise ConfigurationError(
-            f"The device map gives no device for {', '.join(missing[:10])}"
+            f"The device map has no device for {', '.join(missing[:10])}"
             f"{' and others' if len(missing) > 10 else ''}. Add them, or an entry '' for the rest."
         )
 
 
 def rebuilt(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a value as what a parameter or buffer is, with its class and attributes."""
+    """Return a value as a parameter or buffer with the class and attributes of `old`."""
     if not isinstance(old, nn.Parameter):
         return value
     floating = value.is_floating_point() or value.is_complex()
@@ -214,23 +215,24 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Put one parameter or buffer of a module on a device, with a new value if wanted.
+    """Move one parameter or buffer of a module to a device, optionally with a new value.
 
-    A weight of a layer of bitsandbytes is quantized when it leaves the meta device.
+    A weight of a bitsandbytes layer is quantized when it leaves the meta device.
 
     Args:
         module: the module, or one that contains it.
-        tensor_name: its name; dotted for a submodule's.
-        device: where to; `"meta"` keeps the shape only.
-        value: the new content, same shape; needed where the tensor is on meta now.
-        dtype: cast to this; by default a new value is cast to the dtype of the old.
-        fp16_statistics: scale of an 8 bit weight, kept as its attribute `SCB`.
-        tied_params_map: copies of shared weights by address, to be reused and filled.
-        non_blocking: do not wait for the copy.
-        clear_cache: give freed accelerator memory back at once when leaving for meta.
+        tensor_name: the name of the tensor; dotted for a submodule.
+        device: the target device; `"meta"` drops the data.
+        value: the new value, with the same shape; required if the tensor is on the meta device.
+        dtype: the new dtype; by default the tensor keeps its own.
+        fp16_statistics: the scale of an 8-bit weight, kept as its attribute `SCB`.
+        tied_params_map: copies of shared weights by address, which are reused and added to.
+        non_blocking: don't wait for the copy.
+        clear_cache: release freed accelerator memory immediately after moving to the meta device.
 
     Raises:
-        ConfigurationError: no such tensor, another shape, or no value for one on meta.
+        ConfigurationError: there is no such tensor, the shapes differ, or a tensor on the meta device
+            was moved without a value.
     """
     owner, name = _owner(module, tensor_name)
     store = owner._parameters if name in owner._parameters else owner._buffers
@@ -246,13 +248,13 @@ def set_module_tensor_to_device(
         return
     if value is not None and value.shape != old.shape:
         raise ConfigurationError(
-            f"{tensor_name!r} has the shape {tuple(old.shape)}; a value of shape"
-            f" {tuple(value.shape)} was given."
+            f"{tensor_name!r} has the shape {tuple(old.shape)}, but the new value has the shape"
+            f" {tuple(value.shape)}."
         )
     if value is None and old.device.type == "meta" and target.type != "meta":
         raise ConfigurationError(
-            f"{tensor_name!r} is on the meta device, without data; moving it to {target} needs"
-            " a value. Was it in the checkpoint?"
+            f"{tensor_name!r} is on the meta device without data, so moving it to {target} needs a"
+            " value. It may be missing from the checkpoint."
         )
     if value is None and old.device == target and dtype is None and not tied_params_map:
         return
@@ -262,7 +264,7 @@ def set_module_tensor_to_device(
     if dtype is None or source.is_floating_point():
         source = source.to(wanted)
     if type(old).__module__.startswith("bitsandbytes.") and target.type != "meta":
-        # Its own `to` quantizes what is not yet, from the CPU alone, and moves the scales along.
+        # The parameter's own `to` quantizes it, which only works from the CPU, and moves the scales.
         source = source.to("cpu") if source.is_floating_point() else source
         kept = old if value is None and dtype is None else rebuilt(old, source)
         new: Any = kept.to(target)
@@ -270,14 +272,14 @@ def set_module_tensor_to_device(
         new = rebuilt(old, _move(source, target, tied_params_map, non_blocking))
     if fp16_statistics is not None:
         new.SCB = fp16_statistics.to(target)
-    # By attribute, not by dict: recurrent layers watch their attributes.
+    # Not through the dict, because recurrent layers override `__setattr__`.
     setattr(owner, name, new)
     if clear_cache and target.type == "meta" and old.device.type not in ("cpu", "meta"):
         clear_device_cache()
 
 
 def hook_of(module: nn.Module) -> Any:
-    """Return a module's own hook, or None; wrappers may answer for the module inside of them."""
+    """Return a module's own hook or None. `getattr` on a wrapper may return the inner module's hook."""
     return module.__dict__.get("_hf_hook")
 
 
@@ -288,7 +290,7 @@ def offload_hook(module: nn.Module) -> Any:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Say whether a module's own weights are kept elsewhere and loaded for each call."""
+    """Return whether a module's own weights are kept elsewhere and loaded for each call."""
     return offload_hook(module) is not None
 
 
@@ -296,13 +298,14 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def align_module_device(
     module: nn.Module, execution_device: Device | None = None
 ) -> Iterator[None]:
-    """Have a module's own tensors on one device for the length of the block.
+    """Bring a module's own tensors to one device inside the block.
 
-    Offloaded weights are loaded, others moved; afterwards they are where they were.
+    Offloaded weights are loaded and others are moved. After the block, they are where they were.
 
     Args:
-        module: its direct parameters and buffers are meant, not those of submodules.
-        execution_device: where to; by default an offloaded module's own, else nothing moves.
+        module: the module; the tensors of its submodules are not moved.
+        execution_device: the device; by default the execution device of an offloaded module, and
+            nothing moves for other modules.
     """
     hook = offload_hook(module)
     if hook is not None:
@@ -333,6 +336,6 @@ def _put_back(module: nn.Module, name: str, home: torch.Tensor) -> None:
         return
     if now.device.type != "meta" and home.device.type != "meta":
         with torch.no_grad():
-            # What was changed meanwhile is kept.
+            # Keep changes that were made inside the block.
             home.copy_(now)
     setattr(module, name, home)

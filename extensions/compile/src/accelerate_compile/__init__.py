@@ -1,7 +1,7 @@
-"""Compile models in place: the class and the state dict's keys stay as they are.
+"""Compile models in place, without changing their class or the keys of their state dict.
 
-torch's own `module.compile()` skips a module whose `forward` is defined in torch (a `Sequential`, a
-`TransformerEncoderLayer`): it makes no graph and says nothing. `_compile_in_place` compiles those, too.
+torch's own `module.compile()` silently skips modules whose `forward` is defined in torch, such as
+`Sequential` and `TransformerEncoderLayer`. `_compile_in_place` compiles these, too.
 """
 
 from __future__ import annotations
@@ -43,37 +43,37 @@ _CALLS: weakref.WeakKeyDictionary[type, types.CodeType] = weakref.WeakKeyDiction
 
 
 class TorchCompiler:
-    """The stage that compiles with `torch.compile`, active where settings name a compiler."""
+    """Compiles models with `torch.compile`. It is active if the settings name a compiler."""
 
     name = "torch_compile"
     api_version = (1, 0)
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
-        """Claim a run whose settings name a compiler."""
+        """Claim the run if its settings name a compiler."""
         dynamo = resolve_compiler(request.arguments, Sources(request.environ, request.config))
-        return Claim(0, f"the compiler {dynamo.backend!r} is asked for") if dynamo.enabled else None
+        return Claim(0, f"the compiler {dynamo.backend!r} is requested") if dynamo.enabled else None
 
     @hookimpl
     def compile(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
-        """Compile in place, as the settings say."""
+        """Compile the model in place, according to the settings."""
         return compile_model(model, accelerator.dynamo_plugin)
 
 
 def compile_model(model: nn.Module, dynamo: TorchDynamoPlugin) -> nn.Module:
-    """Compile `model` in place as the settings say, and return it.
+    """Compile `model` in place according to the settings, and return it.
 
-    A model that is compiled already is returned unchanged, and so is any model
-    where the settings are off. A wrapper of torch's own around one module (what a data-parallel backend puts
-    there) stays as it is; the module inside is compiled.
+    A model that is already compiled is returned unchanged, and so is every model if the settings turn
+    compilation off. If a wrapper from torch holds the model, such as `DistributedDataParallel`, only
+    the module inside is compiled.
 
     Args:
         model: the model; its class, parameters and keys do not change.
         dynamo: a `TorchDynamoPlugin`.
 
     Raises:
-        ConfigurationError: torch has no such backend, the backend does not know
-            `mode` or `options`, or both were given.
+        ConfigurationError: torch has no such backend, the backend does not support `mode` or
+            `options`, or both were given.
     """
     if not dynamo.enabled or is_compiled_module(model):
         return model
@@ -85,19 +85,18 @@ def compile_model(model: nn.Module, dynamo: TorchDynamoPlugin) -> nn.Module:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile the parts of a model one by one, in place, and return it.
+    """Compile the repeated blocks and the other large parts of a model in place, and return it.
 
-    Blocks, that is modules of one class of which a `ModuleList`, `ModuleDict` or
-    `Sequential` holds two or more, are compiled each; they share one graph, so
-    the time to compile does not grow with depth. Of the rest the largest parts
-    without such blocks are compiled (a head, a patch embedding). What holds the
-    blocks stays eager, and so does a single layer of `torch.nn` such as an
-    embedding or a norm: alone it is one kernel, there is nothing to fuse. A
-    model without repeated blocks is compiled as a whole.
+    If a `ModuleList`, `ModuleDict` or `Sequential` holds two or more modules of one class, each of
+    these blocks is compiled. Blocks of one class share a graph, so compilation does not take longer
+    for deeper models. Outside the blocks, the largest modules that contain no blocks are compiled,
+    such as a head or a patch embedding. Modules that contain blocks stay eager. So do single layers
+    of `torch.nn` such as an embedding or a norm, because a single kernel has nothing to fuse. A model
+    without repeated blocks is compiled as a whole.
 
     Args:
         module: the model; its class, parameters and keys do not change.
-        compile_kwargs: those of `torch.compile`.
+        compile_kwargs: the arguments of `torch.compile`.
 
     Example:
         model = compile_regions(model, backend="inductor", fullgraph=True)
@@ -124,14 +123,14 @@ def _compile_arguments(dynamo: TorchDynamoPlugin) -> dict[str, Any]:
     mode = None if dynamo.mode == "default" else dynamo.mode
     if mode and dynamo.options:
         raise ConfigurationError(
-            f"TorchDynamoPlugin takes mode={mode!r} or options={dynamo.options!r}, not both: "
-            f"a mode is a set of options."
+            f"TorchDynamoPlugin was given mode={mode!r} and options={dynamo.options!r}. Leave one of "
+            "them out, because a mode is a set of options."
         )
     for name, value in (("mode", mode), ("options", dynamo.options)):
         if value and not _takes(backend, name):
             raise ConfigurationError(
-                f"The compiler {backend!r} takes no {name} (given: {value!r}). "
-                f"Leave {name} out, or use backend='inductor'."
+                f"The compiler {backend!r} does not support {name}={value!r}. Leave {name} out, or "
+                "use backend='inductor'."
             )
     return {
         "backend": backend,
@@ -145,12 +144,12 @@ def _compile_arguments(dynamo: TorchDynamoPlugin) -> dict[str, Any]:
 def _registered(backend: str) -> str:
     known = {name.lower(): name for name in torch._dynamo.list_backends(exclude_tags=())}
     if backend not in known:
-        # Those for debugging are accepted but not advertised.
+        # Compilers for debugging are accepted but not listed.
         shown = torch._dynamo.list_backends()
         raise ConfigurationError(
-            f"torch {torch.__version__} has no compiler {backend!r} for dynamo_backend; there is "
-            f"'no', {listing(shown)}.{did_you_mean(backend, known)} A compiler from another "
-            f"package is known after that package has been imported."
+            f"dynamo_backend={backend!r} is not a compiler of torch {torch.__version__}. Use 'no', "
+            f"{listing(shown)}.{did_you_mean(backend, known)} To use a compiler from another "
+            "package, import that package first."
         )
     return known[backend]
 
@@ -169,12 +168,12 @@ def _takes(backend: str, argument: str) -> bool:
 
 def _compile_in_place(module: nn.Module, keywords: dict[str, Any]) -> None:
     if not is_torch_layer(module):
-        # Not `module.compile`: a class may have a method of that name with another meaning.
+        # Not `module.compile`, because the class may define a different method of that name.
         nn.Module.compile(module, **keywords)
         return
-    # The compiler starts no graph in a file of torch, but follows calls into it:
-    # a frame outside is needed to start from.
-    # Not a frame that holds the module: torch 2.8 would make a graph for each.
+    # The compiler starts no graph in a file of torch, but it follows calls into one. So the call
+    # starts in a function outside of torch. The module is an argument of that function rather than
+    # a closure variable, because torch 2.8 would compile a graph for each closure.
     compiled = torch.compile(_outside_call(module), **keywords)
     module._compiled_call_impl = functools.partial(compiled, module)
 
@@ -183,8 +182,8 @@ def _outside_call(module: nn.Module) -> Callable[..., Any]:
     def compiled_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    # Graphs are kept per code object, up to a limit: one for each class, so that
-    # classes do not crowd each other out and instances still share.
+    # torch keeps a limited number of graphs per code object. With one code object per class,
+    # instances share graphs, and classes don't use up each other's limit.
     kind = type(module)
     if kind not in _CALLS:
         _CALLS[kind] = compiled_call.__code__.replace(co_name=f"{kind.__name__}_call")
@@ -196,19 +195,19 @@ def _outside_call(module: nn.Module) -> Callable[..., Any]:
 
 
 def _has_work(module: nn.Module) -> bool:
-    """Whether there is something to fuse: more than one layer of `torch.nn`."""
+    """Return whether a module has anything to fuse, so is more than a single layer of `torch.nn`."""
     return not is_torch_layer(module) or any(True for _ in module.children())
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost blocks of which a container holds several of one class."""
+    """Yield the outermost blocks: modules of one class that occur several times in a container."""
     children = list(module.children())
     alike: Counter[type] = Counter()
     if isinstance(module, _CONTAINERS):
         alike.update(type(uncompiled(child)) for child in children if _has_work(child))
     for child in children:
         kind = type(uncompiled(child))
-        # Plain containers are alike in class only; what they hold differs.
+        # Containers have the same class even if their contents differ.
         if alike[kind] > 1 and _has_work(child) and kind not in _CONTAINERS:
             yield child
         else:
@@ -216,11 +215,11 @@ def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _regions(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
-    """Yield the blocks, and the largest parts beside them that are worth compiling."""
+    """Yield the blocks, and the largest other parts that are worth compiling."""
     if id(module) in blocks or is_wrapped(module):
         yield module
         return
-    # A list or dict of modules is never called itself.
+    # ModuleList and ModuleDict are never called themselves.
     is_bare = isinstance(module, (nn.ModuleList, nn.ModuleDict))
     if not is_bare and not any(id(part) in blocks for part in module.modules()):
         if _has_work(module):
