@@ -30,12 +30,13 @@ __all__ = ["MORE", "warm_python"]
 #: Variable with modules that are imported before the fork, besides those that the pool imports.
 MORE = "POOL_MORE"
 
-#: Runs in a few milliseconds: without `site`. Options other than -u are for a real interpreter.
+#: Runs in a few milliseconds: without `site`. Options other than -u, and folders to run, are for a
+#: real interpreter.
 _PROGRAM = """#!{python} -ISE
 import json, os, signal, socket, sys
 words = sys.argv[1:]
 first = [one for one in words if one != "-u"][:1]
-if not first or first[0].startswith("-") and first[0] not in ("-c", "-m"):
+if not first or first[0].startswith("-") and first[0] not in ("-c", "-m") or os.path.isdir(first[0]):
     os.execv({python!r}, [{python!r}, *words])
 pool = socket.socket(socket.AF_UNIX)
 pool.connect({address!r})

@@ -31,9 +31,10 @@ TIMEOUT = 120
 #: Why a block cannot run here, as `<!-- not run: WHY -->` before it says, and on which pages.
 NOT_RUN = {
     "it installs packages": {"tutorials/install.md"},
-    "it wants GPUs": {"tutorials/eight_gpus.md"},
+    "it wants GPUs": {"how_to/sweeps.md", "tutorials/eight_gpus.md"},
     "it wants several machines": {"tutorials/eight_gpus.md"},
     "it wants a scheduler": {"how_to/resume.md"},
+    "mypy reads all of torch": {"how_to/type_checking.md"},
 }
 
 #: What is typed here in the place of a command, and why.
@@ -56,11 +57,20 @@ INSTEAD[f'python -c "from accelerate_core import Accelerator; {_MISSING}'] = (
     f"from accelerate_core import Accelerator; {_MISSING}"
 )
 
-#: Pages on failing ranks, which report to the launcher only as its children: not from the pool.
-REAL_INTERPRETERS = {"how_to/debug_a_hang.md"}
+#: Pages on failing ranks, which report to the launcher only as its children, and pages whose library
+#: starts interpreters itself: not from the pool.
+REAL_INTERPRETERS = {"how_to/debug_a_hang.md", "how_to/ray_tune.md"}
+
+#: What a page needs besides the packages of this repository.
+MARKS = {
+    "how_to/debugger.md": [pytest.mark.needs("debugpy")],
+    "how_to/ray_tune.md": [pytest.mark.needs("ray"), pytest.mark.soak],
+    "how_to/sweeps.md": [pytest.mark.needs("optuna")],
+    "how_to/type_checking.md": [pytest.mark.needs("pyright")],
+}
 
 #: What may carry a title, and is written to that file.
-FILES = ("python", "bash", "toml", "yaml")
+FILES = ("python", "bash", "toml", "yaml", "json", "dockerfile")
 
 pytestmark = pytest.mark.dist
 
@@ -100,7 +110,7 @@ def blocks(page: str) -> list[Block]:
     return found
 
 
-KINDS = ("python", "bash", "text", "mermaid")
+KINDS = ("python", "bash", "text", "mermaid", "diff")
 
 
 def typed(folder: Path, home: Path, programs: Path, *command: str) -> str:
@@ -162,7 +172,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [pytest.param(one, marks=MARKS.get(one, ())) for one in PAGES])
 def test_a_page_runs_as_printed(page: str, tmp_path: Path, home: Path) -> None:
     programs = Path(sys.executable if page in REAL_INTERPRETERS else warm_python()).parent
     interpreter: list[Block] = []
