@@ -291,8 +291,8 @@ def test_matrix_checks_every_installed_backend() -> None:
     assert [check["error"] for check in made["single"]["checks"]] == [""] * 6
     if torch.__version__ < "2.11":
         assert done.returncode == 1
-        said = made.pop("fsdp2")["output"]
-        assert f"needs torch 2.11 or newer, and torch here is {torch.__version__}" in said
+        output = made.pop("fsdp2")["output"]
+        assert f"needs torch 2.11 or newer, but torch {torch.__version__} is installed" in output
         assert {name for name, one in made.items() if one["passed"]} == {"single"} == set(made)
         return
     assert {"fsdp2", "single"} <= set(made)

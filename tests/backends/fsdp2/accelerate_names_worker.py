@@ -1,4 +1,4 @@
-"""Accelerate's functions around FSDP, on two ranks."""
+"""Hugging Face Accelerate's functions for FSDP on two ranks."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ FILES = {
 
 
 @case
-def checkpoint_files_are_the_peers_and_training_goes_on_from_them() -> None:
+def checkpoint_files_have_accelerates_names_and_training_resumes_from_them() -> None:
     for kind, names in FILES.items():
-        folder = scratch(f"peer{kind}")
+        folder = scratch(f"accelerate{kind}")
         how = {} if kind else {"use_dcp": False}
         runs = []
         for seed in (0, 1):
@@ -74,7 +74,7 @@ def checkpoint_files_are_the_peers_and_training_goes_on_from_them() -> None:
 
 
 @case
-def steps_of_prepare() -> None:
+def functions_for_the_steps_of_prepare() -> None:
     accelerator = fsdp(auto_wrap_policy="size_based_wrap", min_num_params=10)
     plugin = accelerator.state.fsdp_plugin
     model = fsdp2_apply_ac(accelerator, Tower())

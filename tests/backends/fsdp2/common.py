@@ -1,4 +1,4 @@
-"""What the workers of FSDP2 share: models, data, and how weights are compared."""
+"""Helpers of the FSDP2 workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEPT = Accelerator(cpu=True, backend="fsdp2", process_group_timeout=PG_TIMEOUT)
 
 
 def fsdp(sizes: dict[str, int] | None = None, plan: Any = None, **options: Any) -> Accelerator:
-    """Return an Accelerator; what is no argument of it is the plugin's."""
+    """Return an Accelerator. Options that are fields of the FSDP plugin are passed to the plugin."""
     plugin = {
         name: options.pop(name)
         for name in list(options)

@@ -1,4 +1,4 @@
-"""Every file of a sharded checkpoint, damaged in four ways, under two ranks."""
+"""Damage each file of a sharded checkpoint in four ways, and try to load it on two ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def damage(path: Path, how: str) -> None:
 
 
 def own(model: Any) -> torch.Tensor:
-    """Return what this rank holds of a weight."""
+    """Return this rank's part of a weight."""
     weight = model.layers[0].q.weight.detach()
     return (weight.to_local() if hasattr(weight, "to_local") else weight).clone()
 

@@ -1,4 +1,4 @@
-"""Steps, sequences and checkpoints under FSDP2, on two and on four ranks."""
+"""Cases for steps, sequences and checkpoints with FSDP2, on two and on four ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from accelerate_core.utils import (
 
 
 @case
-def clipping_inside_of_a_cycle_does_nothing() -> None:
+def clipping_inside_a_cycle_has_no_effect() -> None:
     x, y = data()
 
     def run(always: bool) -> Any:
@@ -59,17 +59,17 @@ def clipping_inside_of_a_cycle_does_nothing() -> None:
 
 
 @case
-def joining_uneven_inputs_has_no_effect_and_is_said() -> None:
+def join_uneven_inputs_has_no_effect_and_gives_a_warning() -> None:
     accelerator = fsdp()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with accelerator.join_uneven_inputs([]):
             pass
-    assert ["cannot join" in str(one.message) for one in said] == [True] * (RANK == 0)
+    assert ["cannot join" in str(one.message) for one in caught] == [True] * (RANK == 0)
 
 
 @case
-def a_step_without_gradients_is_refused() -> None:
+def step_with_unreduced_gradients_is_rejected() -> None:
     accelerator = fsdp(gradient_accumulation_steps=2)
     model = Tower()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -85,13 +85,13 @@ def a_step_without_gradients_is_refused() -> None:
             with pytest.raises(ConfigurationError, match="under no_sync"):
                 call()
     with pytest.raises(ConfigurationError, match="under no_sync"):
-        optimizer.step()  # the block is over, and nothing is reduced all the same
+        optimizer.step()  # outside the block, but gradients are still not reduced
     other = Tower(seed=1)
     other, second = accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
     accelerator.backward(mse_loss(other(x), y))
     with accelerator.no_sync(model):
-        second.step()  # of another model
-    optimizer.zero_grad()  # drops what was not reduced
+        second.step()  # for another model
+    optimizer.zero_grad()  # drops unreduced gradients
     accelerator.backward(mse_loss(model(x), y))
     once = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
     optimizer.zero_grad()
@@ -109,7 +109,7 @@ def a_step_without_gradients_is_refused() -> None:
     accelerator.backward(mse_loss(model(x), y))
     close({n: p.grad.full_tensor() for n, p in model.named_parameters()}, once)
     optimizer.zero_grad()
-    with accelerator.accumulate(model):  # the usual no-op
+    with accelerator.accumulate(model):  # inside a cycle, a step has no effect
         accelerator.backward(mse_loss(model(x), y))
         optimizer.step()
     close(whole(model), before, atol=0)
@@ -117,8 +117,8 @@ def a_step_without_gradients_is_refused() -> None:
 
 
 @case
-def no_communication_before_the_boundary() -> None:
-    """Counted: collectives of a micro-batch that is not the last one only gather weights."""
+def gradients_are_only_reduced_in_the_last_micro_batch() -> None:
+    """Counts collectives with the profiler."""
     sizes = {"dp_replicate": 2, "dp_shard": 2} if SIZE == 4 else None
     x, y = data()
     for each_batch, expected in ((False, (False, False)), (True, (True, False))):
@@ -144,7 +144,7 @@ def no_communication_before_the_boundary() -> None:
 
 
 @case
-def an_overflow_on_one_rank_is_everybodys() -> None:
+def overflow_on_one_rank_skips_the_step_on_all() -> None:
     accelerator = fsdp(mixed_precision="fp16")
     model = Tower()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -172,7 +172,7 @@ def an_overflow_on_one_rank_is_everybodys() -> None:
 
 
 @case
-def logits_may_stay_in_parts() -> None:
+def loss_parallel_matches_plain_torch() -> None:
     plan = {**PLAN, "head": "colwise_loss"}
     config = ParallelismConfig(
         dp_shard_size=SIZE // 2,
@@ -202,7 +202,7 @@ def logits_may_stay_in_parts() -> None:
 
 
 def one_step(model: Any, accelerator: Any) -> tuple[float, float, dict[str, torch.Tensor]]:
-    """Return loss, norm and whole gradients of one step over four rows."""
+    """Return the loss, norm and whole gradients of one step with four rows."""
     rows, places = text(4), torch.arange(LENGTH).expand(4, -1)
     if accelerator is None:
         loss = loss_of(model, rows[:, :-1], places, rows[:, 1:])
@@ -220,7 +220,7 @@ def one_step(model: Any, accelerator: Any) -> tuple[float, float, dict[str, torc
 
 
 @case
-def activations_in_parts_of_the_sequence() -> None:
+def sequence_parallel_plan_matches_plain_torch() -> None:
     set_seed(0)
     plain = GPT()
     sharded = copy.deepcopy(plain)
@@ -235,9 +235,9 @@ def activations_in_parts_of_the_sequence() -> None:
 
 
 @case
-def gradients_of_parts_of_the_heads_are_added_up() -> None:
+def gradients_from_parts_of_the_heads_are_summed() -> None:
     class Normed(nn.Module):
-        """A norm over each head's query, as some models of transformers have it."""
+        """A model with a norm over each head's query, like some models in Transformers."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -251,7 +251,7 @@ def gradients_of_parts_of_the_heads_are_added_up() -> None:
     x, y = data()
     plain = Normed()
     sharded = copy.deepcopy(plain)
-    for _ in range(2):  # gradients add up over two backwards
+    for _ in range(2):  # two backwards accumulate gradients
         mse_loss(plain(x), y).backward()
     sizes = {"tp": 2} if SIZE == 2 else {"dp_shard": 2, "tp": 2}
     plan = {"q": "colwise", "o": "rowwise", "norm": "replicated_with_grad_allreduce"}
@@ -266,7 +266,7 @@ def gradients_of_parts_of_the_heads_are_added_up() -> None:
 
 
 @case
-def models_that_differ_are_refused() -> None:
+def models_that_differ_between_ranks_are_rejected() -> None:
     accelerator = fsdp()
     with pytest.raises(PrepareError, match=r"different models: 'layers.0.weight' is .*rank 0 and"):
         accelerator.prepare(Tower(width=8 if RANK == 0 else 16))
@@ -276,7 +276,7 @@ def models_that_differ_are_refused() -> None:
 
 
 @case
-def buffers_of_a_checkpoint_are_rank_0s() -> None:
+def checkpoint_stores_rank_0s_buffers() -> None:
     place = scratch("buffers") / "state"
     accelerator = fsdp()
     model = accelerator.prepare(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
@@ -291,7 +291,7 @@ def buffers_of_a_checkpoint_are_rank_0s() -> None:
 
 
 @case
-def buffers_are_cut_and_given_back() -> None:
+def context_parallel_splits_buffers_and_restores_them() -> None:
     for kind, parts in (("cp", 2 * SIZE), ("sp", SIZE)):
         accelerator = fsdp({kind: SIZE})
         rows = torch.arange(2 * 16).view(2, 16)
@@ -305,12 +305,12 @@ def buffers_are_cut_and_given_back() -> None:
         odd = torch.zeros(2, parts + 1)
         with pytest.raises(ConfigurationError, match=f"multiple of {parts}. Pad it to {2 * parts}"):
             accelerator.maybe_context_parallel([odd], [1]).__enter__()
-        with pytest.raises(ConfigurationError, match="needs a gradient"):
+        with pytest.raises(ConfigurationError, match="requires a gradient"):
             accelerator.maybe_context_parallel([odd.requires_grad_()], [1]).__enter__()
-        with pytest.raises(ConfigurationError, match="1 buffers and 2"):
+        with pytest.raises(ConfigurationError, match="1 buffers but 2"):
             accelerator.maybe_context_parallel([rows], [1, 1]).__enter__()
         accelerator.end_training()
-        # As they are usually made: views of one tensor.
+        # Tokens and labels are usually views of the same tensor.
         accelerator = fsdp({kind: SIZE})
         rows = torch.arange(2 * 17).view(2, 17)
         before = rows.clone()
@@ -329,8 +329,8 @@ def buffers_are_cut_and_given_back() -> None:
 
 
 @case
-def attention_of_torchs_own_layers() -> None:
-    """Inside of MultiheadAttention, and computed again in backward."""
+def ulysses_works_inside_torchs_own_layers() -> None:
+    """Attention is inside MultiheadAttention, and is recomputed in backward."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
     x = torch.randn(2, 8, 16)
@@ -356,7 +356,7 @@ def attention_of_torchs_own_layers() -> None:
     ):
         attention(x, x, x)
     with (
-        pytest.warns(UserWarning, match=r"No scaled_dot_product_attention was called"),
+        pytest.warns(UserWarning, match=r"scaled_dot_product_attention was not called"),
         accelerator.maybe_context_parallel([x.clone()], [1]),
     ):
         pass
@@ -364,25 +364,25 @@ def attention_of_torchs_own_layers() -> None:
 
 
 @case
-def heads_that_cannot_be_shared() -> None:
+def indivisible_number_of_heads_is_rejected() -> None:
     accelerator = fsdp({"sp": SIZE})
     q = torch.randn(1, 3, 4, 8)
     with (
         accelerator.maybe_context_parallel(),
-        pytest.raises(ConfigurationError, match="heads divisible by"),
+        pytest.raises(ConfigurationError, match="number of heads divisible by"),
     ):
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
     accelerator.end_training()
 
 
 @case
-def ranks_of_one_group_read_the_same() -> None:
+def ranks_of_the_same_group_read_the_same_batches() -> None:
     if SIZE == 2:
         meshes = [({"tp": 2}, 1)]
     else:
         meshes = [({"dp_shard": 2, "tp": 2}, 2), ({"dp_replicate": 2, "sp": 2}, 2)]
     for sizes, count in meshes:
-        torch.manual_seed(RANK)  # their own generators differ
+        torch.manual_seed(RANK)  # the ranks' own generators differ
         accelerator = fsdp(sizes)
         loader = DataLoader(TensorDataset(torch.arange(16)), 2, shuffle=True)
         loader = accelerator.prepare(loader)
@@ -397,8 +397,8 @@ def ranks_of_one_group_read_the_same() -> None:
 
 
 @case
-def a_model_of_transformers_by_its_own_plan() -> None:
-    """A small Llama: its layers are the units, its `tp_plan` is the plan, Ulysses shares it."""
+def transformers_model_is_parallelised_by_its_own_plan() -> None:
+    """Train a small Llama with its own layers as units, its own `tp_plan`, and Ulysses."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig
 
     def make() -> Any:
@@ -443,16 +443,18 @@ def a_model_of_transformers_by_its_own_plan() -> None:
         if "sp" in sizes:
             recurrent = Tower()
             recurrent.config = Qwen3NextConfig(num_hidden_layers=4)
-            with pytest.raises(ConfigurationError, match="kind linear_attention, which carry a"):
+            with pytest.raises(
+                ConfigurationError, match="has linear_attention layers, which carry a"
+            ):
                 accelerator.prepare(recurrent)
         accelerator.end_training()
 
 
-# --- keeping --------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 @case
-def whole_weights_come_out_on_rank_0() -> None:
+def rank_0_gets_whole_weights() -> None:
     folder = scratch("whole")
     sizes = {"tp": 2} if SIZE == 2 else {"dp_shard": 2, "tp": 2}
     torch.manual_seed(0)
@@ -477,7 +479,7 @@ def whole_weights_come_out_on_rank_0() -> None:
 
 
 @case
-def a_whole_checkpoint_is_one_of_a_single_process() -> None:
+def full_state_dict_checkpoint_can_be_loaded_with_ddp() -> None:
     folder = scratch("full")
     accelerator = fsdp(state_dict_type="FULL_STATE_DICT")
     model = Tower()
@@ -497,7 +499,7 @@ def a_whole_checkpoint_is_one_of_a_single_process() -> None:
     ddp.load_state(folder / "state")
     other, sharded = Tower(), fsdp()
     sharded.prepare(other, torch.optim.AdamW(other.parameters(), lr=0.01))
-    with pytest.raises(CheckpointError, match=r"not saved in shards.*FULL_STATE_DICT"):
+    with pytest.raises(CheckpointError, match=r"not a sharded checkpoint.*FULL_STATE_DICT"):
         sharded.load_state(folder / "state")
     steps(plain, adam, ddp)
     close(dict(ddp.unwrap_model(plain).state_dict()), ended)
@@ -505,7 +507,7 @@ def a_whole_checkpoint_is_one_of_a_single_process() -> None:
 
 
 @case
-def the_kind_of_checkpoint_can_be_changed_after_construction() -> None:
+def state_dict_type_can_be_changed_after_construction() -> None:
     folder = scratch("changed_kind")
     accelerator = fsdp()
     accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
@@ -517,7 +519,7 @@ def the_kind_of_checkpoint_can_be_changed_after_construction() -> None:
 
 
 @case
-def shards_come_back() -> None:
+def sharded_checkpoint_resumes_and_mismatches_are_rejected() -> None:
     folder = scratch("sharded")
     for blocking in (True, False):
         accelerator = fsdp()
@@ -528,7 +530,7 @@ def shards_come_back() -> None:
         place = folder / f"state_{blocking}"
         accelerator.save_state(place, blocking=blocking)
         expected = whole(model)
-        steps(model, adam, accelerator)  # while it is written
+        steps(model, adam, accelerator)  # while the checkpoint is written
         ended = whole(model)
         accelerator.wait_for_checkpoint()
         rate.fill_(0.5)
@@ -540,25 +542,25 @@ def shards_come_back() -> None:
         steps(model, adam, accelerator)
         close(whole(model), ended, atol=0)
         adam.optimizer.state[model.layers[0].weight]["history"] = [torch.zeros(1)]
-        with pytest.raises(CheckpointError, match=r"keeps 'history' of 0.layers.0.weight"):
+        with pytest.raises(CheckpointError, match=r"has 'history' of 0.layers.0.weight"):
             accelerator.save_state(folder / "refused")
         other = Tower(width=4)
         mismatched = fsdp()
         mismatched.prepare(other, torch.optim.AdamW(other.parameters(), lr=0.01))
-        with pytest.raises(CheckpointError, match=r"has shape \[8, 8\] there and \[4, 4\] here"):
+        shapes = r"has shape \[8, 8\] in the checkpoint and \[4, 4\] in this run"
+        with pytest.raises(CheckpointError, match=shapes):
             mismatched.load_state(place)
         half = Tower().to(torch.bfloat16)
         mismatched = fsdp()
         mismatched.prepare(half, torch.optim.AdamW(half.parameters(), lr=0.01))
-        with pytest.raises(
-            CheckpointError, match=r"is torch\.float32 there and torch\.bfloat16 here"
-        ):
+        dtypes = r"is torch\.float32 in the checkpoint and torch\.bfloat16 in this run"
+        with pytest.raises(CheckpointError, match=dtypes):
             mismatched.load_state(place)
         accelerator.end_training()
 
 
 @case
-def shards_are_merged_and_hooks_are_heard() -> None:
+def shards_can_be_merged_and_hooks_are_called() -> None:
     import subprocess
     import sys
 
@@ -571,19 +573,19 @@ def shards_are_merged_and_hooks_are_heard() -> None:
     expected = {n: t.clone() for n, t in original.state_dict().items()}
     accelerator = fsdp(sizes)
     accelerator.prepare(original, torch.optim.AdamW(original.parameters()))
-    heard: list[Any] = []
+    calls: list[Any] = []
 
     def before_save(models: list[Any], weights: list[Any], directory: str) -> None:
-        heard.append((len(models), len(weights)))
+        calls.append((len(models), len(weights)))
         if RANK == 0:
             with open(f"{directory}/mine.txt", "w") as file:
                 file.write("mine")
 
     accelerator.register_save_state_pre_hook(before_save)
-    accelerator.register_load_state_pre_hook(lambda models, directory: heard.append(len(models)))
+    accelerator.register_load_state_pre_hook(lambda models, directory: calls.append(len(models)))
     accelerator.save_state(folder / "state")
     accelerator.load_state(folder / "state")
-    assert heard == [(1, 0), 1]
+    assert calls == [(1, 0), 1]
     assert (folder / "state" / "mine.txt").read_text() == "mine"
     if RANK == 0:
         command = [sys.executable, "-m", "accelerate_core", "merge-weights"]
@@ -602,7 +604,7 @@ def shards_are_merged_and_hooks_are_heard() -> None:
 
 
 @case
-def a_planted_pickle_runs_nothing() -> None:
+def malicious_pickle_in_the_metadata_is_not_executed() -> None:
     import pickle
 
     folder = scratch("planted")

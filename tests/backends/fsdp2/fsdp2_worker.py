@@ -1,4 +1,4 @@
-"""Parity, and what preparing does, on two and on four ranks."""
+"""Cases for parity and for `prepare` with FSDP2, on two and on four ranks."""
 
 from __future__ import annotations
 
@@ -43,27 +43,27 @@ MESHES: dict[int, list[dict[str, int]]] = {
 
 
 @case
-def parity() -> None:
+def each_mesh_trains_like_one_process() -> None:
     expected = train(None)
     for sizes in MESHES[SIZE]:
-        told = train(sizes)
-        for one, other in zip(expected["losses"], told["losses"], strict=True):
-            assert abs(one - other) <= 1e-5, (sizes, expected, told)
-        for one, other in zip(expected["norms"], told["norms"], strict=True):
-            assert abs(one - other) <= 1e-4 * one, (sizes, expected, told)
+        result = train(sizes)
+        for one, other in zip(expected["losses"], result["losses"], strict=True):
+            assert abs(one - other) <= 1e-5, (sizes, expected, result)
+        for one, other in zip(expected["norms"], result["norms"], strict=True):
+            assert abs(one - other) <= 1e-4 * one, (sizes, expected, result)
 
 
 @case
-def half_precision_is_that_of_ddp() -> None:
+def half_precision_trains_like_ddp() -> None:
     for precision, tolerance in (("bf16", 1e-2), ("fp16", 1e-2)):
-        told = train({"dp_shard": SIZE}, mixed_precision=precision)
+        result = train({"dp_shard": SIZE}, mixed_precision=precision)
         other = train({}, backend="ddp", mixed_precision=precision)["losses"]
-        for one, two in zip(told["losses"], other, strict=True):
-            assert abs(one - two) <= tolerance, (precision, told, other)
+        for one, two in zip(result["losses"], other, strict=True):
+            assert abs(one - two) <= tolerance, (precision, result, other)
 
 
 @case
-def bf16_is_reduced_in_fp32() -> None:
+def bf16_gradients_are_reduced_in_fp32() -> None:
     accelerator = fsdp(mixed_precision="bf16")
     policy = accelerator.fsdp_plugin.precision_policy(torch.bfloat16)
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
@@ -82,7 +82,7 @@ def bf16_is_reduced_in_fp32() -> None:
 
 
 @case
-def an_optimizer_keeps_what_it_is() -> None:
+def optimizer_keeps_its_groups_options_and_state() -> None:
     model = Tower()
     plain = copy.deepcopy(model)
     adam, other = (
@@ -96,7 +96,7 @@ def an_optimizer_keeps_what_it_is() -> None:
         )
         for m in (model, plain)
     )
-    steps(model, adam)  # it has a state already
+    steps(model, adam)  # so that the optimizer already has a state
     steps(plain, other)
     accelerator = fsdp()
     prepared, wrapped = accelerator.prepare(model, adam)
@@ -115,7 +115,7 @@ def an_optimizer_keeps_what_it_is() -> None:
 
 
 @case
-def only_rank_0_has_the_weights() -> None:
+def weights_that_only_rank_0_has_are_sent_to_all() -> None:
     if SIZE == 2:
         meshes: list[Any] = [None, {"dp_replicate": 2}, {"tp": 2}]
     else:
@@ -140,7 +140,7 @@ def only_rank_0_has_the_weights() -> None:
 
 
 @case
-def nobody_has_the_weights() -> None:
+def model_on_meta_on_all_ranks_is_filled_by_load_state() -> None:
     folder = scratch("meta")
     accelerator = fsdp()
     model = accelerator.prepare(Tower())
@@ -150,10 +150,10 @@ def nobody_has_the_weights() -> None:
     accelerator = fsdp()
     with torch.device("meta"):
         empty = Tower(seed=1)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = accelerator.prepare(empty)
-    assert sum("has no weights yet" in str(one.message) for one in said) == (RANK == 0)
+    assert sum("has no weights yet" in str(one.message) for one in caught) == (RANK == 0)
     assert all(bool(p.to_local().isnan().all()) for p in model.parameters())
     accelerator.load_state(folder / "state")
     close(whole(model), expected, atol=0)
@@ -161,7 +161,7 @@ def nobody_has_the_weights() -> None:
 
 
 @case
-def buffers_of_models_that_nobody_has() -> None:
+def buffers_of_models_on_meta_are_kept_or_rejected() -> None:
     class Rotary(Tower):
         def __init__(self, real: bool) -> None:
             super().__init__()
@@ -173,19 +173,19 @@ def buffers_of_models_that_nobody_has() -> None:
         kept, lost = Rotary(True), Rotary(False)
     model = accelerator.prepare(kept)
     assert torch.equal(model.turns, torch.arange(8))
-    with pytest.raises(PrepareError, match=r"The buffer 'turns' .* in no checkpoint"):
+    with pytest.raises(PrepareError, match=r"The buffer 'turns' .* no checkpoint contains"):
         accelerator.prepare(lost)
     accelerator.end_training()
 
 
 @case
-def weights_that_differ_are_sent_or_refused() -> None:
+def weights_that_differ_between_ranks_are_replaced_or_rejected() -> None:
     accelerator = fsdp()
     model = accelerator.prepare(Tower(seed=RANK))
     close(whole(model), Tower(seed=0).state_dict(), atol=0)
     accelerator.end_training()
     accelerator = fsdp(sync_module_states=False)
-    with pytest.raises(PrepareError, match=r"of rank 1 are not those of rank 0.*layers\.0\.weight"):
+    with pytest.raises(PrepareError, match=r"on rank 1 differ from rank 0.*layers\.0\.weight"):
         accelerator.prepare(Tower(seed=RANK))
     model = accelerator.prepare(Tower())
     assert isinstance(model.layers[0].weight, DTensor)
@@ -193,7 +193,7 @@ def weights_that_differ_are_sent_or_refused() -> None:
 
 
 @case
-def frozen_and_trained_side_by_side() -> None:
+def frozen_and_trained_parameters_can_be_in_one_unit() -> None:
     class Adapted(Tower):
         def __init__(self) -> None:
             super().__init__()
@@ -220,7 +220,7 @@ def frozen_and_trained_side_by_side() -> None:
 
 
 @case
-def options_change_nothing_but_memory() -> None:
+def options_for_memory_do_not_change_weights() -> None:
     expected = reference(Tower(), torch.optim.AdamW, lr=0.01)
     options: list[dict[str, Any]] = [
         {"cpu_offload": True},
@@ -247,7 +247,7 @@ def options_change_nothing_but_memory() -> None:
 
 
 @case
-def compiled_whole_and_by_blocks() -> None:
+def compiled_models_train_like_uncompiled_ones() -> None:
     from accelerate_core.utils import TorchDynamoPlugin
 
     expected = reference(Tower(), torch.optim.AdamW, lr=0.01)
@@ -266,7 +266,7 @@ def compiled_whole_and_by_blocks() -> None:
 
 
 @case
-def ties_across_units_are_kept() -> None:
+def parameters_tied_across_units_stay_tied() -> None:
     class Tied(Tower):
         def __init__(self) -> None:
             super().__init__()
@@ -278,7 +278,7 @@ def ties_across_units_are_kept() -> None:
             return self.head(super().forward(x))
 
     class Odd(Tower):
-        """A member of the stack shares with the model itself, and one with its own part."""
+        """One layer shares a parameter with the model itself, another with its own submodule."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -303,7 +303,7 @@ def ties_across_units_are_kept() -> None:
 
 
 @case
-def blocks_are_found() -> None:
+def default_units_are_the_members_of_stacks() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -319,7 +319,7 @@ def blocks_are_found() -> None:
             return self.stack(x)
 
     class Expert(Tower):
-        """Each rank uses another part of it."""
+        """Each rank uses another of its layers."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layers[RANK % 3](x)
@@ -347,12 +347,12 @@ def blocks_are_found() -> None:
     accelerator = fsdp(activation_checkpointing=True)
     model = accelerator.prepare(whole_model)
     accelerator.backward(model(data()[0]).sum())
-    assert len(calls) == 2, "once again in backward"
+    assert len(calls) == 2, "called again in backward"
     accelerator.end_training()
 
 
 @case
-def methods_besides_forward() -> None:
+def forward_methods_gather_parameters() -> None:
     class Speaks(Tower):
         def generate(self, x: torch.Tensor) -> torch.Tensor:
             return self.forward(x) + 1
@@ -373,7 +373,7 @@ def methods_besides_forward() -> None:
 
 
 @case
-def what_stays_whole_is_averaged() -> None:
+def gradients_of_unsharded_parameters_are_averaged() -> None:
     class Scaled(Tower):
         def __init__(self) -> None:
             super().__init__()
@@ -392,7 +392,7 @@ def what_stays_whole_is_averaged() -> None:
     close(whole(model), expected)
     assert same_on_ranks(model.layers[1].weight.detach())
     accelerator.end_training()
-    # The same where only rank 0 has made weights.
+    # The same if only rank 0 has weights.
     accelerator = fsdp(sizes, ignored_modules=r"layers\.1")
     model = Scaled()
     if RANK:
@@ -404,7 +404,7 @@ def what_stays_whole_is_averaged() -> None:
     accelerator.end_training()
 
     class Sometimes(Tower):
-        """Only the first rank goes through the part that stays whole."""
+        """Only the first rank calls the unsharded layer."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -425,7 +425,7 @@ def what_stays_whole_is_averaged() -> None:
 
 
 @case
-def what_cannot_work_is_refused() -> None:
+def unsupported_models_and_settings_are_rejected() -> None:
     accelerator = fsdp()
     mixed = Tower()
     mixed.layers[0].bias.data = mixed.layers[0].bias.data.to(torch.bfloat16)
@@ -434,37 +434,43 @@ def what_cannot_work_is_refused() -> None:
     ):
         accelerator.prepare(mixed)
     model = Tower()
-    with pytest.raises(ConfigurationError, match="LBFGS computes over whole parameters"):
+    with pytest.raises(ConfigurationError, match="LBFGS needs whole parameters"):
         accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(PrepareError, match="DistributedDataParallel already"):
+    with pytest.raises(PrepareError, match="already a DistributedDataParallel"):
         accelerator.prepare(nn.parallel.DistributedDataParallel(Tower()))
     with pytest.raises(ConfigurationError, match=r"no module of class 'Linaer'.*'Linear'"):
         fsdp(transformer_cls_names_to_wrap=["Linaer"]).prepare(Tower())
     with pytest.raises(ConfigurationError, match=r"dp_shard 3 x tp 2 = 6 processes, and \d were"):
         fsdp({"dp_shard": 3, "tp": 2})
-    with pytest.raises(ConfigurationError, match="does not divide"):
+    with pytest.raises(ConfigurationError, match="not divisible by reshard_after_forward=3"):
         fsdp(reshard_after_forward=3).prepare(Tower())
     plan = {"layers.*.fc": "colwise"}
     tp = fsdp({"tp": SIZE}, plan=plan)
-    with pytest.raises(ConfigurationError, match=r"names 'layers.\*.fc', which matches no module"):
+    with pytest.raises(
+        ConfigurationError, match=r"'layers.\*.fc' in the tensor parallel plan matches no module"
+    ):
         tp.prepare(Tower())
     tp = fsdp({"tp": SIZE}, plan={"layers.*": "colwise"})
-    with pytest.raises(ConfigurationError, match=r"cannot divide out_features=9 of 'layers.0'"):
+    with pytest.raises(ConfigurationError, match=r"out_features=9 of 'layers.0' is not divisible"):
         tp.prepare(Tower(width=9))
     tp = fsdp({"tp": SIZE}, plan={"": "colwise", "layers": "colwise"})
     with pytest.raises(ConfigurationError, match="matches no module"):
         tp.prepare(Tower())
     tp = fsdp({"tp": SIZE}, plan={"layers": "colwise"})
-    with pytest.raises(ConfigurationError, match="splits 'layers', a ModuleList; only Linear and"):
+    with pytest.raises(
+        ConfigurationError, match="splits 'layers', a ModuleList, but its style only"
+    ):
         tp.prepare(Tower())
     tp = fsdp({"tp": SIZE}, plan={"layers.*": "colwize"})
     with pytest.raises(ConfigurationError, match=r"style 'colwize'.*'colwise'"):
         tp.prepare(Tower())
     tp = fsdp({"tp": SIZE}, plan={"layers.*": "colwise"}, ignored_modules=r"layers\.1")
-    with pytest.raises(PrepareError, match=r"'layers.1.weight' is to stay whole"):
+    with pytest.raises(
+        PrepareError, match=r"'layers.1.weight' is split by the tensor parallel plan, but"
+    ):
         tp.prepare(Tower())
     tp = fsdp({"tp": SIZE}, plan={"head": "rowwise", "tokens": "rowwise"})
-    with pytest.raises(ConfigurationError, match="are one parameter"):
+    with pytest.raises(ConfigurationError, match="are the same parameter"):
         tp.prepare(GPT(tied=True))
     tp = fsdp({"tp": SIZE}, plan={"head": "colwise_rep", "tokens": "rowwise"})
     tied = tp.prepare(GPT(tied=True))
@@ -474,19 +480,19 @@ def what_cannot_work_is_refused() -> None:
 
 
 @case
-def two_models_cannot_share_a_parameter() -> None:
+def models_that_share_a_parameter_are_rejected() -> None:
     accelerator = fsdp()
     one, other = Tower(), Tower()
     other.layers[1].weight = one.layers[2].weight
     with pytest.raises(
-        PrepareError, match=r"'layers.1.weight' of Tower is a parameter of Tower, too"
+        PrepareError, match=r"'layers.1.weight' of Tower is also a parameter of Tower"
     ):
         accelerator.prepare(one, other)
     accelerator.end_training()
 
 
 @case
-def parts_of_the_mesh_have_names() -> None:
+def sub_meshes_are_available_by_name() -> None:
     sizes = {"tp": 2} if SIZE == 2 else {"dp_replicate": 2, "tp": 2}
     accelerator = fsdp(sizes)
     assert accelerator.sub_mesh("tp").size() == 2
@@ -499,15 +505,15 @@ def parts_of_the_mesh_have_names() -> None:
 
 
 @case
-def ranks_of_one_group_draw_the_same() -> None:
+def ranks_of_the_same_group_draw_the_same_random_numbers() -> None:
     sizes = {"tp": 2} if SIZE == 2 else {"dp_shard": 2, "tp": 2}
     accelerator = fsdp(sizes, plan={"layers.*": "colwise_rep"})
     tower = Tower()
     set_seed(3, device_specific=True)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         accelerator.prepare(tower)
-    assert sum("different random states" in str(one.message) for one in said) == RANK % 2
+    assert sum("different random states" in str(one.message) for one in caught) == RANK % 2
     drawn = accelerator.communicator.gather_object(torch.rand(4).tolist())
     assert drawn[0] == drawn[1]
     assert SIZE == 2 or (drawn[2] == drawn[3] and drawn[0] != drawn[2])
@@ -515,7 +521,7 @@ def ranks_of_one_group_draw_the_same() -> None:
 
 
 @case
-def a_deleted_model_leaves_memory() -> None:
+def deleted_model_is_freed() -> None:
     accelerator = fsdp()
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     model, sgd = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,4 +1,4 @@
-"""A small character model and its data, for parity of every kind of parallelism."""
+"""A small character model and its data, to compare all kinds of parallelism."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm1(x)
-        # Heads and length follow from what this rank has of them after the layer.
+        # The numbers of heads and positions depend on this rank's part after the layer.
         q, k, v = (
             one(h).unflatten(-1, (-1, self.size)).transpose(1, 2)
             for one in (self.q, self.k, self.v)
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Positions are an input: a rank may have a part of the sequence only."""
+    """Takes positions as an input, because a rank can have a part of the sequence."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ PLAN = {
     **dict.fromkeys(("layers.*.q", "layers.*.k", "layers.*.v", "layers.*.up"), "colwise"),
     **dict.fromkeys(("layers.*.o", "layers.*.down"), "rowwise"),
 }
-#: The same with activations in parts along the sequence between the layers.
+#: The same, with activations between layers split along the sequence.
 SEQUENCE_PLAN = {
     **dict.fromkeys(("tokens", "places"), "split_sequence"),
     **dict.fromkeys(("layers.*.norm1", "layers.*.norm2", "norm"), "sequence"),
@@ -74,7 +74,7 @@ SEQUENCE_PLAN = {
 
 
 def text(count: int, length: int = LENGTH) -> torch.Tensor:
-    """Return `count` rows of `length + 1` characters of a text that ships with Python."""
+    """Return `count` rows of `length + 1` characters from a source file of Python."""
     codes = torch.tensor([ord(c) % VOCABULARY for c in inspect.getsource(json.decoder)])
     starts = torch.arange(count) * 7 % (len(codes) - length - 1)
     return torch.stack([codes[start : start + length + 1] for start in starts.tolist()])

@@ -1,7 +1,8 @@
-"""Eight optimizer steps with accumulation and clipping; rank 0 writes losses and norms as JSON.
+"""Train eight optimizer steps with accumulation and clipping, and write losses and norms as JSON.
 
-Arguments: sizes of the mesh and options of the Accelerator (both JSON), where the JSON goes. Sizes
-`null` are plain PyTorch in one process; the option `backend` may name one that has no mesh.
+Arguments: sizes of the mesh (JSON), options of the Accelerator (JSON), and the output file. With
+sizes `null`, train in one process with plain PyTorch. For a backend without a mesh, pass sizes `{}`
+and the option `backend`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ STEPS, CYCLE, BATCH = 8, 2, 8
 
 
 def train(sizes: dict[str, int] | None, **options: Any) -> dict[str, Any]:
-    """Train with a mesh of these sizes; None: in one process with plain PyTorch."""
+    """Train with a mesh of these sizes, or with None, in one process with plain PyTorch."""
     set_seed(0)
     model: Any = GPT()
     rows = text(STEPS * CYCLE * BATCH)
@@ -89,7 +90,9 @@ def plain(model: Any, rows: torch.Tensor) -> dict[str, Any]:
 
 
 def main() -> None:
-    if prelude := os.environ.get("PARITY_PRELUDE"):  # what lets this machine run the case
+    if prelude := os.environ.get(
+        "PARITY_PRELUDE"
+    ):  # a script that makes the case run on this machine
         runpy.run_path(prelude)
     sizes, options, out = json.loads(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
@@ -97,9 +100,9 @@ def main() -> None:
         from accelerate_fsdp2.testing import enable_cpu_ring_attention
 
         enable_cpu_ring_attention()
-    told = train(sizes, **options)
+    result = train(sizes, **options)
     if int(os.environ.get("RANK", "0")) == 0:
-        out.write_text(json.dumps(told))
+        out.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""One run over several worlds: each start trains a few steps, from where the last one saved.
+"""Continue a run for a few steps from its last checkpoint, with any mesh and number of ranks.
 
-Arguments: mesh sizes (JSON), project folder, steps in all, and the backend; rank 0 appends the
-losses to a file.
+Arguments: mesh sizes (JSON), project folder, total number of micro-batches, and the backend. Rank 0
+appends the losses to a file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BATCH = 8
 
 
 class Counter:
-    """How many micro-batches have been trained."""
+    """Counts the trained micro-batches."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -50,8 +50,8 @@ def main(sizes: dict[str, int], folder: Path, until: int, backend: str = "fsdp2"
         ),
         project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True),
         gradient_accumulation_steps=2,
-        # The batch size is that of all ranks, so that schedulers step alike.
-        # One order, whatever the number of ranks.
+        # The batch size is for all ranks together, so that schedulers step equally often. The order
+        # of samples doesn't depend on the number of ranks.
         dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True),
         process_group_timeout=60,
     )

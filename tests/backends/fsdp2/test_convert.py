@@ -1,4 +1,4 @@
-"""`accelerate-core to-fsdp2`: FSDP1's config files, said for FSDP2."""
+"""`accelerate-core to-fsdp2` converts config files from FSDP1 to FSDP2."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def convert(folder: Path, text: str, *arguments: str) -> tuple[int, str]:
         ("HYBRID_SHARD_ZERO2", False, (2, 4)),
     ],
 )
-def test_a_file_of_fsdp1_becomes_one_of_fsdp2(
+def test_file_for_fsdp1_is_converted_to_fsdp2(
     tmp_path: Path, strategy: str, reshards: bool, mesh: tuple[int, int] | None
 ) -> None:
     new = tmp_path / "new.yaml"
@@ -67,18 +67,18 @@ def test_a_file_of_fsdp1_becomes_one_of_fsdp2(
     ("text", "message"),
     [
         ("num_processes: 2\n", "has no fsdp_config"),
-        ("fsdp_config:\n  fsdp_version: 2\n", "is of FSDP2 already"),
-        (OLD.format(strategy="NO_SHARD"), "for the backend ddp"),
-        (OLD.format(strategy="SHARD"), "is not known"),
+        ("fsdp_config:\n  fsdp_version: 2\n", "is already for FSDP2"),
+        (OLD.format(strategy="NO_SHARD"), "use the backend ddp"),
+        (OLD.format(strategy="SHARD"), "is not a valid value"),
     ],
 )
-def test_what_cannot_be_converted(tmp_path: Path, text: str, message: str) -> None:
+def test_unsupported_file_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     status, output = convert(tmp_path, text, "--overwrite")
     assert status == 2
     assert message in output
 
 
-def test_a_file_is_not_replaced_unasked(tmp_path: Path) -> None:
+def test_existing_file_is_not_replaced_without_overwrite(tmp_path: Path) -> None:
     status, output = convert(tmp_path, OLD.format(strategy="FULL_SHARD"))
     assert status == 2
     assert "--overwrite" in output

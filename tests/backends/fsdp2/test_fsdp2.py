@@ -1,4 +1,4 @@
-"""FSDP2 on two ranks and on four: the cases are in the workers beside."""
+"""FSDP2 on two and on four ranks. The cases are in the workers in this folder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ CASES = [
     for case in case_names(HERE / worker)
 ]
 
-#: Slow, and the same on any number of ranks: on two only.
-ON_TWO = {"compiled_whole_and_by_blocks", "half_precision_is_that_of_ddp"}
+#: Slow cases that don't depend on the number of ranks only run on two.
+ON_TWO = {"compiled_models_train_like_uncompiled_ones", "half_precision_trains_like_ddp"}
 RUNS = [(2, *one) for one in CASES] + [(4, *one) for one in CASES if one[1] not in ON_TWO]
 
 pytestmark = pytest.mark.dist
@@ -27,13 +27,13 @@ def runs():
 
 
 @pytest.mark.parametrize("case", case_names(HERE / "accelerate_names_worker.py"))
-def test_functions_of_the_peer(runs, case):
-    if "peer" not in runs:
+def test_functions_of_accelerate(runs, case):
+    if "accelerate" not in runs:
         environment = {"OMP_NUM_THREADS": "1"}
-        runs["peer"] = run_workers(
+        runs["accelerate"] = run_workers(
             HERE / "accelerate_names_worker.py", 2, timeout=120, env=environment
         )
-    check_case(runs["peer"], case)
+    check_case(runs["accelerate"], case)
 
 
 @pytest.mark.timeout(400)
@@ -43,6 +43,6 @@ def test_functions_of_the_peer(runs, case):
 def test_case(runs, ranks, worker, case):
     if (worker, ranks) not in runs:
         environment = {"OMP_NUM_THREADS": "1"}
-        only = [its for size, where, its in RUNS if (size, where) == (ranks, worker)]
+        only = [name for size, file, name in RUNS if (size, file) == (ranks, worker)]
         runs[worker, ranks] = run_workers(HERE / worker, ranks, only, timeout=300, env=environment)
     check_case(runs[worker, ranks], case)

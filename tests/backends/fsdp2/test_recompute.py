@@ -1,4 +1,4 @@
-"""Activation checkpointing of FSDP2 asks the precision how a forward is computed again."""
+"""Activation checkpointing uses the precision's own recomputation, if it has one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Units(nn.Module):
         return x
 
 
-def test_the_precision_s_own_is_used_where_it_has_one() -> None:
+def test_recompute_of_the_precision_is_used_if_there_is_one() -> None:
     calls: list[str] = []
 
     def recompute(function: Any, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Going on with FSDP2: on other numbers of ranks, on another mesh, after kills and damage."""
+"""Resuming with FSDP2: with other numbers of ranks and other meshes, and after damage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.dist
 
 
 def run(folder: Path, *stages: tuple[int, dict[str, int], int]) -> dict[int, float]:
-    """Return the loss of every micro-batch, the last one that was computed."""
+    """Return the loss of each micro-batch. If one was trained twice, the later loss counts."""
     folder.mkdir()
     for ranks, sizes, until in stages:
         arguments = [json.dumps(sizes), folder, until]
@@ -34,20 +34,20 @@ def straight(tmp_path_factory):
     [
         [(2, {"dp_shard": 2}, 8), (4, {"dp_shard": 4}, 16), (1, {}, 30)],
         [(4, {"dp_shard": 2, "tp": 2}, 10), (4, {"dp_shard": 4}, 30)],
-        # In the middle of a cycle, and in an epoch that has begun.
+        # In the middle of a cycle and of an epoch.
         [(2, {"dp_shard": 2}, 15), (2, {"tp": 2}, 30)],
         [(1, {}, 15), (2, {"tp": 2}, 30)],
     ],
     ids=["2-4-1", "2x2 with tp to 4", "in mid cycle, to tp", "in mid cycle, from one rank to tp"],
 )
-def test_other_worlds(tmp_path, straight, stages):
+def test_run_resumes_with_other_numbers_of_ranks_and_meshes(tmp_path, straight, stages):
     found = run(tmp_path / "run", *stages)
     assert found.keys() == straight.keys()
     for step, loss in straight.items():
         assert abs(found[step] - loss) <= 1e-5, (step, loss, found[step])
 
 
-def test_damage_to_every_file_is_refused_and_passed_over(tmp_path):
+def test_damaged_checkpoint_is_rejected_by_name_and_skipped(tmp_path):
     folder = tmp_path / "run"
     run(folder, (2, {"dp_shard": 2}, 4), (2, {"dp_shard": 2}, 8))
     worker = Path(__file__).with_name("damage_worker.py")

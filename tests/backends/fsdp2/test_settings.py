@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallelPlugin`: Accelerate's names, from every source, and what FSDP1 had."""
+"""`FullyShardedDataParallelPlugin`: Accelerate's names from all sources, and options of FSDP1."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 _SHARDED = "SHARDED_STATE_DICT"
 
 
-def test_defaults():
+def test_default_settings_and_policies():
     plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == 2
     assert plugin.state_dict_type == "SHARDED_STATE_DICT"
@@ -70,60 +70,62 @@ def test_defaults():
         ({"reshard_after_forward": ShardingStrategy.SHARD_GRAD_OP}, "reshard_after_forward", False),
     ],
 )
-def test_names_and_texts(given, field, value):
+def test_values_are_converted(given, field, value):
     assert getattr(FullyShardedDataParallelPlugin(**given), field) == value
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"fsdp_version": 1}, "fsdp_version=1 is not offered"),
+        ({"fsdp_version": 1}, "fsdp_version=1 is not supported"),
         ({"sharding_strategy": "HYBRID_SHARD"}, "dp_replicate_size"),
         ({"sharding_strategy": "NO_SHARD"}, "backend ddp"),
         ({"sharding_strategy": "FULL_SHART"}, "Did you mean 'FULL_SHARD'"),
-        ({"use_orig_params": False}, "is of FSDP1"),
+        ({"use_orig_params": False}, "is an option of FSDP1"),
         ({"param_init_fn": print}, "meta device"),
-        ({"state_dict_config": 1}, "none of torch's FullStateDictConfig"),
+        ({"state_dict_config": 1}, "not torch's FullStateDictConfig"),
         (
             {"state_dict_config": FullStateDictConfig(True, True), "state_dict_type": _SHARDED},
-            "says FULL_STATE_DICT, and state_dict_type SHARDED",
+            "implies FULL_STATE_DICT, but state_dict_type is SHARDED",
         ),
-        ({"optim_state_dict_config": LocalStateDictConfig(True)}, "not offered"),
-        ({"state_dict_type": "LOCAL_STATE_DICT"}, "not offered"),
+        ({"optim_state_dict_config": LocalStateDictConfig(True)}, "not supported"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, "not supported"),
         ({"auto_wrap_policy": "size_wrap"}, "Did you mean 'size_based_wrap'"),
         ({"mixed_precision_policy": "bf17"}, "Did you mean 'bf16'"),
         ({"mixed_precision_policy": {"param_dtyp": "bf16"}}, "Did you mean 'param_dtype'"),
-        ({"backward_prefetch": "SOMETIMES"}, "is not known"),
+        ({"backward_prefetch": "SOMETIMES"}, "is not a valid value"),
         ({"reshard_after_forward": 0}, "must be True, False or a number"),
-        ({"cpu_offload": "perhaps"}, "takes True, False or a CPUOffloadPolicy"),
+        ({"cpu_offload": "perhaps"}, "must be True, False or a CPUOffloadPolicy"),
         ({"min_num_parameters": 3}, "Did you mean 'min_num_params'"),
     ],
 )
-def test_what_is_refused_says_what_to_do(given, text):
+def test_invalid_setting_gives_an_error_that_says_what_to_do(given, text):
     with pytest.raises((ConfigurationError, TypeError), match=text):
         FullyShardedDataParallelPlugin(**given)
 
 
-def test_a_torch_that_is_too_old_is_refused(monkeypatch):
+def test_old_torch_is_rejected(monkeypatch):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.10.0"))
-    with pytest.raises(ConfigurationError, match=r"2.11 or newer, and torch here is 2.10.0"):
+    with pytest.raises(
+        ConfigurationError, match=r"2\.11 or newer, but torch 2\.10\.0 is installed"
+    ):
         FSDP2Backend()
 
 
-def test_the_state_dicts_of_fsdp1_are_mapped():
-    def said(**given):
+def test_config_objects_of_fsdp1_set_the_state_dict_type():
+    def kind(**given):
         return FullyShardedDataParallelPlugin(**given).state_dict_type
 
-    assert said(state_dict_config=FullStateDictConfig(True, True)) == "FULL_STATE_DICT"
-    assert said(optim_state_dict_config=ShardedOptimStateDictConfig(True)) == _SHARDED
+    assert kind(state_dict_config=FullStateDictConfig(True, True)) == "FULL_STATE_DICT"
+    assert kind(optim_state_dict_config=ShardedOptimStateDictConfig(True)) == _SHARDED
     assert (
-        said(state_dict_config=ShardedStateDictConfig(True), state_dict_type=_SHARDED) == _SHARDED
+        kind(state_dict_config=ShardedStateDictConfig(True), state_dict_type=_SHARDED) == _SHARDED
     )
     with pytest.warns(UserWarning, match="rank0_only have no effect"):
-        assert said(state_dict_config=FullStateDictConfig(True, False)) == "FULL_STATE_DICT"
+        assert kind(state_dict_config=FullStateDictConfig(True, False)) == "FULL_STATE_DICT"
 
 
-def test_policies():
+def test_policies_are_created_from_dicts_and_strings():
     plugin = FullyShardedDataParallelPlugin(
         mixed_precision_policy={"param_dtype": "bf16", "reduce_dtype": "torch.bfloat16"},
         cpu_offload=CPUOffloadPolicy(),
@@ -137,7 +139,7 @@ def test_policies():
         FullyShardedDataParallelPlugin(backward_prefetch="BACKWARD_POST")
 
 
-def test_from_environment_and_file(monkeypatch, tmp_path):
+def test_settings_come_from_environment_and_config_file(monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
@@ -165,17 +167,17 @@ def test_from_environment_and_file(monkeypatch, tmp_path):
         assert plugin.transformer_cls_names_to_wrap == ["Block"]
 
 
-def test_ring_attention_needs_an_accelerator():
+def test_unsupported_options_of_the_mesh_are_rejected():
     with pytest.raises(ConfigurationError, match=r"1 was started"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
     handler = TorchTensorParallelConfig(enable_async_tp=True)
-    with pytest.raises(ConfigurationError, match="enable_async_tp is not offered"):
+    with pytest.raises(ConfigurationError, match="enable_async_tp is not supported"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_handler=handler))
-    with pytest.raises(ConfigurationError, match="has Ulysses of its own"):
+    with pytest.raises(ConfigurationError, match="has its own implementation of Ulysses"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_backend="deepspeed"))
 
 
-def test_one_process_shards_too(tmp_path):
+def test_one_process_can_train_save_and_load(tmp_path):
     model = torch.nn.Linear(3, 2)
     before = model.weight.detach().clone()
     with Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()) as accelerator:
@@ -201,7 +203,7 @@ class Halved(Precision):
 """
 
 
-def test_layers_compute_in_what_a_strangers_precision_says(tmp_path: Path) -> None:
+def test_layers_compute_in_the_dtype_of_a_third_party_precision(tmp_path: Path) -> None:
     distribution(tmp_path, "halved", PRECISION, {"precisions": {"halved": "Halved"}})
     code = """
     import torch
@@ -226,7 +228,7 @@ def test_layers_compute_in_what_a_strangers_precision_says(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("word", "wanted"), [("1", True), ("yes", True), ("no", False), ("0", False)]
 )
-def test_a_variable_takes_every_word_for_yes_and_no(
+def test_variable_accepts_all_words_for_true_and_false(
     monkeypatch: pytest.MonkeyPatch, word: str, wanted: bool
 ) -> None:
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", word)

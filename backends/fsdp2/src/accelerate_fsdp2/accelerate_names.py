@@ -1,6 +1,6 @@
-"""Functions of Hugging Face Accelerate around FSDP: its checkpoint files, and steps of its `prepare`.
+"""Functions of Hugging Face Accelerate for FSDP: checkpoint files, and steps of its `prepare`.
 
-The files are those that it writes, so that either reads what the other has written.
+The files have Accelerate's format, so each library can read the other's.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def _options(plugin: Any) -> StateDictOptions:
 
 
 def _write(options: Any, accelerator: Any, state: Any, kind: str, place: Path, dcp: bool) -> None:
-    """Write one state under Accelerate's name for it.
+    """Write one state with Accelerate's file name.
 
     Args:
         kind: key of the state in a sharded checkpoint.
-        place: folder of a sharded checkpoint; other files are named by it.
+        place: folder of a sharded checkpoint. The names of other files are derived from it.
     """
     if options.full_state_dict:
         if accelerator.process_index == 0:
@@ -61,7 +61,7 @@ def _write(options: Any, accelerator: Any, state: Any, kind: str, place: Path, d
 def _read(
     options: Any, accelerator: Any, own: Callable[[], Any], kind: str, place: Path, dcp: bool
 ) -> Any:
-    """Read what `_write` wrote; a whole state on rank 0 only, which torch sends to the others."""
+    """Read a state that `_write` wrote. Rank 0 reads a whole state, and torch sends it to others."""
     if options.full_state_dict:
         return _load(_whole(place)) if accelerator.process_index == 0 else {}
     if not dcp:
@@ -81,7 +81,7 @@ def _whole(place: Path) -> Path:
 def _load(path: Path) -> Any:
     if not path.is_file():
         raise CheckpointError(
-            f"{path} is not there. Load with the state_dict_type and use_dcp that were saved with."
+            f"{path} does not exist. Use the same state_dict_type and use_dcp as when saving."
         )
     return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -109,14 +109,14 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Write the weights of one model: whole, or in shards, as `state_dict_type` says.
+    """Write the weights of one model, whole or in shards, depending on `state_dict_type`.
 
     Args:
         fsdp_plugin: `accelerator.state.fsdp_plugin`.
-        model_index: place of the model among those of the run.
-        adapter_only: of a peft model, only what is trained.
-        use_dcp: write shards with torch.distributed.checkpoint; False: a file of each rank.
-        output_dir: a folder, made where it is missing.
+        output_dir: the folder to write to. It is created if it doesn't exist.
+        model_index: number of the model in the run.
+        adapter_only: for a PEFT model, only write the adapter.
+        use_dcp: write shards with torch.distributed.checkpoint. False writes one file per rank.
     """
     options = _options(fsdp_plugin)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
@@ -134,17 +134,19 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Read what `save_fsdp_model` wrote; return the missing and unexpected keys.
+    """Read weights that `save_fsdp_model` wrote. Returns the missing and unexpected keys.
+
+    Pass the same options as when saving.
 
     Args:
-        fsdp_plugin: its `state_dict_type` says which form is read.
-        input_dir: the folder that was written to.
-        model_index: which of several models.
-        adapter_only: read the weights of adapters alone.
-        use_dcp: shards by torch.distributed.checkpoint; False: a file of each rank.
+        fsdp_plugin: `accelerator.state.fsdp_plugin`.
+        input_dir: the folder to read from.
+        model_index: number of the model in the run.
+        adapter_only: for a PEFT model, only read the adapter.
+        use_dcp: read shards with torch.distributed.checkpoint. False reads one file per rank.
 
     Raises:
-        CheckpointError: there is no such file, or it is damaged.
+        CheckpointError: the file does not exist or is damaged.
     """
     accelerator.wait_for_everyone()
     options = _options(fsdp_plugin)
@@ -172,13 +174,13 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write the state of one optimizer, as `save_fsdp_model` does the weights.
+    """Write the state of one optimizer, whole or in shards, depending on `state_dict_type`.
 
     Args:
-        fsdp_plugin: its `state_dict_type` says which form is written.
-        output_dir: a folder, made where it is missing.
-        optimizer_index: which of several optimizers.
-        use_dcp: shards by torch.distributed.checkpoint; False: a file of each rank.
+        fsdp_plugin: `accelerator.state.fsdp_plugin`.
+        output_dir: the folder to write to. It is created if it doesn't exist.
+        optimizer_index: number of the optimizer in the run.
+        use_dcp: write shards with torch.distributed.checkpoint. False writes one file per rank.
     """
     options = _options(fsdp_plugin)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
@@ -197,16 +199,19 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Read what `save_fsdp_optimizer` wrote; `adapter_only` changes nothing here.
+    """Read a state that `save_fsdp_optimizer` wrote.
+
+    Pass the same options as when saving.
 
     Args:
-        fsdp_plugin: its `state_dict_type` says which form is read.
-        input_dir: the folder that was written to.
-        optimizer_index: which of several optimizers.
-        use_dcp: shards by torch.distributed.checkpoint; False: a file of each rank.
+        fsdp_plugin: `accelerator.state.fsdp_plugin`.
+        input_dir: the folder to read from.
+        optimizer_index: number of the optimizer in the run.
+        adapter_only: ignored, for compatibility with Accelerate.
+        use_dcp: read shards with torch.distributed.checkpoint. False reads one file per rank.
 
     Raises:
-        CheckpointError: there is no such file, or it is damaged.
+        CheckpointError: the file does not exist or is damaged.
     """
     accelerator.wait_for_everyone()
     options = _options(fsdp_plugin)
@@ -219,7 +224,7 @@ def load_fsdp_optimizer(
 
 
 def _inner(optimizer: Any) -> Any:
-    """Return the user's own: torch makes its state by a step, which the wrapper would count."""
+    """Return the wrapped optimizer. torch creates its state with a step that must not be counted."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
@@ -229,15 +234,15 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Write sharded weights as one file into `output_path`, on the main process.
+    """Merge sharded weights into one file in `output_path`, on the main process.
 
     Args:
         checkpoint_dir: the folder with the shards.
-        safe_serialization: write safetensors, else by `torch.save`.
+        safe_serialization: write safetensors. False uses `torch.save`.
         remove_checkpoint_dir: delete the shards afterwards.
 
     Raises:
-        CheckpointError: there are no weights, or they are damaged.
+        CheckpointError: there are no weights or they are damaged.
     """
     state = PartialState()
     if state.is_main_process:
@@ -254,24 +259,24 @@ def merge_fsdp_weights(
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Let only rank 0 load pretrained weights, as transformers reads it from the environment."""
+    """Set the variables that make Transformers load pretrained weights on rank 0 only."""
     os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Let every rank load pretrained weights."""
+    """Set the variable that makes Transformers load pretrained weights on every rank."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
 
 
 def fsdp2_load_full_state_dict(
     accelerator: Any, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
 ) -> nn.Module:
-    """Give a sharded model the whole weights that rank 0 has; return it.
+    """Load rank 0's whole weights into a sharded model, and return the model.
 
     Args:
-        full_sd: on the others it may be empty.
-        cpu_offload: the shards live in host memory.
+        full_sd: the state dict on rank 0. It can be empty on other ranks.
+        cpu_offload: whether the shards are in host memory.
     """
     options = StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload
@@ -283,10 +288,10 @@ def fsdp2_load_full_state_dict(
 def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: Any
 ) -> Callable[[nn.Module], Any]:
-    """Wrap what makes the weights of a module on meta, so that tied ones stay tied.
+    """Wrap a function that initialises modules on meta, so that tied weights stay tied.
 
     Args:
-        param_init_fn: makes the weights of one module.
+        param_init_fn: initialises the weights of one module.
     """
     tied = {
         id(model.get_parameter(name)) for name in getattr(model, "_tied_weights_keys", None) or ()
@@ -319,7 +324,7 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Compute the activations of each unit again in backward."""
+    """Recompute the activations of each unit in backward."""
     from torch.distributed._composable import checkpoint
 
     for group in units.find_units(model, accelerator.state.fsdp_plugin):
@@ -331,7 +336,7 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
 def fsdp2_prepare_auto_wrap_policy(
     fsdp2_plugin: Any, model: nn.Module
 ) -> Callable[[nn.Module], bool] | None:
-    """Return a function that says whether a module of `model` is a unit, None without a policy.
+    """Return a function that tells whether a module of `model` is a unit, or None without a policy.
 
     Args:
         fsdp2_plugin: the settings with the policy.
@@ -345,21 +350,20 @@ def fsdp2_prepare_auto_wrap_policy(
 def fsdp2_switch_optimizer_parameters(
     optimizer: torch.optim.Optimizer, mapping: Mapping[int, Any]
 ) -> None:
-    """Put sharded parameters into an optimizer.
+    """Replace an optimizer's parameters by sharded ones.
 
     Args:
-        mapping: `data_ptr` of what the optimizer holds -> what takes its place. What is held may be
-            anything with that attribute.
+        mapping: `data_ptr` attribute of the old parameter -> new parameter.
 
     Raises:
-        KeyError: it holds one that is not in there.
+        KeyError: a parameter of the optimizer is not in `mapping`.
     """
     for group in optimizer.param_groups:
         group["params"] = [mapping[parameter.data_ptr] for parameter in group["params"]]
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping with names as they were before compiling and checkpointing.
+    """Remove the parts that compilation and activation checkpointing add to parameter names.
 
     Args:
         named_params: name -> parameter.
@@ -372,5 +376,5 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """Make a gradient scaler."""
+    """Return a gradient scaler."""
     return torch.amp.GradScaler(**kwargs)

@@ -1,8 +1,8 @@
-"""Gradients in the middle of an accumulation cycle, as a checkpoint keeps them.
+"""Save and load gradients in the middle of an accumulation cycle.
 
-FSDP2 has them in up to three places: reduced, in the `grad` of a sharded parameter; on their rank
-alone and unsharded, after a backward under `no_sync`; and, where shards are replicated, reduced
-over the shards but not yet over the replicas. A key says which of these a tensor is.
+FSDP2 keeps gradients in up to three places: reduced, in the `grad` of a sharded parameter;
+unreduced and whole on each rank, after a backward under `no_sync`; and, if shards are replicated,
+reduced over shards but not yet over replicas. The key of each saved tensor says which it is.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _SHARDED = "sharded"
 _WHOLE = "whole"
 _PARTIAL = "partial"
 _PLACEMENTS = "placements"
-#: Numbers for placements; a number from 0 on is the dimension of a shard.
+#: Numbers that represent placements. A non-negative number is the dimension of a shard.
 _REPLICATED, _SUMMED = -1, -2
-_WAY_OUT = "Load it on the mesh that saved it, or load a checkpoint saved after an optimizer step."
+_WAY_OUT = "Load it with the mesh that saved it, or load a checkpoint that was saved after an optimizer step."
 
 
 def read(
     model: nn.Module, groups: Sequence[Any], parameters: Collection[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return this rank's gradients of `parameters`, without a collective and without a copy.
+    """Return this rank's gradients of `parameters`, without a collective or a copy.
 
     Raises:
-        CheckpointError: a gradient is laid out over `tp` in a way that cannot be written down.
+        CheckpointError: the placement of a gradient over `tp` cannot be saved.
     """
     wanted = {id(parameter) for parameter in parameters}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -70,10 +70,14 @@ def write(
     gradients: Mapping[str, torch.Tensor],
     factor: float | None,
 ) -> None:
-    """Put back what `read` returned; or, if another mesh saved it, add it up times `factor`.
+    """Restore the gradients that `read` returned.
+
+    Args:
+        factor: None if the same mesh saved them. Otherwise, gradients are multiplied by this factor
+            and added.
 
     Raises:
-        CheckpointError: another mesh saved it, and gradients are sharded there.
+        CheckpointError: another mesh saved the gradients, and they were already sharded.
     """
     _make_unsharded_parameters(model, groups)
     named = dict(model.named_parameters())
@@ -91,7 +95,7 @@ def write(
                 value = _from_another_mesh(parameter, name, value * factor)
             _add(parameter, value)
         elif factor is not None and kind == _SHARDED and value.shape == named[name].shape:
-            # One rank had all of it: it is the mean over the ranks already.
+            # One rank saved the whole gradient, which is already the mean over ranks.
             sharded = named[name]
             part = _part_of(sharded, value.to(local(sharded).device) * factor)
             if sharded.grad is None:
@@ -100,8 +104,8 @@ def write(
                 local(sharded.grad).add_(local(part))
         elif factor is not None:
             raise CheckpointError(
-                "The checkpoint was saved in the middle of an accumulation cycle whose gradients are "
-                f"sharded already, on another mesh or number of ranks. {_WAY_OUT}"
+                "The checkpoint was saved in the middle of an accumulation cycle, with another mesh "
+                f"or number of ranks, and contains sharded gradients. {_WAY_OUT}"
             )
         elif kind == _PARTIAL:
             group = groups[int(name)]
@@ -136,13 +140,13 @@ def _laid_out(parameter: Any, value: torch.Tensor, numbers: torch.Tensor | None)
 
 
 def _from_another_mesh(parameter: Any, name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a gradient that another mesh had whole on every rank."""
+    """Return this rank's part of a gradient that was whole on every rank of another mesh."""
     shape = parameter.sharded_param.shape
     if value.shape != shape:
         raise CheckpointError(
-            f"The checkpoint was saved in the middle of an accumulation cycle whose gradient of {name!r} "
-            f"has shape {list(value.shape)}: it is spread over tensor parallel ranks, and this run has "
-            f"another mesh. {_WAY_OUT}"
+            "The checkpoint was saved in the middle of an accumulation cycle, with another mesh. Its "
+            f"gradient of {name!r} has shape {list(value.shape)}, because it is split over tensor "
+            f"parallel ranks. {_WAY_OUT}"
         )
     if not parameter.is_dtensor:
         return value
@@ -151,9 +155,9 @@ def _from_another_mesh(parameter: Any, name: str, value: torch.Tensor) -> torch.
 
 
 def _make_unsharded_parameters(model: nn.Module, groups: Sequence[Any]) -> None:
-    """Let torch make its unsharded parameters, which it otherwise does in the first forward.
+    """Make torch create its unsharded parameters, which it otherwise does in the first forward.
 
-    They are asked for their layout over `tp`, and from torch 2.15 on accumulate the gradients.
+    Their placements over `tp` are needed, and since torch 2.15 they accumulate the gradients.
     """
     for group in groups:
         for one in group.fsdp_params:
@@ -177,9 +181,9 @@ def _numbers_of(placements: Sequence[Placement], name: str) -> torch.Tensor:
             numbers.append(placement.dim)
         else:
             raise CheckpointError(
-                f"The gradient of {name!r} is laid out over tensor parallel ranks as {placement}, which "
-                "cannot be saved in the middle of an accumulation cycle. Save after the optimizer's "
-                "step, where accelerator.sync_gradients is True."
+                f"The gradient of {name!r} has the placement {placement} over tensor parallel ranks, "
+                "which cannot be saved in the middle of an accumulation cycle. Save after an "
+                "optimizer step, when accelerator.sync_gradients is True."
             )
     return torch.tensor(numbers)
 

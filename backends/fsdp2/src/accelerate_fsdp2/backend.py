@@ -1,4 +1,4 @@
-"""The backend: parameters, gradients and optimizer state are sharded with `fully_shard`."""
+"""The fsdp2 backend, which shards parameters, gradients and optimizer state with `fully_shard`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from accelerate_fsdp2.settings import (
 )
 from accelerate_fsdp2.sharded_model import ShardedModel, Synced, add_up
 
-#: Optimizers that need whole parameters: silently wrong, or an error deep inside of torch.
+#: Optimizers that need whole parameters. With shards, they would be wrong or fail inside torch.
 _WHOLE_ONLY = ("LBFGS", "Adafactor")
 
 _T = TypeVar("_T")
@@ -60,9 +60,9 @@ _OfModels = weakref.WeakKeyDictionary[nn.Module, _T]
 
 
 class _Owns:
-    """`Backend.owns`, read when it is asked for: a script may change `state_dict_type` later.
+    """`Backend.owns` as a property, because a script can change `state_dict_type` later.
 
-    Of the class it is what every instance owns.
+    On the class, it returns what every instance owns.
     """
 
     def __get__(self, backend: FSDP2Backend | None, cls: type) -> frozenset[str]:
@@ -73,7 +73,7 @@ class _Owns:
 
 
 class FSDP2Backend(Backend):
-    """Shards models over a device mesh, beside tensor, context and sequence parallelism."""
+    """Shard models over a device mesh, together with tensor, context and sequence parallelism."""
 
     name = "fsdp2"
     api_version = (1, 0)
@@ -97,17 +97,19 @@ class FSDP2Backend(Backend):
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
         if torch.__version__ < "2.11":
             raise ConfigurationError(
-                f"The backend 'fsdp2' needs torch 2.11 or newer, and torch here is {torch.__version__}, "
-                "under which it would train to other weights. Run: pip install 'torch>=2.11'."
+                f"The backend 'fsdp2' needs torch 2.11 or newer, but torch {torch.__version__} is "
+                "installed, with which training would give other weights. Run: pip install "
+                "'torch>=2.11'"
             )
         super().__init__(settings or FullyShardedDataParallelPlugin(), handlers)
         self.options: FullyShardedDataParallelPlugin = self.settings
-        #: Weights of models on meta: rank 0's by name, "rank 0" elsewhere, None where nobody has any.
+        #: Where the weights of a model on meta come from: the tensors by name on rank 0, "rank 0" on
+        #: other ranks, or None if no rank has them.
         self._sources: _OfModels[Any] = weakref.WeakKeyDictionary()
-        #: What is sharded, in the order of `prepare`. A list: weak containers cost calls per step.
-        #: Weak, because torch's groups, which each of them has, hold the model.
+        #: The sharded models in the order of `prepare`. A list, because weak containers cost calls
+        #: in each step. Weak references, because torch's groups in each entry refer to the model.
         self._references: list[weakref.ref[ShardedModel]] = []
-        #: Parameters whose gradients the ranks of `tp` have parts of, by name.
+        #: Names of parameters whose gradients are partial sums on each rank of `tp`.
         self._added_names: _OfModels[list[str]] = weakref.WeakKeyDictionary()
         self._layouts = Layouts()
         #: Whether there are several copies of each shard (HSDP).
@@ -120,7 +122,7 @@ class FSDP2Backend(Backend):
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
-        """Claim what asks for FSDP, or for a mesh."""
+        """Claim the run if FSDP or a mesh was requested."""
         for name, priority in (("fsdp_plugin", 50), ("parallelism_config", 40)):
             if request.arguments.get(name) is not None:
                 return Claim(priority, f"{name} was passed")
@@ -133,11 +135,11 @@ class FSDP2Backend(Backend):
         return None
 
     def distributed_type(self, accelerator: AcceleratorView) -> str:
-        """`FSDP`."""
+        """Return `FSDP`."""
         return "FSDP"
 
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
-        """Serve `accelerator.fsdp_plugin`, `is_fsdp2` and `is_composable_parallelism_enabled`."""
+        """Provide `accelerator.fsdp_plugin`, `is_fsdp2` and `is_composable_parallelism_enabled`."""
         return {
             "fsdp_plugin": self.options,
             "is_fsdp2": True,
@@ -147,24 +149,32 @@ class FSDP2Backend(Backend):
     # --- start --------------------------------------------------------------------------------
 
     def mesh(self, accelerator: AcceleratorView) -> DeviceMesh | None:
-        """Make the mesh; refuse ring attention where torch has no kernel for it."""
+        """Create the mesh.
+
+        Raises:
+            ConfigurationError: ring attention on the CPU, for which torch has no kernel.
+        """
         config = sizes_of(accelerator)
         on_cpu = accelerator.device.type == "cpu"
         if config.cp_enabled and on_cpu and not testing.ring_runs_on_cpu():
             raise ConfigurationError(
-                f"cp_size={config.cp_size} is ring attention, which torch has for accelerators "
-                "only; on the CPU share sequences with sp_size (Ulysses). Tests may call "
+                f"cp_size={config.cp_size} uses ring attention, which torch only supports on "
+                "accelerators. On the CPU, use sp_size (Ulysses) instead. Tests can call "
                 "accelerate_fsdp2.testing.enable_cpu_ring_attention()."
             )
         return super().mesh(accelerator)
 
     def check(self, setup: SetupView) -> None:
-        """Complete the details of the mesh, and refuse those that are another backend's."""
+        """Fill in the handlers of the mesh, and check them.
+
+        Raises:
+            ConfigurationError: a handler or option is for another backend, or is not supported.
+        """
         config = sizes_of(setup)
         if config.sp_backend not in (None, "torch"):
             raise ConfigurationError(
-                f"sp_backend={config.sp_backend!r} is not of this backend; fsdp2 has Ulysses of its "
-                "own: leave sp_backend out."
+                f"sp_backend={config.sp_backend!r} is for another backend. fsdp2 has its own "
+                "implementation of Ulysses, so leave sp_backend out."
             )
         handlers = {
             "tp_handler": TorchTensorParallelConfig,
@@ -176,22 +186,23 @@ class FSDP2Backend(Backend):
                 setattr(config, name, resolve_settings(cls, None, Sources.of(os.environ))[0])
             elif not isinstance(given, cls):
                 raise ConfigurationError(
-                    f"{name} takes a {cls.__name__} with this backend, not {type(given).__name__}."
+                    f"With the backend fsdp2, {name} must be a {cls.__name__}, not a "
+                    f"{type(given).__name__}."
                 )
         if config.tp_handler.enable_async_tp:
             raise ConfigurationError(
-                "enable_async_tp is not offered: it needs symmetric memory of CUDA devices, and "
-                "has not been tried. Leave it out."
+                "enable_async_tp is not supported. It needs symmetric memory of CUDA devices and "
+                "was never tested. Leave it out."
             )
 
     def _shard_mesh(self, accelerator: AcceleratorView) -> Any:
-        """Return the mesh over which gradients are reduced: shards, and copies of them."""
+        """Return the mesh over which gradients are reduced, with the dimension of shards last."""
         if self._shards is None:
             config = sizes_of(accelerator)
             shards = "dp_shard_cp" if config.cp_enabled or config.sp_enabled else "dp_shard"
             if config.dp_replicate_enabled:
                 with warnings.catch_warnings():
-                    # Of a flattened dimension and another one there is no mesh but this slice.
+                    # Slicing is the only way to combine a flattened dimension with another one.
                     warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
                     self._shards = mesh_of(accelerator)["dp_replicate", shards]
             else:
@@ -199,13 +210,13 @@ class FSDP2Backend(Backend):
         return self._shards
 
     def on_end(self, accelerator: AcceleratorView) -> None:
-        """Leave loss_parallel."""
+        """Exit the context of loss_parallel."""
         if self._loss_parallel is not None:
             self._loss_parallel.__exit__(None, None, None)
             self._loss_parallel = None
 
     def init_model_context(self, accelerator: AcceleratorView) -> AbstractContextManager[Any]:
-        """With `cpu_ram_efficient_loading` only rank 0 makes weights."""
+        """With `cpu_ram_efficient_loading`, create models on meta on all ranks but rank 0."""
         if self.options.cpu_ram_efficient_loading and not accelerator.is_main_process:
             return torch.device("meta")
         return nullcontext()
@@ -213,16 +224,16 @@ class FSDP2Backend(Backend):
     # --- prepare ------------------------------------------------------------------------------
 
     def tensor_parallel(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
-        """Make the ranks' weights alike, then distribute layers over `tp`.
+        """Give all ranks the same weights, then split layers over `tp`.
 
         Raises:
-            PrepareError: the model is a DistributedDataParallel already.
+            PrepareError: the model is already a DistributedDataParallel.
         """
         if isinstance(model, FSDPModule):
             return model
         if isinstance(model, DistributedDataParallel):
             raise PrepareError(
-                "The model is a DistributedDataParallel already; pass the module inside of it."
+                "The model is already a DistributedDataParallel. Pass its .module instead."
             )
         config = sizes_of(accelerator)
         self._refuse_shared(model)
@@ -241,22 +252,22 @@ class FSDP2Backend(Backend):
         return model
 
     def _refuse_shared(self, model: nn.Module) -> None:
-        """Two models that share a parameter would train a copy each."""
+        """Reject a model that shares a parameter with another. Each would train its own copy."""
         for name, parameter in model.named_parameters():
             reference = self._owners.get(parameter)
             owner = None if reference is None else reference()
             if owner is not None and owner is not model:
                 raise PrepareError(
-                    f"{name!r} of {type(model).__name__} is a parameter of {type(owner).__name__}, "
-                    "too, which is sharded by itself: the tie would be lost. Put both into one "
-                    "module and prepare that."
+                    f"{name!r} of {type(model).__name__} is also a parameter of "
+                    f"{type(owner).__name__}. The two models are sharded separately, so each would "
+                    "train its own copy. Put both models into one module and prepare that."
                 )
             self._owners[parameter] = weakref.ref(model)
 
     def _align_generators(self, accelerator: AcceleratorView) -> None:
-        """Give ranks that get the same samples the same random states, once.
+        """Give ranks that read the same samples the same random states, once.
 
-        They must agree on dropout in a layer that they share, and on augmentation of what they read.
+        They need the same dropout in layers that they share, and the same data augmentation.
         """
         config, mesh = sizes_of(accelerator), mesh_of(accelerator)
         if self._aligned or not config.non_dp_dim_names:
@@ -269,8 +280,9 @@ class FSDP2Backend(Backend):
             if not _alike(own, sent[0]):
                 restore_rng_state(sent[0])
                 accelerator.warn_once(
-                    f"Ranks of one {name} group had different random states; they have those of its "
-                    "first rank now. Seed them alike: set_seed(seed) without device_specific.",
+                    f"Ranks of the same {name} group had different random states. They now use those "
+                    "of the group's first rank. To avoid this, call set_seed(seed) without "
+                    "device_specific.",
                     every_rank=True,
                 )
 
@@ -292,7 +304,7 @@ class FSDP2Backend(Backend):
             weights.broadcast_whole(model)
 
     def activation_checkpointing(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
-        """Compute the activations of each unit again in backward, if asked for."""
+        """Recompute the activations of each unit in backward, if requested."""
         if not self.options.activation_checkpointing or isinstance(model, FSDPModule):
             return model
         from torch.distributed._composable import checkpoint
@@ -311,7 +323,7 @@ class FSDP2Backend(Backend):
     def prepare_model(
         self, accelerator: AcceleratorView, model: nn.Module, evaluation_mode: bool
     ) -> nn.Module:
-        """Shard the units and then the model, and fill the shards of what was on meta."""
+        """Shard the units and then the model, and fill the shards of a model that was on meta."""
         if isinstance(model, FSDPModule):
             return model
         sizes = sizes_of(accelerator)
@@ -322,15 +334,15 @@ class FSDP2Backend(Backend):
         shards = mesh.size(mesh.ndim - 1)
         if not isinstance(reshard, bool | None) and shards % reshard:
             raise ConfigurationError(
-                f"reshard_after_forward={reshard} does not divide the {shards} ranks that "
-                "parameters are sharded over."
+                f"Parameters are sharded over {shards} ranks, which is not divisible by "
+                f"reshard_after_forward={reshard}."
             )
         ignored = units.ignored_parameters(model, self.options.ignored_modules)
         for name, parameter in ignored.items():
             if isinstance(parameter, DTensor):
                 raise PrepareError(
-                    f"{name!r} is to stay whole (ignored_modules, or a scalar), and is distributed "
-                    "by the tensor parallel plan. Take it out of one of them."
+                    f"{name!r} is split by the tensor parallel plan, but is also in ignored_modules "
+                    "or a scalar, which are not split. Remove it from one of them."
                 )
         groups = units.find_units(model, self.options)
         units.check_groups(model, groups, set(ignored.values()))
@@ -343,7 +355,7 @@ class FSDP2Backend(Backend):
         for group in groups:
             unit: Any = group[0] if len(group) == 1 else group
             fully_shard(unit, reshard_after_forward=reshard, **arguments)
-        # Backward begins with what the model itself holds: by default it stays whole.
+        # Backward starts with the model's own parameters, so by default they are not freed.
         fully_shard(model, reshard_after_forward=None if reshard is True else reshard, **arguments)
         if model in self._sources:
             self._materialise(accelerator, model)
@@ -366,7 +378,7 @@ class FSDP2Backend(Backend):
         for name in asked:
             if not callable(getattr(model, name, None)):
                 raise ConfigurationError(
-                    f"forward_methods names {name!r}, which {type(model).__name__} does not have."
+                    f"forward_methods names {name!r}, but {type(model).__name__} has no such method."
                 )
         usual = ["generate"] if callable(getattr(model, "generate", None)) else []
         return list(dict.fromkeys([*usual, *asked]))
@@ -379,7 +391,7 @@ class FSDP2Backend(Backend):
             weights.fill_with_nan(model, device)
             accelerator.warn_once(
                 f"{type(model).__name__} was on the meta device on every rank, so it has no "
-                "weights yet: its shards are filled with NaN until load_state reads them."
+                "weights yet. Its shards are filled with NaN until you call load_state."
             )
             return
         model.to_empty(device=device)
@@ -387,7 +399,11 @@ class FSDP2Backend(Backend):
         weights.fill_from_rank_0(model, held, sizes_of(accelerator), accelerator.device)
 
     def prepare_optimizer(self, accelerator: AcceleratorView, optimizer: Any) -> Any:
-        """Refuse what needs whole parameters, and shard the state it has already."""
+        """Shard the state that the optimizer already has.
+
+        Raises:
+            ConfigurationError: the optimizer needs whole parameters.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         sharded = [p for p in parameters if isinstance(p, DTensor)]
         if not sharded:
@@ -396,18 +412,18 @@ class FSDP2Backend(Backend):
         kinds = {base.__name__ for base in type(optimizer).__mro__}
         if kinds.intersection(_WHOLE_ONLY) and accelerator.num_processes > 1:
             raise ConfigurationError(
-                f"{kind} computes over whole parameters, and FSDP2 gives it shards. Use another "
-                "optimizer, or the backend ddp."
+                f"{kind} needs whole parameters, but FSDP2 shards them. Use another optimizer, or "
+                "the backend ddp."
             )
         if len({p.device_mesh for p in sharded}) > 1 or len(sharded) < len(parameters):
-            # One call over all of them cannot mix tensors of several meshes.
+            # foreach and fused cannot mix tensors from several meshes.
             for option in ("foreach", "fused"):
                 for group in optimizer.param_groups:
                     if option in group:
                         group[option] = False
                 if optimizer.defaults.get(option):
                     accelerator.warn_once(
-                        f"{kind}({option}=True) is switched off: its parameters are on several "
+                        f"{kind}({option}=True) is disabled, because its parameters are on several "
                         "meshes."
                     )
         config, rank = sizes_of(accelerator), accelerator.process_index
@@ -418,19 +434,19 @@ class FSDP2Backend(Backend):
     # --- step ---------------------------------------------------------------------------------
 
     def no_sync(self, accelerator: AcceleratorView, model: Any) -> AbstractContextManager[Any]:
-        """Keep whole gradients on their ranks: nothing is reduced."""
+        """Keep unreduced gradients on their ranks."""
         sharded = self._sharded_model(model)
         return nullcontext() if sharded is None else Synced(sharded, False)
 
     def trigger_sync_in_backward(
         self, accelerator: AcceleratorView, model: Any
     ) -> AbstractContextManager[Any]:
-        """Reduce in the next backward, although its forward ran under `no_sync`."""
+        """Make the next backward reduce gradients, even if its forward ran under `no_sync`."""
         sharded = self._sharded_model(model)
         return nullcontext() if sharded is None else Synced(sharded, True)
 
     def _sharded_model(self, model: Any) -> ShardedModel | None:
-        """Return what is kept for a model, None if it is not sharded."""
+        """Return the record of a model, or None if it is not sharded."""
         for sharded in self._models():
             if sharded.model is model:
                 return sharded
@@ -440,14 +456,14 @@ class FSDP2Backend(Backend):
 
     def _remember(self, model: Any, *kept: Sequence[nn.Parameter]) -> ShardedModel:
         sharded = ShardedModel(model, *kept)
-        model._get_fsdp_state()._accelerate_sharded_model = sharded  # lives as long as the model
+        model._get_fsdp_state()._accelerate_sharded_model = sharded  # kept as long as the model
         self._layouts.forget()
         self._references = [one for one in self._references if one() is not None]
         self._references.append(weakref.ref(sharded))
         return sharded
 
     def _models(self) -> list[ShardedModel]:
-        """Return what is kept for the models that are still there, in the order of `prepare`."""
+        """Return the records of all models that still exist, in the order of `prepare`."""
         found = []
         for reference in self._references:
             sharded = reference()
@@ -456,7 +472,7 @@ class FSDP2Backend(Backend):
         return found
 
     def _unreduced(self, parameters: Iterable[torch.Tensor]) -> list[ShardedModel]:
-        """Return the models of these parameters that have gradients which are not reduced."""
+        """Return the models with any of these parameters that have unreduced gradients."""
         found = [one for one in self._models() if one.has_unreduced]
         if not found:
             return found
@@ -466,13 +482,13 @@ class FSDP2Backend(Backend):
     def _refuse_unreduced(self, what: str, parameters: Iterable[torch.Tensor]) -> None:
         if self._unreduced(parameters):
             raise ConfigurationError(
-                f"{what} after a backward under no_sync: the gradients are not reduced and not in "
-                "the parameters, so nothing would happen. Do the last backward of a cycle outside "
-                "of the block, or use accumulate."
+                f"{what} would have no effect after a backward under no_sync, because the gradients "
+                "are not reduced yet. Run the last backward of a cycle outside no_sync, or use "
+                "accelerator.accumulate."
             )
 
     def zero_grad(self, accelerator: AcceleratorView, optimizer: Any, set_to_none: bool) -> None:
-        """Clear gradients, including those that are not reduced yet."""
+        """Clear all gradients, including unreduced ones."""
         optimizer.zero_grad(set_to_none=set_to_none)
         for sharded in self._models():
             if sharded.waiting:
@@ -483,10 +499,10 @@ class FSDP2Backend(Backend):
     def backward(
         self, accelerator: AcceleratorView, loss: torch.Tensor, kwargs: dict[str, Any]
     ) -> None:
-        """Compute gradients; average those of parameters that stay whole."""
+        """Compute gradients, and average those of parameters that are not sharded."""
         models = self._models()
         if self._replicates and accelerator.gradient_state.sync_each_batch:
-            # Shards are reduced at each batch, copies of them when the optimizer steps.
+            # Reduce over shards in each batch, but over replicas only when the optimizer steps.
             all_reduce = accelerator.gradient_state.sync_gradients
             for sharded in models:
                 for group in sharded.groups:
@@ -507,7 +523,7 @@ class FSDP2Backend(Backend):
     def scale_gradients(
         self, accelerator: AcceleratorView, models: Sequence[nn.Module], factor: torch.Tensor
     ) -> None:
-        """Multiply every gradient in place."""
+        """Multiply all gradients by `factor` in place."""
         parameters = dict.fromkeys(p for model in models for p in model.parameters())
         scale([p.grad for p in parameters if p.grad is not None], factor)
 
@@ -519,9 +535,9 @@ class FSDP2Backend(Backend):
         norm_type: float,
         clip_value: float | None,
     ) -> Any:
-        """Clip by the norm over all shards of all meshes, a plain tensor; or each shard's elements.
+        """Clip by norm over all shards and meshes, or by value. Returns the norm as a plain tensor.
 
-        Inside of a cycle of `accumulate` there is nothing to clip yet.
+        Inside an accumulation cycle, nothing is clipped, because gradients are not reduced yet.
         """
         if accelerator.gradient_state.sync_gradients:
             self._refuse_unreduced("Clipping", parameters)
@@ -536,15 +552,15 @@ class FSDP2Backend(Backend):
         return None
 
     def unscale_gradients(self, accelerator: AcceleratorView, optimizer: Any) -> None:
-        """Unscale each shard, and let every rank know of an overflow on any."""
+        """Unscale each shard, and share overflows with all ranks."""
         scaler: Any = accelerator.scaler
         if scaler is None:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         parts = locals_with_grads(parameters)
-        stand_in = SimpleNamespace(param_groups=[{"params": parts}])  # all a scaler asks of one
-        scaler.unscale_(stand_in)
-        entry = scaler._per_optimizer_states.pop(id(stand_in))
+        substitute = SimpleNamespace(param_groups=[{"params": parts}])  # all that a scaler needs
+        scaler.unscale_(substitute)
+        entry = scaler._per_optimizer_states.pop(id(substitute))
         for found in entry["found_inf_per_device"].values():
             dist.all_reduce(found, dist.ReduceOp.MAX)
         scaler._per_optimizer_states[id(optimizer)] = entry
@@ -552,7 +568,11 @@ class FSDP2Backend(Backend):
     def optimizer_step(
         self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
-        """Step, unless gradients are not there."""
+        """Step the optimizer.
+
+        Raises:
+            ConfigurationError: gradients are not reduced yet.
+        """
         for sharded in self._models():
             if sharded.has_unreduced:
                 held = (p for group in optimizer.param_groups for p in group["params"])
@@ -561,7 +581,7 @@ class FSDP2Backend(Backend):
         scaler: Any = accelerator.scaler
         if scaler is not None and closure is None:
             entry = scaler._per_optimizer_states[id(optimizer)]
-            if not entry["found_inf_per_device"]:  # nobody has clipped, so nothing is unscaled
+            if not entry["found_inf_per_device"]:  # not unscaled by clipping
                 self.unscale_gradients(accelerator, optimizer)
                 from torch.amp.grad_scaler import OptState
 
@@ -575,7 +595,7 @@ class FSDP2Backend(Backend):
         buffer_seq_dims: Sequence[int] | None,
         no_restore_buffers: set[torch.Tensor] | None,
     ) -> AbstractContextManager[Any]:
-        """Share the sequences in the buffers over `cp` or `sp`; nothing without them."""
+        """Split the sequences in the buffers over `cp` or `sp`, if the mesh has one of them."""
         config = sizes_of(accelerator)
         given = (buffers or (), buffer_seq_dims or (), no_restore_buffers or set())
         if config.cp_enabled:
@@ -585,34 +605,34 @@ class FSDP2Backend(Backend):
             return sequence.ulysses(mesh_of(accelerator)["sp"], *given)
         return nullcontext()
 
-    # --- keep ---------------------------------------------------------------------------------
+    # --- checkpoints --------------------------------------------------------------------------
 
     def model_state(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
-        """Return the whole state dict on rank 0."""
+        """Return the whole state dict on rank 0, and an empty one on other ranks."""
         return states.full_model(_plain_state(accelerator, model))
 
     def load_model_state(
         self, accelerator: AcceleratorView, model: nn.Module, state: Mapping[str, Any], strict: bool
     ) -> None:
-        """Take this rank's parts of a whole state dict."""
+        """Load this rank's shards of a whole state dict."""
         config = sizes_of(accelerator)
         kind = type(accelerator.unwrap_model(model)).__name__
         states.load_full_model(_plain_state(accelerator, model), state, config, strict, kind)
 
     def optimizer_state(self, accelerator: AcceleratorView, optimizer: Any) -> dict[str, Any]:
-        """Return the whole state on rank 0."""
+        """Return the whole state on rank 0, and an empty one on other ranks."""
         return states.full_optimizer(optimizer)
 
     def load_optimizer_state(
         self, accelerator: AcceleratorView, optimizer: Any, state: Mapping[str, Any]
     ) -> None:
-        """Take this rank's parts of a whole state."""
+        """Load this rank's shards of a whole state."""
         states.load_full_optimizer(optimizer, state, sizes_of(accelerator))
 
     def save_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any], later: bool
     ) -> Callable[[], None] | None:
-        """Write each rank's shards with torch.distributed.checkpoint."""
+        """Write each rank's shards with torch.distributed.checkpoint, unless whole ones are set."""
         if "checkpoint" not in self.owns:
             return super().save_state(accelerator, directory, options, later)
         return self._sharded.save(*_unwrapped(accelerator), directory, later)
@@ -620,7 +640,7 @@ class FSDP2Backend(Backend):
     def load_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
     ) -> None:
-        """Read the shards of any number of ranks and any mesh."""
+        """Read shards, which may have been written by another number of ranks or another mesh."""
         for sharded in self._models():
             sharded.forget_gradients()
         if "checkpoint" in self.owns:
@@ -630,7 +650,7 @@ class FSDP2Backend(Backend):
     def pending_gradients(
         self, accelerator: AcceleratorView, model: nn.Module, parameters: Collection[torch.Tensor]
     ) -> Mapping[str, torch.Tensor]:
-        """Return reduced gradients in shards, and whole ones that are not reduced yet."""
+        """Return reduced gradients as shards, and unreduced ones as whole tensors."""
         sharded = self._sharded_model(model)
         if sharded is None:
             return super().pending_gradients(accelerator, model, parameters)
@@ -643,7 +663,7 @@ class FSDP2Backend(Backend):
         gradients: Mapping[str, torch.Tensor],
         factor: float | None,
     ) -> None:
-        """Put them back where the next backward adds to them."""
+        """Restore the gradients, so that the next backward adds to them."""
         sharded = self._sharded_model(model)
         if sharded is None:
             super().load_pending_gradients(accelerator, model, gradients, factor)
@@ -652,12 +672,12 @@ class FSDP2Backend(Backend):
         sharded.look_for_unreduced()
 
     def consolidate(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
-        """Return the whole state dict on rank 0, an empty one elsewhere."""
+        """Return the whole state dict on rank 0, and an empty one on other ranks."""
         return self.model_state(accelerator, model)
 
 
 def _plain_state(accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
-    """Return a model's shards, in tensors of no precision's own, which share their memory."""
+    """Return a model's shards as plain tensors, without a precision's subclass, sharing memory."""
     inner = accelerator.unwrap_model(model)
     plain: dict[str, Any] = accelerator.precision.plain_state(inner, inner.state_dict())
     return plain
@@ -687,7 +707,7 @@ def _prefetch_forward(blocks: list[nn.Module], model: nn.Module) -> None:
 
 
 def _offload_saved(module: nn.Module, device: torch.device) -> None:
-    """Keep what backward needs of a module's forward in host memory."""
+    """Keep the activations that a module saves for backward in host memory."""
     forward = module.forward
 
     def offloaded(*args: Any, **kwargs: Any) -> Any:

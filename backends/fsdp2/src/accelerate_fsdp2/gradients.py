@@ -1,4 +1,4 @@
-"""Gradients: whole and not reduced yet, sharded, or of parameters that stay whole."""
+"""Operations on gradients: averaging, clipping and scaling, with shards and whole tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part that this rank holds, sharing its memory."""
+    """Return this rank's part of a tensor. It shares the tensor's memory."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def locals_with_grads(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the part that this rank holds of each parameter with a gradient, with that part's."""
+    """Return this rank's part of each parameter that has a gradient, with that part's gradient."""
     parts = []
-    for parameter in parameters:  # without a function per parameter: it runs in every step
+    for parameter in parameters:  # no function call per parameter, because this runs in every step
         grad = parameter.grad
         if grad is None:
             continue
@@ -33,18 +33,18 @@ def locals_with_grads(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def groups_of(model: nn.Module) -> Iterator[Any]:
-    """Iterate over what torch reduces together: whole gradients are kept there, out of reach."""
+    """Yield torch's groups of parameters that are reduced together, which hold whole gradients."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
             if hasattr(state, "_fsdp_param_groups"):
                 yield from state._fsdp_param_groups
-            elif state._fsdp_param_group is not None:  # torch 2.11 has one, at most
+            elif state._fsdp_param_group is not None:  # torch 2.11 has at most one
                 yield state._fsdp_param_group
 
 
 def unreduced(parameter: Any) -> torch.Tensor | None:
-    """Return what a parameter of torch's FSDP has accumulated on this rank alone, None if nothing."""
+    """Return the unreduced gradient of one of FSDP's parameters on this rank, or None."""
     accumulated: torch.Tensor | None = parameter.unsharded_accumulated_grad
     if accumulated is not None:
         return accumulated
@@ -53,16 +53,16 @@ def unreduced(parameter: Any) -> torch.Tensor | None:
 
 @torch.no_grad()
 def average(parameters: list[nn.Parameter], mesh: Any) -> None:
-    """Average the gradients of whole parameters over the ranks that shards are reduced over.
+    """Average the gradients of unsharded parameters over the ranks of the mesh.
 
-    A rank that has none adds nothing; where no rank has one, none there will be.
+    A rank without a gradient counts as zero. If no rank has one, there is none afterwards.
     """
     groups = [mesh.get_group(number) for number in range(mesh.ndim)]
-    there = torch.tensor([p.grad is not None for p in parameters], device=parameters[0].device)
-    there = there.int()
+    counts = torch.tensor([p.grad is not None for p in parameters], device=parameters[0].device)
+    counts = counts.int()
     for group in groups:
-        dist.all_reduce(there, group=group)
-    used = [p for p, count in zip(parameters, there.tolist(), strict=True) if count]
+        dist.all_reduce(counts, group=group)
+    used = [p for p, count in zip(parameters, counts.tolist(), strict=True) if count]
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -77,18 +77,18 @@ def average(parameters: list[nn.Parameter], mesh: Any) -> None:
 
 
 class Layouts:
-    """Numbers for the meshes and placements of parameters, asked of torch once per parameter.
+    """Numbers the combinations of mesh and placements, looked up once per parameter.
 
-    Comparing them for every gradient of every step costs more than clipping.
+    Comparing meshes and placements for each gradient in each step would cost more than clipping.
     """
 
     def __init__(self) -> None:
-        #: Id of a parameter -> number of its layout, from 1 on; 0 is a plain tensor.
+        #: Id of a parameter -> number of its layout, starting at 1. 0 is a plain tensor.
         self.of_parameter: dict[int, int] = {}
         self._layouts: list[tuple[Any, Any]] = []
 
     def learn(self, parameter: torch.Tensor, grad: DTensor) -> int:
-        """Return the number of a gradient's layout and keep it for the parameter."""
+        """Return the number of a gradient's layout, and remember it for the parameter."""
         layout = (grad.device_mesh, grad.placements)
         if layout not in self._layouts:
             self._layouts.append(layout)
@@ -97,11 +97,11 @@ class Layouts:
         return number
 
     def mesh(self, number: int) -> Any:
-        """Return the mesh of a layout, None for plain tensors."""
+        """Return the mesh of a layout, or None for plain tensors."""
         return self._layouts[number - 1][0] if number else None
 
     def forget(self) -> None:
-        """Forget the parameters: others may get their ids."""
+        """Forget all parameters, because their ids can be reused."""
         self.of_parameter.clear()
 
 
@@ -109,9 +109,9 @@ class Layouts:
 def clip_norm(
     parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, layouts: Layouts
 ) -> torch.Tensor:
-    """Clip the gradients by their joint norm; return it, on every rank, as a plain tensor.
+    """Clip gradients by their total norm, and return it on every rank as a plain tensor.
 
-    Those of one mesh are reduced together; the norms of the meshes are then joined.
+    The norm is computed for each layout, and the results are combined.
     """
     norm_type = float(norm_type)
     grads: list[torch.Tensor] = []
@@ -143,7 +143,7 @@ def clip_norm(
 
 
 def _largest(grads: Sequence[torch.Tensor], mesh: Any) -> torch.Tensor:
-    """Return the largest element of all shards; torch has none of a rank whose shard is empty."""
+    """Return the largest absolute value over all shards, some of which can be empty."""
     parts = [part for part in map(local, grads) if part.numel()]
     largest = torch.zeros((), device=local(grads[0]).device)
     if parts:
@@ -155,7 +155,7 @@ def _largest(grads: Sequence[torch.Tensor], mesh: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def scale(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply gradients in place, those of one device and dtype together."""
+    """Multiply gradients in place, with one operation per device and dtype."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for grad in grads:
         part = grad._local_tensor if isinstance(grad, DTensor) else grad

@@ -1,4 +1,4 @@
-"""The device mesh of an Accelerator on this backend, which always has one."""
+"""Access to the device mesh, which every Accelerator with this backend has."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from accelerate_core.plugin import AcceleratorView, ParallelismConfig, SetupView
 
 
 def sizes_of(setup: SetupView) -> ParallelismConfig:
-    """Return the sizes of the mesh: this backend always has one."""
+    """Return the sizes of the mesh."""
     sizes = setup.parallelism_config
     assert sizes is not None
     return sizes
 
 
 def mesh_of(accelerator: AcceleratorView) -> DeviceMesh:
-    """Return the device mesh: this backend always has one."""
+    """Return the device mesh."""
     mesh = accelerator.torch_device_mesh
     assert mesh is not None
     return mesh

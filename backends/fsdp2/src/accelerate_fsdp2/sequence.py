@@ -1,4 +1,4 @@
-"""One sequence shared by several ranks: ring attention (torch's), and Ulysses."""
+"""Split a sequence over several ranks, with torch's ring attention or with Ulysses."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from accelerate_core.plugin import ConfigurationError, warn
 
 
 def refuse_recurrent(model: Any) -> None:
-    """Refuse layers that carry a state along the sequence: each rank would begin it anew.
+    """Reject models with recurrent layers, whose state would start anew on each rank.
 
     Raises:
-        ConfigurationError: the config of the model lists such layers.
+        ConfigurationError: the model's config lists such layers.
     """
     config = getattr(model, "config", None)
     config = getattr(config, "get_text_config", lambda: config)()
     kinds = sorted({one for one in getattr(config, "layer_types", None) or () if "linear" in one})
     if kinds:
         raise ConfigurationError(
-            f"{type(model).__name__} has layers of the kind {', '.join(kinds)}, which carry a state "
-            "along the sequence. Shared by several ranks each would begin it anew, and gradients "
-            "would be wrong in silence: train it with cp_size=1 and sp_size=1."
+            f"{type(model).__name__} has {', '.join(kinds)} layers, which carry a state along the "
+            "sequence. If ranks shared a sequence, the state would start anew on each rank and "
+            "gradients would be wrong. Train this model with cp_size=1 and sp_size=1."
         )
 
 
@@ -39,43 +39,44 @@ def _check_buffers(
     parts: int,
     ranks: int,
 ) -> None:
-    """Refuse what would end a rank instead of raising.
+    """Check the buffers, because torch would abort the process instead of raising an error.
 
     Args:
-        parts: into how many pieces a sequence is cut.
+        parts: number of parts into which a sequence is split.
 
     Raises:
-        ConfigurationError: a length cannot be divided, or a buffer needs a gradient.
+        ConfigurationError: a length is not divisible, or a buffer requires a gradient.
     """
     if len(buffers) != len(dims):
         raise ConfigurationError(
-            f"maybe_context_parallel got {len(buffers)} buffers and {len(dims)} buffer_seq_dims."
+            f"maybe_context_parallel received {len(buffers)} buffers but {len(dims)} "
+            "buffer_seq_dims. Pass one dimension per buffer."
         )
     lengths = set()
     for number, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
         if buffer.requires_grad:
             raise ConfigurationError(
-                f"Buffer {number} of maybe_context_parallel needs a gradient; give inputs, labels "
-                "and positions, which are cut in place."
+                f"Buffer {number} of maybe_context_parallel requires a gradient, but buffers are "
+                "split in place. Only pass inputs, labels and positions."
             )
         if not -buffer.dim() <= dim < buffer.dim():
             raise ConfigurationError(
-                f"buffer_seq_dims[{number}]={dim}, and the buffer has {buffer.dim()} dimensions."
+                f"buffer_seq_dims[{number}]={dim}, but the buffer only has {buffer.dim()} dimensions."
             )
         length = buffer.shape[dim]
         lengths.add(length)
         if length % parts:
             raise ConfigurationError(
-                f"Buffer {number} has the length {length} in dimension {dim}, which {ranks} ranks "
-                f"cannot share: it must be a multiple of {parts}. Pad it to "
+                f"Buffer {number} has length {length} in dimension {dim}. To split it over {ranks} "
+                f"ranks, its length must be a multiple of {parts}. Pad it to "
                 f"{-(-length // parts) * parts}."
             )
     if len(lengths) > 1:
         raise ConfigurationError(
-            f"The buffers have sequences of several lengths: {sorted(lengths)}."
+            f"The buffers must have sequences of the same length, but have {sorted(lengths)}."
         )
     if any(not any(one is buffer for buffer in buffers) for one in no_restore):
-        raise ConfigurationError("no_restore_buffers has a tensor that is not among the buffers.")
+        raise ConfigurationError("no_restore_buffers has a tensor that is not in buffers.")
 
 
 @contextmanager
@@ -86,7 +87,7 @@ def ring(
     dims: Sequence[int],
     no_restore: set[torch.Tensor],
 ) -> Iterator[None]:
-    """Cut the buffers, and let attention pass keys and values around."""
+    """Split the buffers, and compute attention with torch's ring attention."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._context_parallel._attention import (
         set_rotate_method,
@@ -108,7 +109,7 @@ def ring(
 
 @contextmanager
 def _own_memory(buffers: Sequence[torch.Tensor], no_restore: set[torch.Tensor]) -> Iterator[None]:
-    """Let the buffers be cut without touching what they are views of; give it back."""
+    """Give buffers their own memory, so that views of one tensor can be split, and restore it."""
     before = [buffer.data for buffer in buffers]
     for buffer in buffers:
         buffer.data = buffer.data.clone()
@@ -127,7 +128,7 @@ def ulysses(
     dims: Sequence[int],
     no_restore: set[torch.Tensor],
 ) -> Iterator[None]:
-    """Cut the buffers, and let attention exchange sequences for heads."""
+    """Split the buffers, and compute attention with Ulysses."""
     _check_buffers(buffers, dims, no_restore, mesh.size(), mesh.size())
     rank = mesh.get_local_rank()
     with _own_memory(buffers, no_restore):
@@ -135,8 +136,8 @@ def ulysses(
             buffer.data = buffer.data.chunk(mesh.size(), dim)[rank].clone()
         mode = UlyssesAttention(mesh.get_group())
         whole = F.scaled_dot_product_attention
-        # Python code around it (MultiheadAttention) and what backward computes again find it in
-        # its module; who holds the function itself meets the mode.
+        # MultiheadAttention and recomputation in backward look the function up in its module. Code
+        # that imported the function is intercepted by the mode.
         F.scaled_dot_product_attention = mode.attend
         try:
             with mode:
@@ -145,16 +146,16 @@ def ulysses(
             F.scaled_dot_product_attention = whole
     if buffers and not mode.calls:
         warn(
-            "No scaled_dot_product_attention was called inside of maybe_context_parallel: "
-            "attention of another kind has seen this rank's part of the sequence only.",
+            "scaled_dot_product_attention was not called inside maybe_context_parallel. Any other "
+            "kind of attention only used this rank's part of the sequence.",
         )
 
 
 class UlyssesAttention(TorchFunctionMode):
-    """Give `scaled_dot_product_attention` whole sequences of some heads each.
+    """Make `scaled_dot_product_attention` attend to whole sequences with some of the heads.
 
-    Every rank has a part of the sequence and all heads; two exchanges around the attention turn
-    that into all of the sequence and a part of the heads, and back (DeepSpeed-Ulysses,
+    Each rank has a part of the sequence and all heads. An exchange before attention gives it the
+    whole sequence and a part of the heads, and one after attention reverses this (DeepSpeed-Ulysses,
     arXiv:2309.14509).
 
     Args:
@@ -181,14 +182,14 @@ class UlyssesAttention(TorchFunctionMode):
         wants_weights = func is F.multi_head_attention_forward and kwargs.get("need_weights", True)
         if func in _FUSED or wants_weights:
             raise ConfigurationError(
-                f"Under Ulysses {getattr(func, '__name__', func)} would attend to this rank's part "
-                "of the sequence only. Call MultiheadAttention with need_weights=False, and "
-                "encoder layers in train() or with gradients."
+                f"With Ulysses, {getattr(func, '__name__', func)} would only attend to this rank's "
+                "part of the sequence. Call MultiheadAttention with need_weights=False, and call "
+                "encoder layers in training mode or with gradients enabled."
             )
         return func(*args, **kwargs)
 
     def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Attend to the whole sequence; arguments are those of `scaled_dot_product_attention`."""
+        """Attend to the whole sequence, with the arguments of `scaled_dot_product_attention`."""
         if self._inside:
             return self._whole(*args, **kwargs)
         self.calls += 1
@@ -213,14 +214,14 @@ class UlyssesAttention(TorchFunctionMode):
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dim() != 4 or tensor.shape[1] % ranks:
                 raise ConfigurationError(
-                    f"Ulysses over {ranks} ranks needs attention of the shape (batch, heads, "
-                    f"length, width) with heads divisible by {ranks}; the {name} has "
+                    f"Ulysses over {ranks} ranks needs tensors of shape (batch, heads, length, "
+                    f"width) with a number of heads divisible by {ranks}, but the {name} has shape "
                     f"{tuple(tensor.shape)}."
                 )
         if attn_mask is not None and attn_mask.shape[-1] != length:
             raise ConfigurationError(
-                f"Under Ulysses attn_mask must be over the whole sequence of {length}, not "
-                f"{attn_mask.shape[-1]}; or use is_causal."
+                f"With Ulysses, attn_mask must cover the whole sequence of length {length}, but its "
+                f"last dimension is {attn_mask.shape[-1]}. For a causal mask, pass is_causal=True."
             )
         exchange: Any = _Exchange.apply
         q, k, v = (exchange(one, self._group, True) for one in (query, key, value))
@@ -233,7 +234,7 @@ class UlyssesAttention(TorchFunctionMode):
         return result
 
 
-#: Fused kernels of torch's own layers, which attend inside.
+#: Fused kernels of torch's own layers, which contain attention.
 _FUSED = tuple(
     getattr(torch, name)
     for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
@@ -242,7 +243,7 @@ _FUSED = tuple(
 
 
 class _Exchange(torch.autograd.Function):
-    """(batch, heads, part, width) to (batch, part of heads, whole, width), or back."""
+    """Turn (batch, heads, part, width) into (batch, part of heads, whole, width), or back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, to_heads: bool) -> Any:

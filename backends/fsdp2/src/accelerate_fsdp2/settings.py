@@ -1,4 +1,4 @@
-"""What users may say about FSDP2, by the names that FSDP of Hugging Face Accelerate has."""
+"""Settings of the fsdp2 backend, with the names that Hugging Face Accelerate uses for FSDP."""
 
 from __future__ import annotations
 
@@ -33,49 +33,52 @@ _DTYPES = {
 
 @settings(env_prefix="FSDP_", section="fsdp_config", argument="fsdp_plugin", yaml_prefix="fsdp_")
 class FullyShardedDataParallelPlugin(BackendSettings):
-    """Options of `torch.distributed.fsdp.fully_shard` and of the backend around it.
+    """Options of `torch.distributed.fsdp.fully_shard` and of the backend.
 
-    Fields that only FSDP1 had are mapped to what does the same, or refused with it.
+    Fields that only FSDP1 has are translated. Those without an equivalent are an error that names
+    the alternative.
 
     Args:
-        auto_wrap_policy: which modules become units that are gathered together:
-            `transformer_based_wrap` (classes of `transformer_cls_names_to_wrap`, or the model's
-            own `_no_split_modules`), `size_based_wrap` (`min_num_params`), `no_wrap` (the model is
-            one unit) or a function of a module; by default what the model names, else the members
-            of its `ModuleList`s.
-        mixed_precision_policy: a `MixedPrecisionPolicy`, its fields as a dict, or one dtype for
-            parameters; by default that of `mixed_precision`, reduced in fp32.
-        ignored_modules: modules, or a pattern of their names, that stay whole on every rank; their
+        auto_wrap_policy: which modules become units, whose parameters are gathered together:
+            `transformer_based_wrap` (the classes in `transformer_cls_names_to_wrap`, or else in
+            the model's `_no_split_modules`), `size_based_wrap` (see `min_num_params`), `no_wrap`
+            (the whole model is one unit), or a function of a module. The default is the classes
+            that the model names, or else the members of its `ModuleList`s.
+        mixed_precision_policy: a `MixedPrecisionPolicy`, its fields as a dict, or a dtype for
+            parameters. The default is the dtype of `mixed_precision`, reduced in fp32.
+        ignored_modules: modules, or a pattern of their names, that are not sharded. Their
             gradients are averaged.
         sync_module_states: False compares the ranks' initial weights instead of sending rank 0's.
 
     Raises:
-        ConfigurationError: FSDP1, or one of its options without a successor.
+        ConfigurationError: FSDP1 or one of its options without an equivalent was requested.
     """
 
     fsdp_version: int | None = option(default=2, help="only 2 is supported", env="FSDP_VERSION")
     sharding_strategy: Any = option(
         default=None,
-        help="older: use reshard_after_forward",
+        help="deprecated; use reshard_after_forward",
         choices=(*_STRATEGIES.values(), "HYBRID_SHARD_ZERO2", *_STRATEGIES),
     )
     reshard_after_forward: Any = option(
         default=None,
-        help="free whole parameters after forward; an integer keeps shards over that many ranks",
-        ask="Free whole parameters after forward, for less memory and more communication?",
+        help="free gathered parameters after forward; an integer reshards over that many ranks",
+        ask="Free gathered parameters after forward (less memory, more communication)?",
     )
     backward_prefetch: Any = option(
         default=None,
-        help="older: FSDP2 always prefetches in backward",
+        help="deprecated; FSDP2 always prefetches in backward",
         yaml=("fsdp_backward_prefetch_policy", "backward_prefetch_policy"),
         choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
     )
-    mixed_precision_policy: Any = option(default=None, help="dtypes of parameters and reduction")
+    mixed_precision_policy: Any = option(
+        default=None, help="dtypes for parameters and for reduction"
+    )
     auto_wrap_policy: Any = option(
         default=None,
         help="transformer_based_wrap, size_based_wrap, no_wrap, or a function",
         choices=_WRAP,
-        ask="Which modules are gathered together?",
+        ask="Which modules should be gathered together?",
     )
     cpu_offload: Any = option(
         default=None,
@@ -83,61 +86,67 @@ class FullyShardedDataParallelPlugin(BackendSettings):
         env="FSDP_OFFLOAD_PARAMS",
         yaml=("fsdp_offload_params", "offload_params"),
         choices=("true", "false"),
-        ask="Keep shards in host memory, for less memory on the device?",
+        ask="Keep shards in host memory to save device memory?",
     )
-    ignored_modules: Any = option(default=None, help="modules, or a pattern of their names")
+    ignored_modules: Any = option(
+        default=None, help="modules that are not sharded, or a pattern of their names"
+    )
     state_dict_type: Any = option(
         default=None,
-        help="SHARDED_STATE_DICT, or FULL_STATE_DICT as one process would write it",
+        help="form of checkpoints: SHARDED_STATE_DICT or FULL_STATE_DICT (whole tensors)",
         choices=_STATE,
-        ask="How are checkpoints written?",
+        ask="How should checkpoints be written?",
     )
-    state_dict_config: Any = option(default=None, help="older: use state_dict_type")
-    optim_state_dict_config: Any = option(default=None, help="older: use state_dict_type")
-    limit_all_gathers: bool = option(default=True, help="older: FSDP2 always does this")
-    use_orig_params: bool | None = option(default=None, help="older: FSDP2 always does this")
-    param_init_fn: Any = option(default=None, help="older: construct the model on the meta device")
+    state_dict_config: Any = option(default=None, help="deprecated; use state_dict_type")
+    optim_state_dict_config: Any = option(default=None, help="deprecated; use state_dict_type")
+    limit_all_gathers: bool = option(default=True, help="deprecated; FSDP2 always does this")
+    use_orig_params: bool | None = option(default=None, help="deprecated; FSDP2 always does this")
+    param_init_fn: Any = option(
+        default=None, help="deprecated; create the model on the meta device instead"
+    )
     sync_module_states: bool | None = option(
-        default=None, help="send rank 0's weights to all ranks; False: check that they are equal"
+        default=None, help="send rank 0's weights to all ranks; false checks that they are equal"
     )
-    forward_prefetch: bool | None = option(default=None, help="gather the next unit in forward")
+    forward_prefetch: bool | None = option(
+        default=None, help="gather the next unit early in forward"
+    )
     activation_checkpointing: bool | None = option(
         default=None,
         help="recompute activations of each unit in backward",
-        ask="Compute activations again in backward, for less memory?",
+        ask="Recompute activations in backward to save memory?",
     )
     activation_checkpointing_offload: bool | None = option(
-        default=None, help="keep the inputs of checkpointed units in host memory"
+        default=None, help="keep activations that checkpointed units save in host memory"
     )
     cpu_ram_efficient_loading: bool | None = option(
         default=None,
-        help="only rank 0 loads weights; the others construct the model on the meta device",
-        ask="Load pretrained weights on the first process only?",
+        help="only rank 0 loads weights; others create the model on the meta device",
+        ask="Load pretrained weights only on the first process?",
     )
     transformer_cls_names_to_wrap: list[str] | str | None = option(
         default=None,
-        help="classes whose modules become units",
+        help="classes of modules that become units",
         env="FSDP_TRANSFORMER_CLS_TO_WRAP",
         yaml=("fsdp_transformer_layer_cls_to_wrap", "transformer_layer_cls_to_wrap"),
-        ask="Classes whose modules are gathered together, joined by commas (empty: the model's own)",
+        ask="Module classes to gather together, separated by commas (empty: those the model names)?",
         ask_if="auto_wrap_policy=transformer_based_wrap",
     )
     min_num_params: int | None = option(
         default=None,
-        help="smallest unit of size_based_wrap",
+        help="minimum number of parameters of a unit with size_based_wrap",
         ge=0,
-        ask="Parameters of the smallest module that is gathered on its own",
+        ask="Minimum number of parameters of a module that is gathered separately?",
         ask_if="auto_wrap_policy=size_based_wrap",
     )
     forward_methods: list[str] | str | None = option(
-        default=None, help="methods besides forward that need whole parameters, such as generate"
+        default=None, help="methods besides forward that need gathered parameters, such as generate"
     )
 
     def __post_init__(self) -> None:
         if self.fsdp_version not in (None, 2):
             raise ConfigurationError(
-                f"fsdp_version={self.fsdp_version} is not offered: this is FSDP2 "
-                "(torch's fully_shard); leave it out."
+                f"fsdp_version={self.fsdp_version} is not supported. This backend is FSDP2 (torch's "
+                "fully_shard). Leave fsdp_version out."
             )
         self._refuse_fsdp1()
         self.sharding_strategy = self._strategy(self.sharding_strategy)
@@ -150,27 +159,27 @@ class FullyShardedDataParallelPlugin(BackendSettings):
         self.mixed_precision_policy = _policy(self.mixed_precision_policy)
 
     def _refuse_fsdp1(self) -> None:
-        gone = {
-            "param_init_fn": "make the model on the meta device and load its weights",
-        }
-        for name, way in gone.items():
-            if getattr(self, name) is not None:
-                raise ConfigurationError(f"{name} is of FSDP1; with FSDP2: {way}.")
+        if self.param_init_fn is not None:
+            raise ConfigurationError(
+                "param_init_fn is an option of FSDP1. With FSDP2, create the model on the meta "
+                "device and load its weights."
+            )
         if self.use_orig_params is False:
             raise ConfigurationError(
-                "use_orig_params=False is of FSDP1; FSDP2 always keeps the parameters as they are."
+                "use_orig_params=False is an option of FSDP1. FSDP2 always keeps the original "
+                "parameters, so leave it out."
             )
         if not self.limit_all_gathers:
             warn("limit_all_gathers=False has no effect with FSDP2.")
         text = str(getattr(self.backward_prefetch, "name", self.backward_prefetch)).upper()
         if text not in ("NONE", "BACKWARD_PRE", "NO_PREFETCH", "BACKWARD_POST"):
             raise ConfigurationError(
-                f"backward_prefetch={self.backward_prefetch!r} is not known; leave it out: FSDP2 "
-                "gathers the next unit ahead in backward."
+                f"backward_prefetch={self.backward_prefetch!r} is not a valid value. Leave it out, "
+                "because FSDP2 always prefetches in backward."
             )
         if text in ("BACKWARD_POST", "NO_PREFETCH"):
             warn(
-                f"backward_prefetch={text} has no effect with FSDP2, which gathers ahead.",
+                f"backward_prefetch={text} has no effect: FSDP2 always prefetches in backward.",
             )
 
     def _strategy(self, value: Any) -> Any:
@@ -188,20 +197,22 @@ class FullyShardedDataParallelPlugin(BackendSettings):
             "and reshard_after_forward=False",
         }
         if text in ways:
-            raise ConfigurationError(f"sharding_strategy={text} is of FSDP1; {ways[text]}.")
+            raise ConfigurationError(
+                f"sharding_strategy={text} is an option of FSDP1. With FSDP2, {ways[text]}."
+            )
         known = ["FULL_SHARD", "SHARD_GRAD_OP"]
         raise ConfigurationError(
-            f"sharding_strategy={value!r} is not known; allowed are {listing(known)}."
+            f"sharding_strategy={value!r} is not a valid value. Allowed values are {listing(known)}."
             f"{did_you_mean(text, [*known, *ways])}"
         )
 
     def _reshard(self, value: Any) -> bool | int | None:
         value = getattr(value, "name", value)  # FSDP1's ShardingStrategy
         if isinstance(value, str):
-            said = parse_bool(value)
-            if said is None and not value.strip().isdigit():
+            flag = parse_bool(value)
+            if flag is None and not value.strip().isdigit():
                 return bool(self._strategy(value) == "FULL_SHARD")
-            value = int(value) if said is None else said
+            value = int(value) if flag is None else flag
         if isinstance(value, bool | None) or (isinstance(value, int) and value > 0):
             return value
         raise ConfigurationError(
@@ -214,12 +225,12 @@ class FullyShardedDataParallelPlugin(BackendSettings):
         text = str(value).lower()
         if text not in _WRAP:
             raise _unknown(
-                f"auto_wrap_policy={value!r} is not known", text, _WRAP, " and a function"
+                f"auto_wrap_policy={value!r} is not a valid value", text, _WRAP, " and a function"
             )
         return text
 
     def _state_of_fsdp1(self) -> Any:
-        """Return `state_dict_type`, or what FSDP1's objects for it say by their class."""
+        """Return `state_dict_type`, or the type that FSDP1's config objects imply."""
         found = self.state_dict_type
         for name in ("state_dict_config", "optim_state_dict_config"):
             config = getattr(self, name)
@@ -230,65 +241,66 @@ class FullyShardedDataParallelPlugin(BackendSettings):
             )
             if kind is None:
                 raise ConfigurationError(
-                    f"{name}={config!r} is none of torch's FullStateDictConfig and "
-                    "ShardedStateDictConfig; set state_dict_type instead."
+                    f"{name}={config!r} is not torch's FullStateDictConfig or "
+                    "ShardedStateDictConfig. Set state_dict_type instead."
                 )
-            said = f"{kind[1].upper()}_STATE_DICT"
-            if found is not None and self._state(found) != said:
+            implied = f"{kind[1].upper()}_STATE_DICT"
+            if found is not None and self._state(found) != implied:
                 raise ConfigurationError(
-                    f"{name}={type(config).__name__} says {said}, and state_dict_type "
+                    f"{name}={type(config).__name__} implies {implied}, but state_dict_type is "
                     f"{self._state(found)}. Leave one of them out."
                 )
-            found = said
+            found = implied
             if not getattr(config, "offload_to_cpu", True) or not getattr(
                 config, "rank0_only", True
             ):
                 warn(
-                    f"{name}: offload_to_cpu and rank0_only have no effect with FSDP2: what is saved is "
-                    "in host memory, and rank 0 alone has a whole state."
+                    f"{name}: offload_to_cpu and rank0_only have no effect with FSDP2, which always "
+                    "saves from host memory and gathers whole states only on rank 0."
                 )
         return found
 
     def _state(self, value: Any) -> str:
         text = str(getattr(value, "name", value or "SHARDED_STATE_DICT")).upper()
         if text not in _STATE:
-            raise _unknown(f"state_dict_type={value!r} is not offered", text, _STATE)
+            raise _unknown(f"state_dict_type={value!r} is not supported", text, _STATE)
         return text
 
     def set_auto_wrap_policy(self, model: Any) -> None:
-        """Do nothing: `prepare` finds the units of each model by `auto_wrap_policy`."""
+        """Do nothing. `prepare` finds each model's units from `auto_wrap_policy`."""
 
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Compute in a dtype, given as one or as the name of a precision, unless that is said.
+        """Set `mixed_precision_policy`, unless it is already set.
 
         Args:
-            buffer_autocast: of FSDP1; buffers stay as they are.
-            override: replace a policy that is there.
+            mixed_precision: a dtype or the name of a precision.
+            buffer_autocast: an option of FSDP1, ignored here. Buffers are not converted.
+            override: replace an existing policy.
         """
         if override or self.mixed_precision_policy is None:
             self.mixed_precision_policy = _policy(mixed_precision)
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Choose how checkpoints are written; `SHARDED_STATE_DICT` if None."""
+        """Choose how checkpoints are written. The default is `SHARDED_STATE_DICT`."""
         self.state_dict_type = self._state(state_dict_type)
 
     def set_cpu_offload(self) -> None:
-        """Read `cpu_offload` again."""
+        """Parse `cpu_offload` again, after it was assigned."""
         self.cpu_offload = _offload(self.cpu_offload)
 
     validate_cpu_offload = set_cpu_offload
 
     def validate_mixed_precision_policy(self) -> None:
-        """Read `mixed_precision_policy` again."""
+        """Parse `mixed_precision_policy` again, after it was assigned."""
         self.mixed_precision_policy = _policy(self.mixed_precision_policy)
 
     def precision_policy(self, compute_dtype: torch.dtype) -> MixedPrecisionPolicy:
-        """Return the dtypes: those given, else parameters in the run's precision, reduced in fp32.
+        """Return the configured policy, or else `compute_dtype` for parameters, reduced in fp32.
 
         Args:
-            compute_dtype: that of the run's precision.
+            compute_dtype: dtype of the run's precision.
         """
         if isinstance(self.mixed_precision_policy, MixedPrecisionPolicy):
             return self.mixed_precision_policy
@@ -297,7 +309,7 @@ class FullyShardedDataParallelPlugin(BackendSettings):
         return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
 
     def offload_policy(self, device: torch.device) -> OffloadPolicy:
-        """Return where shards live; pinned memory needs an accelerator."""
+        """Return the offload policy. Memory is only pinned if there is an accelerator."""
         on_cpu = device.type == "cpu"
         if isinstance(self.cpu_offload, OffloadPolicy):
             pins = on_cpu and getattr(self.cpu_offload, "pin_memory", False)
@@ -306,7 +318,7 @@ class FullyShardedDataParallelPlugin(BackendSettings):
 
 
 def strategy_name(value: Any) -> str:
-    """Return the name of a strategy of FSDP1, given as a member, a name or a number."""
+    """Return the name of an FSDP1 sharding strategy, given as an enum member, name or number."""
     text = str(getattr(value, "name", value)).upper()
     return _STRATEGIES.get(text, text)
 
@@ -314,7 +326,7 @@ def strategy_name(value: Any) -> str:
 def _unknown(what: str, text: str, known: Iterable[str], more: str = "") -> ConfigurationError:
     known = list(known)
     return ConfigurationError(
-        f"{what}; allowed are {listing(known)}{more}.{did_you_mean(text, known)}"
+        f"{what}. Allowed values are {listing(known)}{more}.{did_you_mean(text, known)}"
     )
 
 
@@ -328,10 +340,12 @@ def _names(value: Any) -> list[str] | None:
 def _offload(value: Any) -> Any:
     if isinstance(value, OffloadPolicy | None):
         return value
-    said = parse_bool(getattr(value, "offload_params", value))  # FSDP1's has the attribute
-    if said is None:
-        raise ConfigurationError(f"cpu_offload={value!r} takes True, False or a CPUOffloadPolicy.")
-    return said
+    flag = parse_bool(getattr(value, "offload_params", value))  # an attribute of FSDP1's CPUOffload
+    if flag is None:
+        raise ConfigurationError(
+            f"cpu_offload={value!r} must be True, False or a CPUOffloadPolicy."
+        )
+    return flag
 
 
 def _policy(value: Any) -> Any:
@@ -340,13 +354,13 @@ def _policy(value: Any) -> Any:
     if isinstance(value, Mapping):
         known = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
         if unknown := [name for name in value if name not in known]:
-            raise _unknown(f"mixed_precision_policy has no {unknown[0]!r}", unknown[0], known)
+            raise _unknown(f"mixed_precision_policy has no field {unknown[0]!r}", unknown[0], known)
         fields: dict[str, Any] = {
             n: v if n == "cast_forward_inputs" else _dtype(v) for n, v in value.items()
         }
         fields.setdefault("reduce_dtype", torch.float32)
         return MixedPrecisionPolicy(**fields)
-    if hasattr(value, "buffer_dtype"):  # FSDP1's
+    if hasattr(value, "buffer_dtype"):  # FSDP1's MixedPrecision
         reduced = value.reduce_dtype or torch.float32
         return MixedPrecisionPolicy(param_dtype=value.param_dtype, reduce_dtype=reduced)
     return MixedPrecisionPolicy(param_dtype=_dtype(value), reduce_dtype=torch.float32)
@@ -357,7 +371,7 @@ def _dtype(value: Any) -> torch.dtype | None:
         return value
     text = str(value).removeprefix("torch.")
     if text not in _DTYPES:
-        raise _unknown(f"{value!r} is no dtype of a mixed precision policy", text, _DTYPES)
+        raise _unknown(f"{value!r} is not a dtype for a mixed precision policy", text, _DTYPES)
     return _DTYPES[text]
 
 
@@ -366,8 +380,8 @@ class TorchTensorParallelConfig(KwargsHandler):
     """Options of tensor parallelism.
 
     `plan` maps names of modules, with `*` for one part of a name, to a style: `colwise`, `rowwise`,
-    `sequence` or one of torch's `ParallelStyle` objects. Without one, the model's own `tp_plan` is
-    taken. `enable_async_tp` is accepted as Accelerate has it, and refused.
+    `sequence` or one of torch's `ParallelStyle` objects. The default is the model's own `tp_plan`.
+    `enable_async_tp` exists for compatibility with Accelerate, but True is an error.
     """
 
     enable_async_tp: bool = option(default=False, help="overlap communication with matmuls")
@@ -384,5 +398,5 @@ class TorchContextParallelConfig(KwargsHandler):
     """How context parallelism (ring attention) exchanges keys and values."""
 
     cp_comm_strategy: Literal["allgather", "alltoall"] = option(
-        default="allgather", help="allgather or alltoall"
+        default="allgather", help="collective for keys and values: allgather or alltoall"
     )

@@ -1,7 +1,6 @@
-"""What the backend keeps for each model it sharded: torch's groups, and where gradients are.
+"""The backend's record of each sharded model: torch's parameter groups, and unreduced gradients.
 
-Everything here is decided in `prepare`, so that a step neither walks the model nor asks torch which
-modules are sharded.
+It is created in `prepare`, so that a step doesn't have to traverse the model.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from accelerate_fsdp2.gradients import groups_of, local
 
 
 class ShardedModel:
-    """One model under `fully_shard`.
+    """The record of one model that was sharded with `fully_shard`.
 
     Args:
-        model: as `prepare` returned it.
-        whole: trainable parameters that are not sharded, and averaged by the backend.
+        model: the prepared model.
+        whole: trainable parameters that are not sharded. The backend averages their gradients.
         added: parameters whose gradients are summed over the ranks of `tp`.
     """
 
@@ -34,40 +33,40 @@ class ShardedModel:
         added: Sequence[nn.Parameter] = (),
     ) -> None:
         self._model = weakref.ref(model)
-        #: torch's groups of parameters, each of which is reduced at once.
+        #: torch's groups of parameters. Each group is reduced at once.
         self.groups: list[Any] = list(groups_of(model))
         self.whole = list(whole)
         self.added = list(added)
-        #: Whether a backward reduces its gradients, as `set_requires_gradient_sync` sets it.
+        #: Whether a backward reduces gradients. `set_requires_gradient_sync` has the same meaning.
         self.synced = True
-        #: Whether there are gradients that are not reduced yet.
+        #: Whether there are unreduced gradients.
         self.waiting = False
         self._parameter_ids = {id(parameter) for parameter in model.parameters()}
 
     @property
     def model(self) -> nn.Module | None:
-        """The model; None after it was deleted."""
+        """The model, or None after it was deleted."""
         return self._model()
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether a step now would miss gradients: they are, or will be, kept on their rank."""
+        """Whether a step now would miss gradients, because they are not or will not be reduced."""
         return self.waiting or not self.synced
 
     def holds_any(self, parameter_ids: Iterable[int]) -> bool:
-        """Return whether one of these ids is of a parameter of this model."""
+        """Return whether the model has a parameter with one of these ids."""
         return not self._parameter_ids.isdisjoint(parameter_ids)
 
     def set_synced(self, synced: bool) -> None:
-        """Let the next backward reduce gradients, or keep them on their rank."""
+        """Set whether the next backward reduces gradients."""
         for group in self.groups:
             group.reduce_grads = synced
             group.all_reduce_grads = synced
         self.synced = synced
 
     def look_for_unreduced(self) -> None:
-        """Note whether a backward has left gradients that are not reduced."""
-        # Without a function per parameter: this runs in every micro-batch of a cycle.
+        """Set `waiting` if a backward has left unreduced gradients."""
+        # No function call per parameter, because this runs in every micro-batch.
         for group in self.groups:
             for parameter in group.fsdp_params:
                 if parameter.unsharded_accumulated_grad is not None:
@@ -80,7 +79,7 @@ class ShardedModel:
         self.waiting = False
 
     def forget_gradients(self) -> None:
-        """Drop gradients that are not reduced: `zero_grad` of an optimizer does not reach them."""
+        """Drop unreduced gradients, which the optimizer's `zero_grad` cannot clear."""
         for group in self.groups:
             group._partial_reduce_output = None
             for parameter in group.fsdp_params:
@@ -91,7 +90,7 @@ class ShardedModel:
         self.waiting = False
 
     def added_gradients(self) -> dict[nn.Parameter, torch.Tensor | None]:
-        """Return copies of the gradients so far that the coming backward adds to, over `tp`."""
+        """Return copies of the current gradients of `added`, before a backward adds to them."""
         found: dict[nn.Parameter, torch.Tensor | None] = {}
         if self.synced:
             for parameter in self.added:
@@ -101,9 +100,9 @@ class ShardedModel:
 
 
 class Synced:
-    """A context in which a model's backward reduces gradients, or does not.
+    """A context that sets whether a model's backward reduces gradients.
 
-    A class, because a generator would cost more calls than everything it does.
+    It is a class, because a generator would need more calls than the context's own work.
     """
 
     __slots__ = ("_before", "_model", "_synced")
@@ -130,7 +129,7 @@ class Synced:
 
 @torch.no_grad()
 def add_up(before: dict[nn.Parameter, torch.Tensor | None], group: Any) -> None:
-    """Sum over `group` what a backward has added to gradients since `before` was copied."""
+    """Sum over `group` what a backward added to the gradients since `before` was copied."""
     for parameter, earlier in before.items():
         if parameter.grad is None:
             continue

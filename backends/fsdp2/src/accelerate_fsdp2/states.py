@@ -1,7 +1,8 @@
-"""Sharded checkpoints: torch.distributed.checkpoint inside the core's atomic directory.
+"""Sharded checkpoints, written with torch.distributed.checkpoint (DCP), and whole state dicts.
 
-Tensors only are given to it: what else an optimizer has goes into a file of plain data beside, as
-torch would pickle it. Its own metadata is a pickle, too, and is read through an allow-list.
+DCP only receives tensors, because it would pickle anything else. Other values of an optimizer are
+written to a JSON file next to it. DCP's own metadata is also a pickle, and is read through an
+allow-list.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ class Sharded:
         directory: Path,
         later: bool,
     ) -> Callable[[], None] | None:
-        """Write into `directory`; with `later` copy now and return what writes the copy.
+        """Write the states into `directory`.
 
         Args:
-            plain_states: of the models, in plain tensors that share their memory.
+            plain_states: the state dicts of the models, as plain tensors that share their memory.
+            later: copy the tensors now, and write them when the returned function is called.
         """
         tensors = _model_tensors(plain_states)
         states = _optimizer_states(models, optimizers)
         plain = [state.take_apart(tensors) for state in states]
-        if dist.get_rank() > 0:  # what is whole on every rank is rank 0's
+        if dist.get_rank() > 0:  # rank 0 writes the tensors that are not sharded
             tensors = {n: tensor for n, tensor in tensors.items() if isinstance(tensor, DTensor)}
         else:
             directory.mkdir(parents=True, exist_ok=True)
@@ -57,7 +59,7 @@ class Sharded:
         if not later:
             dcp.save(tensors, storage_writer=_writer(directory))
             return None
-        if self._group is None:  # transfers beside the training have a group of their own
+        if self._group is None:  # a separate group, because writing runs parallel to training
             self._group = dist.new_group(backend="gloo")
         copies = {name: _copied(tensor) for name, tensor in tensors.items()}
         group = self._group
@@ -71,14 +73,15 @@ class Sharded:
         directory: Path,
         strict: bool,
     ) -> None:
-        """Read what any number of ranks wrote into the parameters and states of this run.
+        """Read a checkpoint, written by any number of ranks, into the models and optimizers.
 
         Raises:
-            CheckpointError: names, shapes or dtypes do not fit. Nothing has been changed then.
+            CheckpointError: names, shapes or dtypes do not match, in which case nothing was
+                changed; or a file cannot be read.
         """
         if not directory.is_dir():
             raise CheckpointError(
-                f"{directory.parent} was not saved in shards by FSDP2. Load it with "
+                f"{directory.parent} is not a sharded checkpoint of FSDP2. Load it with "
                 "FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')."
             )
         metadata = read_metadata(directory)
@@ -129,7 +132,7 @@ def _model_tensors(states: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def _optimizer_states(models: list[nn.Module], optimizers: list[Any]) -> list[_OptimizerState]:
-    """Name the parameters of every optimizer by model and place."""
+    """Name each optimizer's parameters by the number of the model and their name in it."""
     names = {
         id(parameter): f"{number}.{name}"
         for number, model in enumerate(models)
@@ -139,7 +142,7 @@ def _optimizer_states(models: list[nn.Module], optimizers: list[Any]) -> list[_O
 
 
 class _OptimizerState:
-    """The state of one optimizer: tensors, sharded as its parameters are, and plain data beside."""
+    """The state of one optimizer: tensors, sharded like its parameters, and plain data."""
 
     def __init__(self, number: int, optimizer: Any, names: Mapping[int, str]) -> None:
         self.number = number
@@ -149,19 +152,19 @@ class _OptimizerState:
         for parameter in _parameters(optimizer):
             if id(parameter) not in names:
                 raise CheckpointError(
-                    f"An optimizer holds a parameter of the shape {tuple(parameter.shape)} that is "
-                    "in no prepared model, and has no name under which it could be saved."
+                    f"An optimizer has a parameter of shape {tuple(parameter.shape)} that is in no "
+                    "prepared model. It cannot be saved, because it has no name. Prepare its model."
                 )
-        #: Names by parameter, and those of each group.
+        #: The name of each parameter, and the names in each group.
         self._names = {parameter: names[id(parameter)] for parameter in _parameters(optimizer)}
         self._groups = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
 
     def take_apart(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Add the tensors by name; return the rest as plain data."""
+        """Add the state's tensors to `tensors`, and return the rest as plain data."""
         values: dict[str, dict[str, Any]] = {}
         for parameter, state in self.optimizer.state.items():
             if parameter not in self._names:
-                raise self._cannot_hold(f"the state {parameter!r}")
+                raise self._unsupported(f"the state {parameter!r}")
             name = self._names[parameter]
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
@@ -169,37 +172,37 @@ class _OptimizerState:
                 elif _is_plain(value):
                     values.setdefault(name, {})[key] = value
                 else:
-                    raise self._cannot_hold(f"{key!r} of {name}")
+                    raise self._unsupported(f"{key!r} of {name}")
         groups = [
             {**{key: _plain(value) for key, value in group.items()}, "params": names}
             for group, names in zip(self.optimizer.param_groups, self._groups, strict=True)
         ]
         return {"groups": groups, "values": values, "class": self._kind}
 
-    def _cannot_hold(self, what: str) -> CheckpointError:
+    def _unsupported(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"A sharded checkpoint holds tensors and plain values of each parameter, and "
-            f"{self._kind} keeps {what}, which is neither. Use "
+            f"{self._kind} has {what} in its state, which a sharded checkpoint cannot store: it "
+            "only supports tensors and plain values of each parameter. Use "
             "FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')."
         )
 
     def compare(self, plain: Any, directory: Path) -> None:
-        """Refuse what another optimizer has saved, or one with other groups."""
+        """Check that the same class of optimizer, with the same groups, saved the state."""
         there = [list(group["params"]) for group in plain["groups"]]
         if self._groups != there:
             raise CheckpointError(
-                f"{directory}: the groups of optimizer {self.number} hold other parameters than "
-                f"when it was saved: {[len(g) for g in there]} there, "
-                f"{[len(g) for g in self._groups]} here."
+                f"{directory}: the parameter groups of optimizer {self.number} do not match the "
+                f"checkpoint. Numbers of parameters per group: {[len(g) for g in there]} in the "
+                f"checkpoint, {[len(g) for g in self._groups]} in this run."
             )
         if plain["class"] != self._kind:
             raise CheckpointError(
-                f"{directory}: optimizer {self.number} was a {plain['class']} when it was saved, "
-                f"and is a {self._kind}."
+                f"{directory}: optimizer {self.number} is {plain['class']} in the checkpoint, but "
+                f"{self._kind} in this run."
             )
 
     def allocate(self, stored: Mapping[str, Any], directory: Path) -> dict[str, torch.Tensor]:
-        """Return tensors to read the state into."""
+        """Return empty tensors into which the state is read."""
         made: dict[str, torch.Tensor] = {}
         by_name = {self._prefix + name: parameter for parameter, name in self._names.items()}
         for name, entry in stored.items():
@@ -207,7 +210,7 @@ class _OptimizerState:
             if parameter is None:
                 continue
             if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointError(f"{directory}: {name} is no tensor.")
+                raise CheckpointError(f"{directory}: {name} is not a tensor.")
             dtype = entry.properties.dtype
             if entry.size == parameter.shape and parameter.dim():
                 made[name] = torch.zeros_like(parameter, dtype=dtype)
@@ -216,7 +219,7 @@ class _OptimizerState:
         return made
 
     def put(self, tensors: dict[str, torch.Tensor], plain: Any) -> None:
-        """Give the optimizer what was read."""
+        """Load the tensors and plain data into the optimizer."""
         read: dict[str, dict[str, Any]] = {}
         for full, value in tensors.items():
             name, _, key = full.removeprefix(self._prefix).rpartition(".")
@@ -242,7 +245,7 @@ def _parameters(optimizer: Any) -> list[nn.Parameter]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()  # a hyperparameter that changes in a compiled step
+        return value.item()  # such as a learning rate for a compiled step
     return value if _is_plain(value) else None
 
 
@@ -259,36 +262,43 @@ def _compare(
     for name, tensor in tensors.items():
         entry = stored.get(name)
         if not isinstance(entry, TensorStorageMetadata):
-            wrong += [f"{name} is missing there"] if strict else []
+            wrong += [f"{name} is missing in the checkpoint"] if strict else []
         elif entry.size != tensor.shape:
-            wrong.append(f"{name} has shape {list(entry.size)} there and {list(tensor.shape)} here")
+            wrong.append(
+                f"{name} has shape {list(entry.size)} in the checkpoint and "
+                f"{list(tensor.shape)} in this run"
+            )
         elif entry.properties.dtype != tensor.dtype:
-            wrong.append(f"{name} is {entry.properties.dtype} there and {tensor.dtype} here")
+            wrong.append(
+                f"{name} is {entry.properties.dtype} in the checkpoint and {tensor.dtype} in this run"
+            )
     if strict:
         wrong += [
-            f"{name} is in no model"
+            f"{name} is in the checkpoint but in no model"
             for name in stored
             if name.startswith("model.") and name not in tensors
         ]
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-        raise CheckpointError(f"{directory} does not fit: {'; '.join(wrong[:3])}{more}.")
+        raise CheckpointError(
+            f"The checkpoint {directory} does not match this run: {'; '.join(wrong[:3])}{more}."
+        )
 
 
-# --- whole state dicts, as of one process -----------------------------------------------------------
+# --- whole state dicts ------------------------------------------------------------------------------
 
 
 def full_model(shards: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the whole of a state dict on rank 0, in host memory, and an empty one elsewhere.
+    """Return a whole state dict in host memory on rank 0, and an empty one on other ranks.
 
-    A rank holds one whole parameter at a time.
+    Each rank gathers one parameter at a time.
     """
     state: dict[str, Any] = {}
     first = dist.get_rank() == 0
     for name, value in shards.items():
         made = whole(value) if isinstance(value, torch.Tensor) else value
         if first and made is not value:
-            # On one rank the whole is the shard itself, which training changes.
+            # With one rank, `made` is the shard itself, which training changes.
             made = made.to("cpu", copy=made.data_ptr() == local(value).data_ptr())
         if first:
             state[name] = made
@@ -302,13 +312,18 @@ def load_full_model(
     strict: bool,
     kind: str,
 ) -> None:
-    """Copy each rank's parts out of a whole state dict into `own`, that of a model of class `kind`."""
+    """Copy this rank's shards from a whole state dict into a model's state dict.
+
+    Args:
+        own: the state dict of the model.
+        kind: class of the model, for the error message.
+    """
     missing = [name for name in own if name not in state]
-    strange = [name for name in state if name not in own]
-    if strict and (missing or strange):
+    unexpected = [name for name in state if name not in own]
+    if strict and (missing or unexpected):
         raise CheckpointError(
-            f"The weights do not fit {kind}: "
-            f"missing {listing(missing[:3])}; not in the model {listing(strange[:3])}."
+            f"The weights do not match {kind}: "
+            f"missing {listing(missing[:3])}; not in the model {listing(unexpected[:3])}."
         )
     rank = dist.get_rank()
     with torch.no_grad():
@@ -321,7 +336,7 @@ def load_full_model(
 
 
 def full_optimizer(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's whole state dict on rank 0, in torch's form; an empty one elsewhere."""
+    """Return an optimizer's whole state dict on rank 0, and an empty one on other ranks."""
     first = dist.get_rank() == 0
     packed = optimizer.state_dict()
     state: dict[Any, dict[str, Any]] = {}
@@ -338,7 +353,7 @@ def full_optimizer(optimizer: Any) -> dict[str, Any]:
 def load_full_optimizer(
     optimizer: Any, state: Mapping[str, Any], config: ParallelismConfig
 ) -> None:
-    """Cut a whole optimizer state to this rank's parts, and load it."""
+    """Load this rank's shards of a whole optimizer state."""
     rank = dist.get_rank()
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     own: dict[Any, dict[str, Any]] = {}
@@ -352,7 +367,7 @@ def load_full_optimizer(
 def shard_state(
     parameter: torch.Tensor, values: dict[str, Any], config: ParallelismConfig, rank: int
 ) -> None:
-    """Shard what an optimizer keeps of a parameter as the parameter is, in place."""
+    """Shard an optimizer's state for a parameter like the parameter itself, in place."""
     if isinstance(parameter, DTensor) and parameter.dim():
         for key, value in values.items():
             is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)

@@ -1,4 +1,4 @@
-"""Layers that several ranks compute together: plans by name, checked before anything is changed."""
+"""Tensor parallelism: plans that map module names to styles, checked before anything changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from accelerate_core.plugin import ConfigurationError, did_you_mean, listing
 _STYLES: dict[str, Any] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
-    # Activations split along the sequence between the layers.
+    # Activations between layers are split along the sequence.
     "sequence": SequenceParallel,
     "split_sequence": lambda: PrepareModuleOutput(
         output_layouts=Replicate(), desired_output_layouts=Shard(1)
@@ -33,40 +33,40 @@ _STYLES: dict[str, Any] = {
     "colwise_sequence_rep": lambda: ColwiseParallel(
         input_layouts=Shard(1), output_layouts=Replicate()
     ),
-    # Names that models of transformers use.
+    # Names that models in Transformers use.
     "sequence_parallel": SequenceParallel,
     "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
-    # For torch's loss_parallel: the logits stay in pieces.
+    # For torch's loss_parallel, which needs sharded logits.
     "colwise_loss": lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
 }
-#: Styles that leave a module as it is; with the second each rank uses it for a part of the heads,
-#: so that its gradients are added up.
+#: Styles that don't split a module. With the second, each rank uses the module for a part of the
+#: heads, so its gradients must be summed.
 _WHOLE, _ADDED = "replicate", "replicated_with_grad_allreduce"
 
 
 def parallelise(model: nn.Module, mesh: DeviceMesh, given: Mapping[str, Any] | None) -> list[str]:
-    """Distribute the modules that a plan names over the ranks of a one-dimensional mesh.
+    """Split the modules in a plan over the ranks of a one-dimensional mesh.
 
-    Parameters that were tied stay tied.
+    Tied parameters stay tied.
 
     Args:
-        given: the plan, instead of the model's own.
+        given: a plan to use instead of the model's own.
 
     Returns:
-        The names of whole parameters whose gradients the ranks have parts of.
+        The names of unsplit parameters whose gradients must be summed over the ranks.
 
     Raises:
-        ConfigurationError: there is no plan, a name matches no module, a style is not known, a
-            dimension cannot be divided by the number of ranks, or a tie would be broken.
+        ConfigurationError: there is no plan, a name matches no module, a style is unknown, a
+            dimension is not divisible by the number of ranks, or a tie would be broken.
     """
     plan = given or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not plan:
         raise ConfigurationError(
-            f"Tensor parallelism needs a plan, and {type(model).__name__} has no tp_plan: "
-            "ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan={'layers.*.fc1': "
+            f"Tensor parallelism needs a plan, but {type(model).__name__} has no tp_plan. Pass one, "
+            "such as ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan={'layers.*.fc1': "
             "'colwise', 'layers.*.fc2': 'rowwise'}))."
         )
     matches = _matches(model, plan)
@@ -78,7 +78,7 @@ def parallelise(model: nn.Module, mesh: DeviceMesh, given: Mapping[str, Any] | N
         for own, _ in modules[name].named_parameters()
     ]
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return added  # distributed already, as by transformers
+        return added  # already split, for example by Transformers
     styles = {name: _style(pattern, style) for name, pattern, style in matches}
     styled = {name: style for name, style in styles.items() if style is not None}
     for name, style in styled.items():
@@ -98,7 +98,7 @@ def _matches(model: nn.Module, plan: Mapping[str, Any]) -> list[tuple[str, str, 
         if not hits:
             general = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names})
             raise ConfigurationError(
-                f"The tensor parallel plan names {pattern!r}, which matches no module of "
+                f"{pattern!r} in the tensor parallel plan matches no module of "
                 f"{type(model).__name__}.{did_you_mean(pattern, general)}"
             )
         found += [(name, pattern, style) for name in hits]
@@ -112,7 +112,7 @@ def _style(pattern: str, style: Any) -> ParallelStyle | None:
         return None
     if not isinstance(style, str) or style not in _STYLES:
         raise ConfigurationError(
-            f"The tensor parallel plan has the style {style!r} for {pattern!r}; allowed are "
+            f"The tensor parallel plan has an unknown style {style!r} for {pattern!r}. Allowed are "
             f"{listing([*_STYLES, _WHOLE, _ADDED])} and torch's ParallelStyle objects."
             f"{did_you_mean(str(style), _STYLES)}"
         )
@@ -129,20 +129,19 @@ def _check_divides(name: str, module: nn.Module, style: ParallelStyle, ranks: in
         return
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise ConfigurationError(
-            f"The tensor parallel plan splits {name!r}, a {type(module).__name__}; only Linear and "
-            "Embedding can be split by these styles. Name the layers inside of it, or give a "
-            "ParallelStyle of your own."
+            f"The tensor parallel plan splits {name!r}, a {type(module).__name__}, but its style "
+            "only supports Linear and Embedding. Name the layers inside it, or use your own "
+            "ParallelStyle."
         )
     for kind, attribute in dims.items():
         if isinstance(module, kind) and getattr(module, attribute) % ranks:
             raise ConfigurationError(
-                f"Tensor parallelism over {ranks} ranks cannot divide {attribute}="
-                f"{getattr(module, attribute)} of {name!r}. Choose a size it divides, or leave "
-                "that module out of the plan."
+                f"{attribute}={getattr(module, attribute)} of {name!r} is not divisible by "
+                f"tp_size={ranks}. Change the size, or remove this module from the plan."
             )
 
 
-#: A place of a parameter: its whole name, the module, and the name there.
+#: Where a parameter is stored: its full name, the module, and its name in the module.
 _Slot = tuple[str, nn.Module, str]
 
 
@@ -166,9 +165,9 @@ def _retie(ties: list[list[_Slot]]) -> None:
             one, two = getattr(kept, "placements", None), getattr(other, "placements", None)
             if one != two:
                 raise ConfigurationError(
-                    f"{first_name!r} and {name!r} are one parameter, and the tensor parallel plan "
-                    f"places them as {one or 'whole'} and {two or 'whole'}. Give both modules "
-                    "styles that shard the weight alike (an embedding 'rowwise' and a head "
-                    "'colwise'), or leave both out."
+                    f"{first_name!r} and {name!r} are the same parameter, but the tensor parallel "
+                    f"plan gives them different placements, {one or 'whole'} and {two or 'whole'}. "
+                    "Use styles that split it along the same dimension ('rowwise' for an embedding "
+                    "and 'colwise' for a head), or remove both from the plan."
                 )
             module._parameters[attribute] = kept

@@ -1,4 +1,4 @@
-"""For tests only: ring attention on the CPU, which torch offers for accelerators alone."""
+"""For tests only: ring attention on the CPU, which torch only supports on accelerators."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def ring_runs_on_cpu() -> bool:
 
 
 def enable_cpu_ring_attention() -> None:
-    """Let torch's ring attention call the CPU's attention kernel.
+    """Make torch's ring attention use the attention kernel of the CPU.
 
-    This reaches into private parts of torch (2.13), so that what is around ring attention can be
-    tried on a machine without an accelerator. Not for training.
+    With this, code around ring attention can be tested without an accelerator. It changes private
+    parts of torch (2.13), so don't use it for training.
     """
     global _enabled
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
     aten: Any = torch.ops.aten
-    ahead = aten._scaled_dot_product_flash_attention_for_cpu
-    back = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    forward_op = aten._scaled_dot_product_flash_attention_for_cpu
+    backward_op = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
     def forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         query, key, value, *rest = args
@@ -34,7 +34,7 @@ def enable_cpu_ring_attention() -> None:
         made = ring._templated_ring_attention(
             query.device_mesh.get_group(),
             2,
-            ahead,
+            forward_op,
             query=query.to_local(),
             key=key.to_local(),
             value=value.to_local(),
@@ -49,7 +49,7 @@ def enable_cpu_ring_attention() -> None:
         made = ring._templated_ring_attention_backward(
             query.device_mesh.get_group(),
             2,
-            back.default,
+            backward_op.default,
             grad_out=grad.to_local(),
             grad_out_name="grad_out",
             query=query.to_local(),
@@ -64,8 +64,8 @@ def enable_cpu_ring_attention() -> None:
         return tuple(_wrapped(one, query) for one in made[:3])
 
     handlers: Any = ring.custom_ops
-    handlers[ahead.default] = forward
-    handlers[back.default] = backward
+    handlers[forward_op.default] = forward
+    handlers[backward_op.default] = backward
     _enabled = True
 
 

@@ -1,4 +1,4 @@
-"""Which modules are sharded and gathered together."""
+"""Find the modules whose parameters are sharded and gathered together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from accelerate_core.plugin import ConfigurationError, PrepareError, did_you_mean, listing
 from accelerate_fsdp2.settings import FullyShardedDataParallelPlugin
 
-#: Parameters from which a unit of its own is worth its collectives; torch's own default.
+#: Minimum number of parameters of a unit with `size_based_wrap`. The same default as in torch.
 _MIN_PARAMS = 100_000_000
 
 Group = list[nn.Module]
@@ -22,7 +22,7 @@ Group = list[nn.Module]
 def find_units(model: nn.Module, options: FullyShardedDataParallelPlugin) -> list[Group]:
     """Return the modules to shard before the model itself, innermost first.
 
-    Modules that share a parameter are in one group, so that the tie is kept.
+    Modules that share a parameter are in the same group, so that the parameter stays tied.
     """
     chosen = set(_chosen(model, options)) - {model}
     return _joined(model, [module for module in model.modules() if module in chosen])
@@ -40,8 +40,8 @@ def _chosen(model: nn.Module, options: FullyShardedDataParallelPlugin) -> Iterab
     own = list(getattr(model, "_no_split_modules", None) or [])
     if policy == "transformer_based_wrap" and not named and not own:
         raise ConfigurationError(
-            "auto_wrap_policy='transformer_based_wrap' needs transformer_cls_names_to_wrap: the "
-            f"model {type(model).__name__} does not name its layers (_no_split_modules)."
+            "auto_wrap_policy='transformer_based_wrap' needs transformer_cls_names_to_wrap, because "
+            f"{type(model).__name__} does not name its layers in _no_split_modules."
         )
     if named or own:
         return _by_class(model, named or own, required=bool(named))
@@ -49,10 +49,10 @@ def _chosen(model: nn.Module, options: FullyShardedDataParallelPlugin) -> Iterab
 
     def walk(module: nn.Module) -> None:
         for child in module.children():
-            # What is never called by itself (a container, a holder of parts) gathers nothing.
+            # A module without a forward, such as a container, would never gather its parameters.
             called = type(child).forward is not nn.Module.forward
             if _is_stack(module) and called and any(True for _ in child.parameters()):
-                found.append(child)  # and nothing inside: ranks may use parts of it differently
+                found.append(child)  # nothing inside it, because ranks may call different parts
             else:
                 walk(child)
 
@@ -80,7 +80,7 @@ def _by_class(model: nn.Module, names: list[str], required: bool) -> list[nn.Mod
 
 
 def _class_name(module: nn.Module) -> str:
-    """Return the class of a layer, of one that a precision has replaced that of the original."""
+    """Return the name of a layer's class. If a precision replaced the layer, the original class."""
     return str(vars(module).get("_replaced_class", type(module).__name__))
 
 
@@ -104,7 +104,7 @@ def _by_function(model: nn.Module, policy: Any) -> list[nn.Module]:
     if "recurse" not in inspect.signature(policy).parameters:
         return [module for module in model.modules() if policy(module)]
 
-    def chosen(module: nn.Module) -> bool:  # the form of torch's own policies
+    def chosen(module: nn.Module) -> bool:  # the signature of torch's own policies
         numel = sum(parameter.numel() for parameter in module.parameters())
         return bool(policy(module=module, recurse=False, nonwrapped_numel=numel))
 
@@ -112,9 +112,9 @@ def _by_function(model: nn.Module, policy: Any) -> list[nn.Module]:
 
 
 def _joined(model: nn.Module, units: list[nn.Module]) -> list[Group]:
-    """Put units that share a parameter into one group; of nested ones the inner comes first."""
+    """Merge units that share a parameter into one group, and sort groups innermost first."""
     inside = {id(model): model}
-    for unit in units:  # outermost first: the innermost has the last word
+    for unit in units:  # outermost first, so that the innermost unit overwrites the others
         inside.update((id(module), unit) for module in unit.modules())
     holders: dict[int, list[nn.Module]] = {}
     for module in model.modules():
@@ -126,12 +126,12 @@ def _joined(model: nn.Module, units: list[nn.Module]) -> list[Group]:
         distinct = list(dict.fromkeys(modules))
         together = [group for group in groups if any(one in group for one in distinct)]
         if len(distinct) < 2 or not together:
-            continue  # of one unit, or all in what is left for the model itself
-        if model in distinct:  # the model's own parameter: it stays with the model
+            continue  # all in the same unit, or none in a unit
+        if model in distinct:  # one of the model's own parameters stays with the model
             groups = [group for group in groups if group not in together]
             continue
         merged = list(dict.fromkeys([*(one for group in together for one in group), *distinct]))
-        # What lies inside of another member goes with it.
+        # A member that is inside another member is covered by it.
         outer = [
             one
             for one in merged
@@ -143,10 +143,10 @@ def _joined(model: nn.Module, units: list[nn.Module]) -> list[Group]:
 
 
 def ignored_parameters(model: nn.Module, given: Any) -> dict[str, nn.Parameter]:
-    """Return the parameters that stay whole, by name: those asked for, and scalars.
+    """Return the parameters that are not sharded, by name: those in `given`, and scalars.
 
     Raises:
-        ConfigurationError: a pattern or a module that the model does not have.
+        ConfigurationError: a pattern matches no module, or a module is not in the model.
     """
     chosen: set[nn.Module] = set()
     if isinstance(given, str):
@@ -154,14 +154,17 @@ def ignored_parameters(model: nn.Module, given: Any) -> dict[str, nn.Parameter]:
         chosen = {m for n, m in model.named_modules() if n and re.fullmatch(given, n)}
         if not chosen:
             raise ConfigurationError(
-                f"ignored_modules={given!r} matches no module; there are {listing(names[:8])}."
+                f"ignored_modules={given!r} matches no module. The model has "
+                f"{listing(names[:8])}{', ...' if len(names) > 8 else ''}."
             )
     elif given is not None:
         chosen = {vars(one).get("_replaced_by", one) for one in given}
-        if strange := [one for one in chosen if one not in set(model.modules())]:
-            raise ConfigurationError(
-                f"ignored_modules has a {type(strange[0]).__name__} that is not in the model."
-            )
+        modules = set(model.modules())
+        for module in chosen:
+            if module not in modules:
+                raise ConfigurationError(
+                    f"ignored_modules has a {type(module).__name__} that is not in the model."
+                )
     inside = {id(p) for module in chosen for p in module.parameters()}
     return {
         name: parameter
@@ -171,10 +174,10 @@ def ignored_parameters(model: nn.Module, given: Any) -> dict[str, nn.Parameter]:
 
 
 def check_groups(model: nn.Module, units: list[Group], ignored: set[nn.Parameter]) -> None:
-    """Refuse what torch would only find in the first forward.
+    """Check the dtypes of each unit, which torch only checks in the first forward.
 
     Raises:
-        PrepareError: trainable parameters of one unit have several dtypes.
+        PrepareError: the trainable parameters of a unit have several dtypes.
     """
     seen: set[int] = {id(parameter) for parameter in ignored}
     for group in [*units, [model]]:
@@ -187,6 +190,6 @@ def check_groups(model: nn.Module, units: list[Group], ignored: set[nn.Parameter
             kinds = " and ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
             raise PrepareError(
                 f"The trainable parameters of {type(group[0]).__name__} have several dtypes: "
-                f"{kinds}. FSDP2 gathers a unit's parameters as one: give them one dtype, freeze "
-                "some, or make them units of their own (auto_wrap_policy)."
+                f"{kinds}. FSDP2 gathers the parameters of a unit together. Convert them to one "
+                "dtype, freeze some, or put them into separate units with auto_wrap_policy."
             )

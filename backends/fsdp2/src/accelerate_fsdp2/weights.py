@@ -1,4 +1,4 @@
-"""Weights on their way from rank 0 to the shards, one parameter at a time."""
+"""Send weights from rank 0 to the shards, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from accelerate_fsdp2.gradients import local
 
 
 def on_meta(model: nn.Module) -> bool:
-    """Whether a parameter of the model has no memory yet."""
+    """Return whether any parameter of the model is on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def take_off(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Move the model to the meta device in place, ties kept; return what it held, by name."""
+    """Move the model to the meta device in place, keeping ties. Returns its tensors by name."""
     held: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     held |= dict(model.named_buffers(remove_duplicate=False))
     memo: dict[int, torch.Tensor] = {}
@@ -43,10 +43,10 @@ def take_off(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_models(model: nn.Module) -> None:
-    """Compare what the ranks want to prepare, before the first collective on its weights.
+    """Check that all ranks prepare the same model, before the first collective on its weights.
 
     Raises:
-        PrepareError: names, shapes, dtypes or what is trained differ; on every rank.
+        PrepareError: names, shapes, dtypes or trainable parameters differ. Raised on every rank.
     """
     own = {
         name: (tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in _tensors(model).items()
@@ -55,15 +55,15 @@ def check_models(model: nn.Module) -> None:
         rank, (name, *_), first, other = found
         raise PrepareError(
             f"The ranks prepare different models: {name!r} is {first.get(name, 'missing')} on rank "
-            f"0 and {other.get(name, 'missing')} on rank {rank} (shape, dtype, trained)."
+            f"0 and {other.get(name, 'missing')} on rank {rank} (shape, dtype, requires_grad)."
         )
 
 
 @torch.no_grad()
 def broadcast_whole(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers, before they are sharded."""
+    """Send rank 0's parameters and buffers to all ranks, before they are sharded."""
     for tensor in _tensors(model).values():
-        if not isinstance(tensor, DTensor):  # distributed by whoever made it
+        if not isinstance(tensor, DTensor):  # the code that created a DTensor has distributed it
             _send(tensor)
 
 
@@ -77,10 +77,10 @@ def _send(tensor: torch.Tensor) -> None:
 
 @torch.no_grad()
 def check_alike(model: nn.Module) -> None:
-    """Compare the ranks' weights by checksums.
+    """Compare the ranks' weights by checksum.
 
     Raises:
-        PrepareError: they differ; the text has the first name.
+        PrepareError: they differ. The message has the first name.
     """
     sums = {
         name: _checksum(t)
@@ -90,8 +90,8 @@ def check_alike(model: nn.Module) -> None:
     if found := _differences(sums):
         rank, names, *_ = found
         raise PrepareError(
-            f"{len(names)} weights of rank {rank} are not those of rank 0, such as {names[0]!r}, "
-            "and sync_module_states=False forbids to send them. Set the same seed on all ranks, or "
+            f"{len(names)} weights on rank {rank} differ from rank 0, such as {names[0]!r}, and "
+            "sync_module_states=False prevents sending rank 0's. Set the same seed on all ranks, or "
             "leave sync_module_states out."
         )
 
@@ -99,7 +99,12 @@ def check_alike(model: nn.Module) -> None:
 def _differences(
     own: dict[str, Any],
 ) -> tuple[int, list[str], dict[str, Any], dict[str, Any]] | None:
-    """Compare what ranks say by name: a rank unlike rank 0, the names, and what both have said."""
+    """Compare `own` between ranks.
+
+    Returns:
+        The first rank that differs from rank 0, the names that differ, and the values of rank 0
+        and of that rank; or None if all ranks are equal.
+    """
     every: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(every, own)
     first = every[0]
@@ -124,7 +129,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def local_part(
     tensor: torch.Tensor, like: DTensor, config: ParallelismConfig, rank: int
 ) -> torch.Tensor:
-    """Return the part of a whole tensor that a rank holds of one distributed as `like`."""
+    """Return a rank's part of a whole tensor, if it was distributed like `like`."""
     mesh = like.device_mesh
     names = mesh.mesh_dim_names or ()
     strided, plain = [], []
@@ -136,8 +141,10 @@ def local_part(
         elif type(placement).__name__ == "_StridedShard":
             strided.append((number, placement.dim))  # type: ignore[attr-defined]
         else:
-            raise TypeError(f"No part of a tensor placed as {placement}.")
-    # A strided shard is a shard of what the dimensions after it have sharded already.
+            raise TypeError(
+                f"Cannot determine a rank's part of a tensor with placement {placement}."
+            )
+    # A strided shard splits what later mesh dimensions have already split.
     for number, dim in [*plain, *strided]:
         parts = torch.chunk(tensor, mesh.size(number), dim)
         name = names[number]
@@ -148,7 +155,7 @@ def local_part(
 
 
 def cut(whole: torch.Tensor, like: DTensor, config: ParallelismConfig, rank: int) -> torch.Tensor:
-    """Return a tensor distributed as `like`, of which a rank takes its part of a whole one."""
+    """Distribute a whole tensor like `like`. Each rank copies its own part."""
     made = torch.zeros_like(like, dtype=whole.dtype)
     cast(DTensor, made).to_local().copy_(local_part(whole, like, config, rank))
     return made.detach()
@@ -156,18 +163,18 @@ def cut(whole: torch.Tensor, like: DTensor, config: ParallelismConfig, rank: int
 
 @torch.no_grad()
 def fill_with_nan(model: nn.Module, device: torch.device) -> None:
-    """Give a model on meta memory, and NaN for weights; buffers that have values keep them.
+    """Allocate a model that is on meta, and fill its weights with NaN. Real buffers are kept.
 
     Raises:
-        PrepareError: a buffer on meta that no checkpoint holds.
+        PrepareError: a buffer is on meta and no checkpoint will contain it.
     """
     kept = set(model.state_dict())
     held = {name: b.detach().clone() for name, b in model.named_buffers() if not b.is_meta}
     if lost := [n for n, _ in model.named_buffers() if n not in held and n not in kept]:
         raise PrepareError(
-            f"The buffer {lost[0]!r} of {type(model).__name__} is on the meta device on every rank, "
-            "and being not persistent is in no checkpoint. Make buffers where they have memory "
-            "(init_empty_weights keeps them), or the model on rank 0."
+            f"The buffer {lost[0]!r} of {type(model).__name__} is on the meta device on every rank "
+            "and is not persistent, so no checkpoint contains its values. Create the model with "
+            "init_empty_weights, which doesn't put buffers on meta, or create it on rank 0."
         )
     model.to_empty(device=device)
     for name, tensor in _tensors(model).items():
@@ -184,12 +191,12 @@ def fill_from_rank_0(
     config: ParallelismConfig,
     device: torch.device,
 ) -> None:
-    """Fill every parameter's shard, and every buffer, from the whole tensors of rank 0.
+    """Fill the shards of all parameters, and all buffers, with rank 0's tensors.
 
-    Each rank receives its own part only; beside its shards it holds one parameter at a time.
+    Each rank only receives its own part, one parameter at a time.
 
     Args:
-        source: whole tensors by name, on rank 0.
+        source: the whole tensors by name on rank 0, None on other ranks.
     """
     for name, parameter in model.named_parameters():
         whole = None if source is None else source[name]
@@ -212,7 +219,7 @@ def _scatter(
 ) -> None:
     own = parameter.to_local()
     ranks = range(dist.get_world_size())
-    # Every rank knows every part's size: the parts of a meta tensor cost nothing.
+    # Compute the size of every rank's part with a meta tensor, which needs no memory.
     shadow = torch.empty(parameter.shape, device="meta")
     longest = max(local_part(shadow, parameter, config, rank).numel() for rank in ranks)
     pieces: list[torch.Tensor] | None = None
@@ -230,6 +237,6 @@ def _scatter(
 
 @torch.no_grad()
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with all its parts; all ranks of its mesh call this."""
+    """Return the whole tensor. All ranks of its mesh must call this."""
     made: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return made.detach()
