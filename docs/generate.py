@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import pictures
 from packaging.requirements import Requirement
 
 from accelerate_core import Accelerator, plugin
@@ -625,21 +626,19 @@ def _filled(page: str, what: str, generated: str) -> str:
     return f"{before}<!-- generated: {what} -->\n{generated}<!-- end -->\n{after}"
 
 
-#: Plugins whose rows the README shows.
+#: Plugins whose rows the site's first page shows.
 _SHOWN = ("ddp", "single", "directory", "simple", "torchrun", "bf16", "no", "jsonl")
 
 
-def readme() -> str:
-    """Return the README with the output of `accelerate-core plugins --all` without any settings."""
+def landing() -> str:
+    """Return the site's first page with the output of `accelerate-core plugins --all`."""
     run = planned_run({})
     shown = [row for row in plugin_rows(run, ask_trackers=True) if row["name"] in _SHOWN]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         print_rows(shown)
     table = "\n".join(line.rstrip() for line in printed.getvalue().strip("\n ").splitlines())
-    return _filled(
-        "../README.md", "plugins", f"```\n$ accelerate-core plugins --all\n {table}\n```\n"
-    )
+    return _filled("index.md", "plugins", f"```text\n {table}\n```\n")
 
 
 STANDARD = "accelerate-core[standard]"
@@ -993,7 +992,12 @@ def main() -> None:
         "tracking.md": tracking,
         "drop_in.md": drop_in,
         "launching.md": launching,
-        "../README.md": readme,
+        "index.md": landing,
+        "images/architecture-light.svg": lambda: pictures.architecture(pictures.LIGHT),
+        "images/architecture-dark.svg": lambda: pictures.architecture(pictures.DARK),
+        "images/card.svg": pictures.card,
+        "images/icon.svg": pictures.icon,
+        "images/logo.svg": pictures.logo,
     }
     for name, make in pages.items():
         path = HERE / name

@@ -1,8 +1,7 @@
-"""The public names, read from the sources by griffe: nothing is imported.
+"""Find the public names and their documentation with griffe, without importing anything.
 
-As a griffe extension it also shows what the sources say in their own ways: members of a class that
-are those of something it holds (`accelerate_core.delegation`), and the fields of a `@settings` class.
-`python docs/site/public.py` fails where a public name is not documented.
+The griffe extension `Members` also documents members that a class delegates, and the fields of a
+`@settings` class. `python docs/site/public.py` fails if a public name is not documented.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +168,14 @@ def _copy(cls: griffe.Class, name: str, source: Any, member: Any) -> None:
     cls.set_member(name, made)
 
 
+@cache
+def loaded() -> griffe.ModulesCollection:
+    """Return all our packages, parsed once."""
+    return load()
+
+
 def load() -> griffe.ModulesCollection:
-    """Return every package of ours, parsed."""
+    """Return all our packages, parsed."""
     sources = [project / "src" for project in PROJECTS]
     loader = griffe.GriffeLoader(
         search_paths=sources,
