@@ -7,7 +7,6 @@ EXTENSIONS := $(patsubst %/pyproject.toml,%,$(wildcard extensions/*/pyproject.to
 # Those that need nothing heavier than torch.
 LIGHT := backends/ddp backends/fsdp2 $(EXTENSIONS)
 TRACKERS := $(patsubst %/pyproject.toml,%,$(wildcard trackers/*/pyproject.toml))
-MEMBERS := core $(EXTENSIONS) $(BACKENDS) $(TRACKERS)
 # Python compiles what it imports; pip would compile all that is installed.
 PIP := PIP_NO_COMPILE=1 $(BIN)/python -m pip --disable-pip-version-check -q
 # Tests start interpreters by the hundred: they read what the first one has compiled.
@@ -165,11 +164,9 @@ site-check: site
 	$(SITE_PIP) -c constraints.txt --group site
 	$(SITE_MADE)/bin/python -m pytest --confcutdir $(SITE_TESTS) $(SITE_TESTS) $(ARGS)
 
-# The time stamp of all files within, so that whoever builds this commit gets the same bytes.
-dist: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
 dist: $(VENV)/dev.stamp
 	rm -rf dist
-	for member in $(MEMBERS); do $(BIN)/python -m build --no-isolation --outdir dist $$member || exit 1; done
+	$(BIN)/python tools/release.py wheels --out dist
 	$(BIN)/python -m pytest tests/packaging --ignore tests/packaging/test_downstream.py --wheels dist
 
 # make release NAME=accelerate-ddp VERSION=0.2.0, and ARGS=--dry-run to see what it would do.

@@ -1,8 +1,9 @@
-"""Release one distribution.
+"""Build and release distributions.
 
 `cut NAME VERSION` writes the version, dates the changelog, builds, checks, commits and tags
-`NAME-vVERSION`. `build TAG` builds what a tag names: the same bytes, wherever it runs, by the versions of
-the tools in constraints.txt.
+`NAME-vVERSION`. `build TAG` builds the distribution that a tag names, and `wheels` builds all of them from
+the working tree. With the tools in constraints.txt, each produces the same bytes wherever it runs. Links in
+a README are relative in the repository and absolute in what is built (see addresses.py).
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Iterator
@@ -21,6 +24,7 @@ from pathlib import Path
 
 import click
 import tomlkit
+from addresses import addresses
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
@@ -156,29 +160,52 @@ def left_behind(distribution: Distribution, version: Version) -> Iterator[str]:
                 yield f"{other.name} asks for {needed}, which excludes {version}"
 
 
+@contextmanager
+def staged(distribution: Distribution) -> Iterator[Path]:
+    """Yield a copy of the files that git tracks, with absolute links in the README."""
+    source = distribution.folder
+    listed = git("ls-files", "-z", "--", str(source)).split("\0")
+    paths = [ROOT / name for name in listed if name and (ROOT / name).is_file()]
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary) / source.name
+        for path in paths:
+            target = copy / path.relative_to(source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+        readme = copy / "README.md"
+        if readme.exists():  # if it is missing, hatchling's error says so
+            text = readme.read_text(encoding="utf-8")
+            folder = source.relative_to(ROOT).as_posix()
+            readme.write_text(addresses(ROOT).absolute(text, folder, ROOT), encoding="utf-8")
+        yield copy
+
+
 def build(distribution: Distribution, version: Version, out: Path, epoch: int) -> list[Path]:
-    """Build the sdist, and the wheel from it, and let twine check both.
+    """Build the sdist, and the wheel from it, and check both with twine.
 
     Args:
         epoch: The time stamp of every file within, in seconds since 1970 (UTC).
 
     Raises:
-        click.ClickException: a step failed, or a file would go in that no commit has.
+        click.ClickException: a step failed, or git does not track a file that belongs to the package.
     """
-    # hatchling leaves out what .gitignore names, and takes what git alone is told to ignore.
+    # Files that .gitignore names are left out. A file that only git's own settings exclude may be missing.
     others = ("ls-files", "--others", "--exclude-per-directory=.gitignore", "--")
     if strange := git(*others, str(distribution.folder)):
-        raise click.ClickException(f"no commit has these files, which would go in:\n{strange}")
+        raise click.ClickException(f"git does not track these files:\n{strange}")
     environ = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch)}
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out)]
-    steps = [[*command, str(distribution.folder)]]
     stem = f"{canonicalize_name(distribution.name).replace('-', '_')}-{version}"
     made = [out / f"{stem}.tar.gz", out / f"{stem}-py3-none-any.whl"]
-    steps.append([sys.executable, "-m", "twine", "check", "--strict", *map(str, made)])
-    for step in steps:
-        done = subprocess.run(step, env=environ, capture_output=True, text=True)
-        if done.returncode:
-            raise click.ClickException(f"{' '.join(step[1:])}\n{done.stdout}{done.stderr}")
+    with staged(distribution) as folder:
+        command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out.absolute())]
+        steps = [
+            [*command, str(folder)],
+            [sys.executable, "-m", "twine", "check", "--strict", *map(str, made)],
+        ]
+        for step in steps:
+            done = subprocess.run(step, env=environ, capture_output=True, text=True)
+            if done.returncode:
+                raise click.ClickException(f"{' '.join(step[1:])}\n{done.stdout}{done.stderr}")
     return made
 
 
@@ -249,6 +276,21 @@ def cut(name: str, version: str, dry_run: bool, out: Path) -> None:
     for path in made:
         click.echo(path)
     click.echo(f"tagged {tag}; publish with: git push origin HEAD {tag}")
+
+
+@main.command()
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=ROOT / "dist", help="Where to build."
+)
+def wheels(out: Path) -> None:
+    """Build every distribution from the working tree.
+
+    Files get the time stamp of the last commit, or SOURCE_DATE_EPOCH if it is set.
+    """
+    epoch = int(os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct"))
+    for distribution in distributions().values():
+        for path in build(distribution, distribution.version, out, epoch):
+            click.echo(path)
 
 
 @main.command("build")

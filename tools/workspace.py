@@ -1,18 +1,24 @@
-"""List the distributions of this workspace; keep the lists in pyproject.toml that no tool can find itself.
+"""List the distributions of this workspace, and write what follows from the list and from mkdocs.yml.
 
     workspace.py [--check]
 
 A distribution is `core` or a folder in `backends`, `trackers` or `extensions` that has a pyproject.toml.
 ruff and mypy find its sources by pattern. import-linter takes no patterns, so this script writes its
-lists from each member's own metadata. `--check` writes nothing and fails if they are out of date.
+lists from each member's own metadata. It also writes the project's addresses (see addresses.py) into
+every distribution and into the config templates. `--check` writes nothing and fails if a file is out of
+date.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from addresses import Addresses, addresses
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("backends", "extensions", "trackers")
@@ -140,17 +146,60 @@ def with_contracts(text: str, found: list[Member]) -> str:
     return f"{head}{START}{import_contracts(found)}{END}{tail}"
 
 
+def with_urls(text: str, urls: dict[str, str]) -> str:
+    """Return a distribution's pyproject.toml with the table `[project.urls]`, after `[project]`."""
+    table = "\n".join(
+        ["[project.urls]", *(f'{key} = "{url}"' for key, url in urls.items()), "", ""]
+    )
+    text = re.sub(r"^\[project\.urls\]\n(?:[^\[\n].*\n)*\n*", "", text, flags=re.MULTILINE)
+    project = text.index("[project]\n")
+    following = re.compile(r"^\[", re.MULTILINE).search(text, project + 1)
+    if following is None:
+        return f"{text.rstrip()}\n\n{table}".rstrip() + "\n"
+    return f"{text[: following.start()]}{table}{text[following.start() :]}"
+
+
+def with_schema(text: str, found: Addresses) -> str:
+    """Return a config template that begins with the address of its JSON schema, for editors."""
+    first = f"# yaml-language-server: $schema={found.site}/config_schema.json\n"
+    return first + re.sub(r"\A# yaml-language-server: .*\n", "", text)
+
+
+def generated(root: Path) -> Iterator[tuple[Path, str]]:
+    """Return the files that this script maintains, with what they should contain."""
+    found = addresses(root)
+    listed = members(root)
+    project = root / "pyproject.toml"
+    yield project, with_contracts(project.read_text(encoding="utf-8"), listed)
+    for member in listed:
+        path = root / member.folder / "pyproject.toml"
+        yield path, with_urls(path.read_text(encoding="utf-8"), found.project_urls(member.folder))
+    for path in sorted(root.glob("examples/config_templates/*.yaml")):
+        yield path, with_schema(path.read_text(encoding="utf-8"), found)
+    # The distribution `accelerate` of the drop-in, and what Python reports when it is only served.
+    page = found.page("drop_in.md#installed-in-place-of-huggingface-accelerate")
+    drop_in = root / "extensions" / "drop_in"
+    for pattern in ("accelerate/pyproject.toml", "src/*/served/*.dist-info/METADATA"):
+        for path in drop_in.glob(pattern):
+            text = path.read_text(encoding="utf-8")
+            text = re.sub(r'^(Homepage = ")[^"]*', rf"\g<1>{page}", text, flags=re.MULTILINE)
+            yield path, re.sub(r"^(Home-page: ).*", rf"\g<1>{page}", text, flags=re.MULTILINE)
+
+
 def main(arguments: list[str], root: Path = ROOT) -> None:
-    path = root / "pyproject.toml"
-    text = path.read_text(encoding="utf-8")
-    wanted = with_contracts(text, members(root))
-    if wanted == text:
-        return
-    if "--check" in arguments:
+    stale = [
+        (path, wanted)
+        for path, wanted in generated(root)
+        if path.read_text(encoding="utf-8") != wanted
+    ]
+    if stale and "--check" in arguments:
+        listed = ", ".join(path.relative_to(root).as_posix() for path, _ in stale)
         raise SystemExit(
-            "pyproject.toml does not list the distributions that are there. Run: make format"
+            "These files do not match the distributions that exist, or the addresses in mkdocs.yml: "
+            f"{listed}. Run: make format"
         )
-    path.write_text(wanted, encoding="utf-8")
+    for path, wanted in stale:
+        path.write_text(wanted, encoding="utf-8")
 
 
 if __name__ == "__main__":

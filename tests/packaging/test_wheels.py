@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -15,6 +16,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tools"))
+
+from addresses import addresses  # noqa: E402
+
+ADDRESSES = addresses()
 MEMBERS = [
     "core",
     *sorted(str(p.parent.relative_to(ROOT)) for p in ROOT.glob("*/*/pyproject.toml")),
@@ -83,8 +89,7 @@ def wheels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if given:
         return Path(given).resolve()
     out = tmp_path_factory.mktemp("wheels")
-    for member in MEMBERS:
-        run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT / member)
+    run(sys.executable, ROOT / "tools/release.py", "wheels", "--out", out, timeout=600)
     return out
 
 
@@ -101,6 +106,12 @@ def test_every_member_has_a_wheel_with_its_types_and_no_tests(wheels: Path) -> N
         about = BytesParser().parsebytes(archive.read(text.replace("licenses/LICENSE", "METADATA")))
         assert about["License-Expression"] == "Apache-2.0", wheel.name
         assert about["Requires-Python"] == ">=3.11", wheel.name
+        urls = dict(one.split(", ", 1) for one in about.get_all("Project-URL"))
+        assert urls["Documentation"] == f"{ADDRESSES.site}/"
+        assert urls["Changelog"].startswith(ADDRESSES.repository)
+        assert set(urls) == {"Documentation", "Source", "Changelog", "Issues"}
+        links = re.findall(r"\]\(([^)]+)\)", about.get_payload())
+        assert [link for link in links if not link.startswith("https://")] == [], wheel.name
         tests = [name for name in names if "test_" in Path(name).name]
         # Scripts of the original's `test_utils`, which people launch.
         assert not [name for name in tests if "/served/" not in name], wheel.name
@@ -117,9 +128,12 @@ def test_every_member_has_an_sdist_and_twine_takes_both(wheels: Path) -> None:
     run(sys.executable, "-m", "twine", "check", "--strict", *found, *wheels.glob("*.whl"))
 
 
-def test_another_folder_gives_the_same_bytes(wheels: Path, clone: Path, tmp_path: Path) -> None:
-    for member in MEMBERS:
-        run(sys.executable, "-m", "hatchling", "build", "-d", tmp_path / "out", cwd=clone / member)
+def test_another_folder_gives_the_same_bytes(
+    wheels: Path, clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", run("git", "log", "-1", "--format=%ct", cwd=ROOT))
+    release = (sys.executable, "tools/release.py", "wheels", "--out", tmp_path / "out")
+    run(*release, timeout=600, cwd=clone)
     first, second = (
         {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
         for folder in (wheels, tmp_path / "out")

@@ -33,6 +33,7 @@ def run(root: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
 def root(tmp_path: Path) -> Path:
     """The workspace with one more tracker, which nothing names yet; the rest of it is linked."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     (tmp_path / "core").symlink_to(ROOT / "core")
     for kind in ("backends", "extensions", "trackers"):
@@ -61,6 +62,8 @@ def test_new_distribution_joins_the_import_contracts_without_a_hand_written_line
     assert "Run: make format" in refused.stderr
     assert workspace(root).returncode == 0
     assert workspace(root, "--check").returncode == 0
+    project = tomllib.loads((root / "trackers/invented/pyproject.toml").read_text())["project"]
+    assert project["urls"]["Changelog"].endswith("/trackers/invented/CHANGELOG.md")
 
     lint = (BIN / "lint-imports", "--no-cache")
     kept = run(root, *lint)
