@@ -38,12 +38,13 @@ from accelerate_core.contract.capabilities import (
 )
 from accelerate_core.contract.hooks import HOOKS, hooks_of_kind
 from accelerate_core.distributed.torch_collectives import TorchCollectives
-from accelerate_core.plugins import discovery
+from accelerate_core.plugins import catalog, discovery
 from accelerate_launch import accelerate_options
 from accelerate_launch.cli import cli
 from accelerate_launch.commands.plugins import print_rows
 from accelerate_launch.explain.planned_run import planned_run
 from accelerate_launch.explain.report import rows as plugin_rows
+from accelerate_launch.json_schema import config_schema
 from accelerate_testing.contract import HOOK_KINDS, contract
 from accelerate_testing.scaffold import write_repository
 from accelerate_tracking import VERBS, GeneralTracker
@@ -466,7 +467,6 @@ def tracking() -> str:
 
 def launching() -> str:
     """Return launching.md with the table of the keys of a config file."""
-    from accelerate_core.plugins import catalog
     from accelerate_launch.options import LAUNCH_OPTIONS
 
     rows: list[list[object]] = []
@@ -978,6 +978,13 @@ def _options_of_launcher(launcher: Any, name: str) -> Iterator[tuple[str, str]]:
         )
 
 
+def json_schema() -> str:
+    """Return the JSON schema of config files with the settings of all our plugins, for the site."""
+    return json.dumps(
+        config_schema(distributions={"accelerate-core", *catalog.distributions()}), indent=1
+    )
+
+
 def main() -> None:
     stale = []
     pages = {
@@ -998,6 +1005,7 @@ def main() -> None:
         "images/card.svg": pictures.card,
         "images/icon.svg": pictures.icon,
         "images/logo.svg": pictures.logo,
+        "config_schema.json": json_schema,
     }
     for name, make in pages.items():
         path = HERE / name

@@ -32,7 +32,7 @@ FOLLOWS = "follows from "
 _MORE_KEYS = ["backend", "compute_environment", "distributed_type", "torch_device"]
 _RENDEZVOUS = ("static", "c10d", "etcd", "etcd-v2")
 #: For each option, the pattern that its value must match and the words for it in an error.
-_FORMS = {
+FORMS = {
     "rdzv_conf": (
         r"[^=,\s]+=[^=,]*(,[^=,\s]+=[^=,]*)*",
         "have the form key=value,key=value",
@@ -146,16 +146,21 @@ def cpu_of(config: ConfigFile, cpu: SourcedValue) -> SourcedValue:
     return cpu
 
 
+def rendezvous_backends() -> list[str]:
+    """Return the names that `rdzv_backend` may have."""
+    return [*_RENDEZVOUS, *(one.name for one in entry_points(group="torchrun.handlers"))]
+
+
 def check_formats(chosen: Mapping[str, SourcedValue]) -> None:
     """Check strings that torch would refuse or misread later."""
     backend = chosen["rdzv_backend"]
-    known = [*_RENDEZVOUS, *(one.name for one in entry_points(group="torchrun.handlers"))]
+    known = rendezvous_backends()
     if backend.value not in known:
         raise ConfigurationError(
             f"rdzv_backend={backend} is not one of {listing(known)}."
             f"{did_you_mean(str(backend.value), known)}"
         )
-    for name, (pattern, form) in _FORMS.items():
+    for name, (pattern, form) in FORMS.items():
         said = chosen[name]
         if said.value is not None and not re.fullmatch(pattern, str(said.value)):
             raise ConfigurationError(f"{name}={said} must {form}.")

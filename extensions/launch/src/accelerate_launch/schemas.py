@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from accelerate_launch.paths import cache_directory
 #: Kinds of plugins that may have a section of a config file, `<name>_config`.
 WITH_SETTINGS = ("backend", "precision", "checkpointer", "loaders", "extension", "tracker")
 #: Increase this when the cached format changes, to invalidate older entries.
-_FORMAT = 6
+_FORMAT = 7
 #: Separates a plugin's target from its folder in a cache key.
 _IN = " in "
 
@@ -51,6 +51,7 @@ class PluginSchema:
     Attributes:
         section: the config file's section for its fields; "" for the top level.
         switches: environment variables that request it.
+        forms: JSON schemas of the fields that take a list, a mapping or several types.
         mesh: the dimensions of a device mesh that it supports.
         problem: why the plugin could not be imported; everything else is then empty.
     """
@@ -62,6 +63,7 @@ class PluginSchema:
     switches: tuple[str, ...] = ()
     summary: str = ""
     fields: tuple[SettingField, ...] = ()
+    forms: Mapping[str, Any] = field(default_factory=dict)
     mesh: tuple[str, ...] = ()
     problem: str = ""
 
@@ -128,6 +130,7 @@ def _schema(record: PluginRecord, said: Mapping[str, Any]) -> PluginSchema:
         switches=tuple(sorted(n for n in record.triggers if n.startswith("ACCELERATE_USE_"))),
         summary=said.get("summary", ""),
         fields=tuple(made),
+        forms=said.get("forms", {}),
         mesh=tuple(said.get("mesh", ())),
         problem=said.get("problem", ""),
     )
@@ -193,7 +196,8 @@ def describe(plugin: Any, owner: str) -> dict[str, Any]:
     cls = plugin if hasattr(plugin, "__settings_names__") else getattr(plugin, "Settings", None)
     said: dict[str, Any] = {}
     text = (inspect.getdoc(plugin) or "").split("\n\n")[0]
-    said["mesh"] = list((getattr(plugin, "supports", None) or {}).get("mesh") or ())
+    supports = getattr(plugin, "supports", None)  # of a tracker it is a set of words
+    said["mesh"] = list(supports.get("mesh") or ()) if isinstance(supports, Mapping) else []
     said["summary"] = text.replace("\n", " ")
     said["more"] = [_described(one, owner) for one in getattr(plugin, "more_settings", ()) or ()]
     if cls is not None:
@@ -209,14 +213,29 @@ def _described(cls: Any, owner: str) -> dict[str, Any]:
     """Return the section and the fields of a settings class. Classes of the core have no owner."""
     _, section, _ = cls.__settings_names__
     made = []
+    forms = {}
     for one in settings_fields(cls, owner=owner):
+        if one.kind == "text" and one.choices is None and (form := _form(one.annotation)):
+            forms[one.name] = form
         raw = {part.name: getattr(one, part.name) for part in fields(one)}
         if not isinstance(one.default, str | int | float | bool | None):
             raw["default"] = None
         if one.annotation in (list[str], list[str] | None):
             raw["kind"] = "list"
         made.append({key: value for key, value in raw.items() if key not in _UNSAID})
-    return {"section": f"{owner}_config" if section == "" else section or "", "fields": made}
+    place = f"{owner}_config" if section == "" else section or ""
+    return {"section": place, "fields": made, "forms": forms}
+
+
+def _form(annotation: Any) -> dict[str, Any]:
+    """Return the JSON schema of a type; {} if a file cannot express it, or if it may be anything."""
+    import pydantic
+
+    config = pydantic.ConfigDict(arbitrary_types_allowed=True)
+    try:
+        return pydantic.TypeAdapter(annotation, config=config).json_schema()
+    except pydantic.errors.PydanticUserError:  # a function, or a class of torch
+        return {}
 
 
 def main(arguments: Sequence[str]) -> None:

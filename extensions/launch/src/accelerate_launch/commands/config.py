@@ -154,6 +154,17 @@ def validate_command(file: str | None, config_file: str | None) -> None:
     click.echo(f"{path}: valid")
 
 
+@command.command("schema", context_settings=CONTEXT)
+def schema_command() -> None:
+    """Print a JSON schema of config files, for editors.
+
+    It has the keys and values of all plugins that are installed here.
+    """
+    from accelerate_launch.json_schema import config_schema
+
+    click.echo(json.dumps(config_schema(), indent=2))
+
+
 @command.command("update", context_settings=CONTEXT)
 @_file_option
 def update_command(config_file: str | None) -> None:
