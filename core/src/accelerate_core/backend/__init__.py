@@ -185,7 +185,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         return self._scopes.get(scope)
 
     def sub_mesh(self, name: str) -> DeviceMesh:
-        """Return the part of the mesh that a name stands for.
+        """Return the part of the mesh with a given name.
 
         Args:
             name: the name of one dimension, or the joint name of several.

@@ -52,21 +52,23 @@ def lacking(supports: Mapping[str, Any], precision: str, needs: Collection[str])
     return [word for word in NEEDS if word in needs and word not in accepted]
 
 
-def check_words(plugin: object, words: Iterable[str], known: Collection[str], told: str) -> None:
+def check_words(plugin: object, words: Iterable[str], known: Collection[str], where: str) -> None:
     """Refuse unknown words in a declaration. For a plugin of a newer contract, only warn.
 
     Args:
-        told: the declaration and its plugin, for the error.
+        where: the declaration and its plugin, for the error.
 
     Raises:
         PluginError: names the unknown word and the nearest known one.
     """
     for word in words:
         if word not in known:
-            said = f"{told} contains the unknown word {word!r}. Allowed are {listing(known)}."
+            problem = f"{where} contains the unknown word {word!r}. Allowed are {listing(known)}."
             if not is_newer(plugin):
-                raise PluginError(f"{said}{did_you_mean(word, known)}")
-            warn(f"{said} The plugin was written for a newer accelerate-core, which may know it.")
+                raise PluginError(f"{problem}{did_you_mean(word, known)}")
+            warn(
+                f"{problem} The plugin was written for a newer accelerate-core, which may know it."
+            )
 
 
 def check_declarations(backend: Any, label: str) -> None:

@@ -131,10 +131,10 @@ def mark_hooks(plugin: object, base: type, label: str) -> None:
             if name in newer:
                 since = ".".join(map(str, SINCE[name]))
                 warn(
-                    f"{label} has a method {name!r}. Version {since} of the contract added a hook with "
-                    "this name, but the class declares an older api_version, so the method is not "
-                    f"called. If it implements the hook, raise api_version to {since}. If not, set "
-                    f"not_hooks = ({name!r},)."
+                    f"{label} has a method {name!r}. A hook with this name has existed since version "
+                    f"{since} of the contract, but the class declares an older api_version, so the "
+                    f"method is not called. If it implements the hook, raise api_version to {since}. If "
+                    f"not, set not_hooks = ({name!r},)."
                 )
                 continue
             if name in hooks:

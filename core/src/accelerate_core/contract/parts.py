@@ -485,13 +485,13 @@ class Tracking(Protocol):
         """
 
 
-def check_members(thing: object, protocol: type, told: str) -> None:
+def check_members(thing: object, protocol: type, label: str) -> None:
     """Refuse an object without all members of a part's Protocol.
 
     Args:
         thing: the object.
         protocol: the Protocol that it should implement.
-        told: a description of the object for the error.
+        label: a description of the object for the error.
 
     Raises:
         PluginError: names the missing members.
@@ -499,4 +499,4 @@ def check_members(thing: object, protocol: type, told: str) -> None:
     declared = [n for n in vars(protocol) if n == "__iter__" or not n.startswith("_")]
     if lacks := [n for n in declared if not (hasattr(type(thing), n) or hasattr(thing, n))]:
         where = f"{protocol.__name__} in accelerate_core.contract.parts"
-        raise PluginError(f"{told} has no {listing(lacks)}. See {where}.")
+        raise PluginError(f"{label} has no {listing(lacks)}. See {where}.")
