@@ -289,7 +289,8 @@ class FSDP2Backend(Backend):
     def _make_weights_consistent(self, accelerator: AcceleratorView, model: nn.Module) -> None:
         if accelerator.num_processes == 1 and not weights.on_meta(model):
             return
-        weights.check_models(model)
+        group = self.scope_group("world")
+        weights.check_models(model, group)
         meta = accelerator.communicator.gather_object(weights.on_meta(model))
         if meta[0]:
             self._sources[model] = None
@@ -297,11 +298,11 @@ class FSDP2Backend(Backend):
             held = weights.take_off(model)
             self._sources[model] = held if accelerator.is_main_process else "rank 0"
         elif self.options.sync_module_states is False:
-            weights.check_alike(model)
+            weights.check_alike(model, group)
         else:
             if accelerator.device.type != "cpu":
                 model.to(accelerator.device)
-            weights.broadcast_whole(model)
+            weights.broadcast_whole(model, group)
 
     def activation_checkpointing(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
         """Recompute the activations of each unit in backward, if requested."""

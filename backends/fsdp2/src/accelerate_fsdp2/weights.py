@@ -42,7 +42,7 @@ def take_off(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in held.items()}
 
 
-def check_models(model: nn.Module) -> None:
+def check_models(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Check that all ranks prepare the same model, before the first collective on its weights.
 
     Raises:
@@ -51,7 +51,7 @@ def check_models(model: nn.Module) -> None:
     own = {
         name: (tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in _tensors(model).items()
     }
-    if found := _differences(own):
+    if found := _differences(own, group):
         rank, (name, *_), first, other = found
         raise PrepareError(
             f"The ranks prepare different models: {name!r} is {first.get(name, 'missing')} on rank "
@@ -60,23 +60,24 @@ def check_models(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def broadcast_whole(model: nn.Module) -> None:
+def broadcast_whole(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Send rank 0's parameters and buffers to all ranks, before they are sharded."""
     for tensor in _tensors(model).values():
         if not isinstance(tensor, DTensor):  # the code that created a DTensor has distributed it
-            _send(tensor)
+            _send(tensor, group)
 
 
-def _send(tensor: torch.Tensor) -> None:
+def _send(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     plain = tensor.detach()
     whole = plain.contiguous()
-    dist.broadcast(whole.view(-1).view(torch.uint8) if whole.numel() else whole.view(-1), 0)
+    sent = whole.view(-1).view(torch.uint8) if whole.numel() else whole.view(-1)
+    dist.broadcast(sent, group=group, group_src=0)
     if whole.data_ptr() != plain.data_ptr():
         plain.copy_(whole)
 
 
 @torch.no_grad()
-def check_alike(model: nn.Module) -> None:
+def check_alike(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Compare the ranks' weights by checksum.
 
     Raises:
@@ -87,7 +88,7 @@ def check_alike(model: nn.Module) -> None:
         for name, t in _tensors(model).items()
         if t.numel() and not isinstance(t, DTensor)
     }
-    if found := _differences(sums):
+    if found := _differences(sums, group):
         rank, names, *_ = found
         raise PrepareError(
             f"{len(names)} weights on rank {rank} differ from rank 0, such as {names[0]!r}, and "
@@ -97,7 +98,7 @@ def check_alike(model: nn.Module) -> None:
 
 
 def _differences(
-    own: dict[str, Any],
+    own: dict[str, Any], group: dist.ProcessGroup | None
 ) -> tuple[int, list[str], dict[str, Any], dict[str, Any]] | None:
     """Compare `own` between ranks.
 
@@ -105,8 +106,8 @@ def _differences(
         The first rank that differs from rank 0, the names that differ, and the values of rank 0
         and of that rank; or None if all ranks are equal.
     """
-    every: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(every, own)
+    every: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(every, own, group=group)
     first = every[0]
     for rank, other in enumerate(every):
         if names := [name for name in first | other if first.get(name) != other.get(name)]:
