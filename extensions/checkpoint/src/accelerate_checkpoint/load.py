@@ -398,7 +398,10 @@ def _copy_from_map(state: Any, optimizer: Any) -> Any:
 
     Without the copy, the file would stay mapped. Allocating new memory costs more than the copy.
     """
-    present: dict[Any, Any] = optimizer.state_dict().get("state", {})
+    try:
+        present: dict[Any, Any] = optimizer.state_dict().get("state", {})
+    except RuntimeError:  # ZeroRedundancyOptimizer has one only where its shards were collected
+        present = {}
     same_groups = isinstance(state, dict) and present.keys() == state.get("state", {}).keys()
 
     def walk(value: Any, old: Any) -> Any:
