@@ -121,6 +121,8 @@ class Rule:
         by_name: how a user names one, with `{name}` for its name; errors say it.
         ask: asks the plugin of a record for its claim; default: its class method `detect(request)`.
         hits: the triggers that were set off; default: those of the request.
+        skips_broken: a plugin that cannot answer is skipped even if it was requested; whoever
+            selects reports it.
     """
 
     usual: str = ""
@@ -129,6 +131,7 @@ class Rule:
     by_name: str = "name {name!r}"
     ask: Callable[[PluginRecord], Claim | None] | None = None
     hits: Mapping[str, TriggerHit] | None = None
+    skips_broken: bool = False
 
 
 @dataclass
@@ -297,7 +300,8 @@ def _ask_for_claims(made: Selection, request: Request) -> None:
         else:
             one = _asked(record, hits, own, request, rule)
         made.candidates.append(one)
-    answers = [one for one in made.candidates if one.claim is not None or one.error is not None]
+    counts_errors = not rule.skips_broken
+    answers = [one for one in made.candidates if one.claim or (one.error and counts_errors)]
     if not rule.several:
         top = max((one.asked for one in answers), default=Precedence.DETECTED)
         if made.kind == "backend":

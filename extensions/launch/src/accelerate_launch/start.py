@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from accelerate_core.booleans import parse_bool
 from accelerate_core.config.lookup import Sources
 from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.contract.topology import Topology
@@ -18,6 +19,7 @@ from accelerate_core.errors import ConfigurationError, PluginError
 from accelerate_core.plugins.discovery import PluginRecord
 from accelerate_core.plugins.selection import (
     Claim,
+    Precedence,
     Request,
     Rule,
     Selection,
@@ -43,9 +45,11 @@ class Launcher(Protocol):
     `launch_environment(plan)`, which returns environment variables for the processes. If it has
     `Settings`, a class decorated with `settings`, it is created with an instance of it.
 
-    If several launchers accept a plan, the one with the highest `priority` (default 100) is used. The
-    launchers of accelerate-launch, which are always candidates, have 10 to 40. `uses` names options
-    that have no effect with other launchers: `main_training_function`, `same_network`.
+    If several launchers accept a plan, those with a matching trigger come before those that are
+    always candidates. Among equals, the one with the highest `priority` is used. The default is 100;
+    the launchers of accelerate-launch have 10 (torchrun), 20 (simple), 30 (SLURM) and 40 (mpirun).
+    `uses` names options that have no effect with other launchers: `main_training_function`,
+    `same_network`.
 
     A launcher that also starts functions, for `notebook_launcher`, is a `FunctionLauncher`.
     """
@@ -81,11 +85,12 @@ class FunctionLauncher(Launcher, Protocol):
 
 
 def choose_launcher(plan: LaunchPlan) -> Launcher:
-    """Return the launcher that the plan names, else the one with the highest priority that accepts it.
+    """Return the launcher that the plan names, or else the best one that accepts it.
 
-    A launcher is a candidate if one of its triggers is `always` or a key of `plan.contributed`. A
-    launcher that is broken, or was written for another major version of the contract, is skipped with
-    a warning.
+    A launcher is a candidate if one of its triggers is `always` or a key of `plan.contributed`. The
+    latter come first; among equals the highest `priority` wins. A launcher that is broken, was written
+    for another major version of the contract, or was requested but does not accept the plan is
+    skipped with a warning.
 
     Raises:
         PluginError: the named launcher is broken or has no `api_version`.
@@ -101,7 +106,24 @@ def _choose(plan: LaunchPlan) -> tuple[Launcher, PluginRecord]:
     for one in selection.candidates:
         if one.error is not None:
             _warn_once(f"{one.reason} The launch continues with {launcher.name!r}.")
+        elif one.claim is None and (request := _explicit_request(one.record, plan)):
+            _warn_once(
+                f"The launcher {one.record.label} was requested by {request}, but does not accept "
+                f"this launch ({_size(plan)}). The launch continues with {launcher.name!r}."
+            )
     return launcher, selection.record
+
+
+def _explicit_request(record: PluginRecord, plan: LaunchPlan) -> str:
+    """Return what requests a launcher without further condition, "" if nothing does.
+
+    A variable with another value, such as a list of hosts, only lets the launcher decide.
+    """
+    for name in sorted(record.triggers & plan.contributed.keys()):
+        value = plan.contributed[name]
+        if name.startswith("ACCELERATE_USE_") or parse_bool(str(value.value)):
+            return value.origin
+    return ""
 
 
 @functools.cache
@@ -119,9 +141,13 @@ def consider_launchers(plan: LaunchPlan) -> tuple[Launcher, Selection]:
 
     sources = Sources.of({**os.environ, **plan.environment})
     asking = _Asking(plan, PluginFactory(sources))
-    hits = {name: TriggerHit(value.origin) for name, value in plan.contributed.items()}
+    # A trigger that matches comes before launchers that are always asked, whatever their priority.
+    hits = {
+        name: TriggerHit(value.origin, Precedence.FILE) for name, value in plan.contributed.items()
+    }
     hits["always"] = TriggerHit("its trigger 'always'")
-    rule = Rule(claims=True, by_name="--launcher {name}", ask=asking.claim, hits=hits)
+    by_name = "--launcher {name}"
+    rule = Rule(claims=True, by_name=by_name, ask=asking.claim, hits=hits, skips_broken=True)
     request = Request({}, os.environ, Topology(), sources.config)
     selection = select("launcher", request, _named(plan), rule).or_raise()
     for one in selection.candidates:
