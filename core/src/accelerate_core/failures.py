@@ -13,6 +13,7 @@ import faulthandler
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -33,15 +34,19 @@ _ECHO = re.compile(
     re.IGNORECASE,
 )
 
+#: Makes a rank write the stacks of its threads beside its error file; nothing else uses the signal.
+DUMP_SIGNAL: signal.Signals | None = getattr(signal, "SIGVTALRM", None)
+DUMP_SUFFIX = ".where"
+
 _installed = False
 _happened = False
 
 
 def install() -> None:
-    """Notice an exception that ends this process, and record it where torchrun looks.
+    """Record uncaught exceptions in the file that torchrun reads. Calling this again has no effect.
 
-    A second call does nothing. Also switches `faulthandler` on: tensors that do
-    not fit together abort the process in C++, without a Python traceback.
+    This also enables `faulthandler`: tensors that do not fit together abort the process in C++,
+    without a Python traceback.
     """
     global _installed
     if _installed:
@@ -53,6 +58,11 @@ def install() -> None:
         faulthandler.enable(
             open(f"{errors_at}.stacks", "w") if errors_at and by_agent else sys.stderr  # noqa: SIM115
         )
+    if errors_at and by_agent and DUMP_SIGNAL is not None:
+        with contextlib.suppress(OSError):
+            # When another rank has timed out, the agent asks this one where it is.
+            stacks = open(f"{errors_at}{DUMP_SUFFIX}", "w")  # noqa: SIM115
+            faulthandler.register(DUMP_SIGNAL, stacks)
     # What atexit calls comes after the wait for threads; these come before, where Python has them. The
     # first is called last: pools have been told to end.
     getattr(threading, "_threading_atexits", []).insert(0, _name_threads)

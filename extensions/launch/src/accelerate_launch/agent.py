@@ -22,6 +22,7 @@ from torch.distributed.launcher import api
 
 from accelerate_core.booleans import parse_bool
 from accelerate_core.errors import ConfigurationError
+from accelerate_launch import late_ranks
 from accelerate_launch.failures import AGENT_VARIABLE, describe, held, remember
 from accelerate_launch.lost_rendezvous import LONG_PATIENCE, LostRendezvous
 from accelerate_launch.machine_0 import (
@@ -186,6 +187,8 @@ class _Agent(LocalElasticAgent):
         if self.watch is not None:
             self.watch.answered()
         processes = self._pcontext  # torch drops the reference when a rank fails
+        if processes is not None and worker_group.workers:
+            late_ranks.ask(processes, worker_group.workers[0].global_rank)  # before torch ends them
         result: RunResult = super()._monitor_workers(worker_group)
         if processes is not None:
             if result.failures:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_core.booleans import env_flag
+from accelerate_launch import late_ranks
 
 #: Holds the agent's process ID. Ranks that see it let the agent print their tracebacks.
 AGENT_VARIABLE = "ACCELERATE_AGENT_PID"
@@ -101,6 +102,7 @@ def describe(failures: Mapping[int, Any], *, brief: bool = False) -> tuple[str, 
     lines.append(above if trace in ("", *_shown) else trace)
     if _aborted_in_collective(failures) and not env_flag(os.environ, "ACCELERATE_DEBUG_MODE"):
         lines += [_collective(failures) or _SOME_COLLECTIVE, _RUN_WITH_DEBUG]
+    lines += late_ranks.take_lines()
     log = _log(failure)
     lines.append(f"Log: {log}" if log else "Keep logs: --log_dir DIR")
     if alike:
