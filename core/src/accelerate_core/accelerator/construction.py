@@ -40,6 +40,7 @@ from accelerate_core.contract.topology import Topology
 from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.data.rng import check_rng_types
 from accelerate_core.distributed import process
+from accelerate_core.distributed.digest import comparable
 from accelerate_core.distributed.process import Runtime
 from accelerate_core.errors import Mistakes, PluginError, did_you_mean, warn
 from accelerate_core.plugins import catalog
@@ -153,8 +154,7 @@ class Setup:
         for one in dataclasses.fields(loading):
             facts[f"dataloader_config.{one.name}"] = getattr(loading, one.name)
         for name, value in self.plugin_settings().items():
-            if isinstance(value.value, str | int | float | bool | None):
-                facts[name] = value.value
+            facts[name] = comparable(value.value)
         return facts
 
 

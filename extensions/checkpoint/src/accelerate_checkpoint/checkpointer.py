@@ -187,13 +187,15 @@ class DirectoryCheckpointer:
             except Exception as error:
                 trouble = f"{place} cannot be written: {error}"
                 cause = error
-        answers = state.collectives.gather_object((trouble, answer))
+        sums = None if trouble else state.weight_sums()
+        answers = state.collectives.gather_object((trouble, answer, sums))
         try:
-            raise_any([text for text, _ in answers], place, cause)
+            raise_any([text for text, _, _ in answers], place, cause)
         except CheckpointError:
             draft.close()
             raise
-        draft.join([one for _, one in answers])
+        state.warn_if_ranks_differ([one for _, _, one in answers])
+        draft.join([one for _, one, _ in answers])
         return draft
 
     def _target(self, output_dir: Any) -> str:

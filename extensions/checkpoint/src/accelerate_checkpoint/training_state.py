@@ -22,6 +22,8 @@ from accelerate_core.plugin import (
     ProjectConfiguration,
     RunParts,
     SharedHooksView,
+    first_difference,
+    weight_sums,
 )
 
 #: Key in a rank's state for everything that Accelerate does not save.
@@ -57,6 +59,8 @@ class TrainingState:
         hooks = accelerator.hooks
         self.process = run.process
         self.collectives: CommunicatorView = accelerator.communicator
+        #: Comparisons of the ranks' weights so far.
+        self._compared = 0
         self.backend = accelerator.backend.name
         #: The backend's `supports["gradients"]`: True, "same_layout" or False.
         self.gives_gradients: Any = accelerator.backend.supports.get("gradients", True)
@@ -128,6 +132,51 @@ class TrainingState:
             yield
         finally:
             self.collectives = every
+
+    # --- whether the ranks train one model ----------------------------------------------------
+
+    def weight_sums(self) -> dict[str, int] | None:
+        """Return sums of this rank's weights that must equal those of every other rank.
+
+        Of a large model one part is read, a different one at each save. None if the ranks' weights
+        may differ: on one process, with a mesh on which ranks share samples, or if the backend does
+        not train as one process would.
+        """
+        accelerator = self._accelerator
+        backend = accelerator.backend
+        size = self.collectives.size
+        _, parts = accelerator.hooks.data_shard()
+        exact = backend.supports.get("exact", True) and backend.reduces_gradients != "never"
+        if size == 1 or parts != size or not exact:
+            return None
+        self._compared += 1
+        trained = {
+            id(parameter)
+            for optimizer in accelerator.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        named = (
+            (f"{index}.{name}" if index else name, parameter)
+            for index, model in enumerate(self.models)
+            for name, parameter in self.inner(model).named_parameters()
+            if id(parameter) in trained
+        )
+        return weight_sums(named, self._compared)
+
+    def warn_if_ranks_differ(self, sums: Sequence[dict[str, int] | None]) -> None:
+        """Warn on every rank if a rank's weights are not those of rank 0, which are saved."""
+        found = first_difference(sums)
+        if found is None:
+            return
+        rank, name, number = found
+        self._accelerator.warn_once(
+            f"The ranks train different models: {name!r} and {number - 1} other parameter(s) of rank "
+            f"{rank} differ from those of rank 0, and the checkpoint has rank 0's. The backend is "
+            f"{self.backend!r}. ACCELERATE_DEBUG_MODE=1 (launch --debug) stops at the step in which it "
+            "begins.",
+            every_rank=True,
+        )
 
     # --- state of the backend and of plugins --------------------------------------------------
 

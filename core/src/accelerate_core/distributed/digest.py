@@ -1,0 +1,105 @@
+"""Short forms of settings and weights, by which ranks find out whether they have the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+#: Characters of a setting that ranks exchange in full; of a longer one they compare a digest.
+_SHOWN = 200
+#: Elements that one comparison of weights reads; larger models are compared part by part.
+_ELEMENTS = 2**22
+
+
+def comparable(value: Any) -> Any:
+    """Return a setting as plain data that is equal on two ranks if and only if the setting is.
+
+    Addresses in memory and the order of mappings and sets don't matter. A long value is replaced by
+    its beginning and a digest.
+    """
+    plain = _plain(value)
+    text = json.dumps(plain, sort_keys=True)
+    if len(text) <= _SHOWN:
+        return plain
+    return f"{text[:_SHOWN]}... (digest {hashlib.sha256(text.encode()).hexdigest()[:12]})"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return _plain(value.value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # NaN is not equal to itself
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(one) for one in value), key=repr)
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    name = getattr(value, "__qualname__", None)  # a class or a function
+    if name is not None:
+        return f"{getattr(value, '__module__', '')}.{name}"
+    text = str(value)
+    # Objects without a text of their own are compared by their class.
+    return type(value).__qualname__ if " at 0x" in text else text
+
+
+def weight_sums(
+    parameters: Iterable[tuple[str, Any]], turn: int = 0, limit: int = _ELEMENTS
+) -> dict[str, int]:
+    """Return the sum of the bits of each parameter, by name.
+
+    Equal bits have equal sums, in whichever order a device adds them. Sharded and empty parameters
+    and those that belong to one rank are left out.
+
+    Args:
+        parameters: names and parameters.
+        turn: which part of a large model is read; counts up from call to call.
+        limit: elements per part. A parameter is always read as a whole.
+    """
+    import torch
+
+    whole = [
+        (name, one.detach())
+        for name, one in parameters
+        if type(one.data) is torch.Tensor
+        and not hasattr(one, "placements")
+        and one.numel()
+        and not one.is_meta
+        and getattr(one, "allreduce", True)  # Megatron's mark of an expert on this rank only
+    ]
+    parts = -(-sum(one.numel() for _, one in whole) // limit) or 1
+    chosen = whole[turn % parts :: parts]
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = {}
+    for name, one in chosen:
+        real = torch.view_as_real(one) if one.is_complex() else one
+        kind = kinds[real.element_size()]
+        sums[name] = real.contiguous().view(kind).sum(dtype=torch.int64)
+    return {name: int(total) for name, total in sums.items()}
+
+
+def first_difference(ranks: Sequence[Mapping[str, int] | None]) -> tuple[int, str, int] | None:
+    """Return the first rank that differs from rank 0, its first such parameter, and their number.
+
+    Args:
+        ranks: what `weight_sums` returned on each rank; None for a rank without an answer.
+    """
+    first = ranks[0]
+    for rank, other in enumerate(ranks):
+        if first is None or other is None:
+            continue
+        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if names:
+            return rank, names[0], len(names)
+    return None
