@@ -219,7 +219,7 @@ class Accelerator(
             self.gradient_state,
             self._collectives.loss_comm,
             distributed=process.num_processes > 1,
-            defers_sync=type(setup.backend).no_sync is not Backend.no_sync,
+            defers_sync=self.hooks.is_overridden("no_sync"),
             models=objects.models,
             optimizers=objects.optimizers,
             scaler=loss_scaler,
@@ -482,9 +482,8 @@ class Accelerator(
 
     def _plugin_attribute(self, name: str, owner: str) -> Any:
         """Return an attribute that an active plugin serves, or what stands for its absence."""
-        served: dict[str, Any] = {}
-        for attributes in self._shared_hooks.call_each("state_attributes"):
-            served.update(attributes)
+        own = dir(type(self))
+        served = self._shared_hooks.served_attributes(own, self.warn_once)
         if name in served:
             return served[name]
-        return absent_attribute(name, owner, [*dir(type(self)), *served])
+        return absent_attribute(name, owner, [*own, *served])

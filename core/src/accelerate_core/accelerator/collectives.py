@@ -124,10 +124,13 @@ def make_collectives(
 
     def communicator(scope: Scope, shard: Any) -> Communicator:
         match shard:
-            case (int(index), int(count)) if 0 <= index < count:
+            case (int(index), int(count)) if 0 <= index < count <= process.num_processes:
                 pass
             case _:
-                wanted = "(index, count) with 0 <= index < count"
+                wanted = (
+                    "(index, count) with 0 <= index < count, and count at most the number of "
+                    f"processes, {process.num_processes}"
+                )
                 raise wrong_answer(f"{scope}_shard", setup.backend.name, shard, wanted)
         # A script may keep a loader, which uses these, longer than the Accelerator. Alone, a
         # process calls no hook.
@@ -139,6 +142,7 @@ def make_collectives(
             hooks=bound,
             scope=scope,
             debug=bool(setup.provenance["debug"].value),
+            backend=setup.backend.name,
             new_group=lambda ranks: bound.new_group(ranks, "cpu"),
         )
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from accelerate_core.contract.members import ReduceOp, Scope
 from accelerate_core.distributed.torch_collectives import TorchCollectives, bind_collectives
+from accelerate_core.errors import PluginError
 
 if TYPE_CHECKING:
     from accelerate_core.contract.owner_hooks import CollectiveHooks
@@ -36,6 +37,7 @@ class Communicator:
             price of one more collective each, and raise instead of letting the group break. Without
             it they are compared before the first one of each kind.
         verified: the kinds of collectives on nested structures that have been compared.
+        backend: the backend's name, for errors about what its hooks return.
         new_group: makes a process group for tensors in host memory, of the given ranks of the
             world (None: all); may return None where there is no such group.
 
@@ -50,13 +52,19 @@ class Communicator:
     scope: Scope = "world"
     debug: bool = False
     verified: set[str] = field(default_factory=set, repr=False)
+    backend: str = ""
     new_group: Callable[[Sequence[int] | None], dist.ProcessGroup | None] | None = field(
         default=None, repr=False
     )
 
     def gather(self, t: torch.Tensor) -> torch.Tensor:
         """Return the tensors [k] of all ranks as one [size * k]; k is the same on all ranks."""
-        return t if self.size == 1 else self.hooks.gather(t, self.scope)
+        if self.size == 1:
+            return t
+        out = self.hooks.gather(t, self.scope)
+        if out.dtype != t.dtype or out.numel() != self.size * t.numel():
+            raise self._wrong_tensor("gather", out, t, self.size * t.numel())
+        return out
 
     def reduce(
         self, t: torch.Tensor, op: ReduceOp = "sum", *, overwrite: bool = False
@@ -71,11 +79,19 @@ class Communicator:
         if self.size == 1:
             return t
         own = t if overwrite else t.clone()
-        return self.hooks.reduce(own, op, self.scope)
+        out = self.hooks.reduce(own, op, self.scope)
+        if out.dtype != t.dtype or out.numel() != t.numel():
+            raise self._wrong_tensor("reduce", out, t, t.numel())
+        return out
 
     def broadcast(self, t: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Return the tensor of rank `src`. On other ranks `t` may be overwritten with it."""
-        return t if self.size == 1 else self.hooks.broadcast(t, src, self.scope)
+        if self.size == 1:
+            return t
+        out = self.hooks.broadcast(t, src, self.scope)
+        if out.dtype != t.dtype or out.numel() != t.numel():
+            raise self._wrong_tensor("broadcast", out, t, t.numel())
+        return out
 
     def scatter(
         self, parts: Sequence[torch.Tensor] | None, like: torch.Tensor, src: int = 0
@@ -83,11 +99,19 @@ class Communicator:
         """Return this rank's part. `parts` matters on rank `src`: one per rank, sized as `like`."""
         if self.size == 1:
             return parts[0] if parts is not None else like
-        return self.hooks.scatter(parts, like, src, self.scope)
+        out = self.hooks.scatter(parts, like, src, self.scope)
+        if out.dtype != like.dtype or out.numel() != like.numel():
+            raise self._wrong_tensor("scatter", out, like, like.numel())
+        return out
 
     def all_to_all(self, t: torch.Tensor) -> torch.Tensor:
         """Send the i-th of `size` equal pieces of `t` to rank i; return those received."""
-        return t if self.size == 1 else self.hooks.all_to_all(t, self.scope)
+        if self.size == 1:
+            return t
+        out = self.hooks.all_to_all(t, self.scope)
+        if out.dtype != t.dtype or out.numel() != t.numel():
+            raise self._wrong_tensor("all_to_all", out, t, t.numel())
+        return out
 
     def open_group(self) -> dist.ProcessGroup | None:
         """Return a new process group of the same ranks, for tensors in host memory.
@@ -126,11 +150,31 @@ class Communicator:
         if self.size > 1:
             self.hooks.barrier(self.scope)
 
+    @property
+    def _owner(self) -> str:
+        return f"backend {self.backend!r}" if self.backend else "torch.distributed"
+
+    def _wrong_tensor(
+        self, hook: str, answer: torch.Tensor, given: torch.Tensor, count: int
+    ) -> PluginError:
+        """Return the error for a collective that returned a tensor of another size or dtype."""
+        return PluginError(
+            f"{hook} of {self._owner} returned {answer.numel()} elements of {answer.dtype} for "
+            f"{given.numel()} elements of {given.dtype} on {self.size} ranks (scope {self.scope!r}); "
+            f"it must return {count} elements of {given.dtype}."
+        )
+
     def gather_object(self, obj: Any) -> list[Any]:
         """Return the picklable objects of all ranks, in rank order."""
         if self.size == 1:
             return [obj]
-        return self.hooks.gather_object(obj, self.scope)
+        objects = self.hooks.gather_object(obj, self.scope)
+        if len(objects) != self.size:
+            raise PluginError(
+                f"gather_object of {self._owner} returned {len(objects)} objects; it must return one "
+                f"for each of the {self.size} ranks of the scope {self.scope!r}."
+            )
+        return objects
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Return the picklable object of rank `src`."""

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -49,13 +49,14 @@ class Runtime(Process):
     unended: int = 0
     #: `Communicator.verified` of the communicators that are made without an Accelerator.
     verified: set[str] = field(default_factory=set)
+    #: Numbers the comparisons of this group; a group that existed before us keeps its store, and
+    #: what was written there, so its numbers go on for the whole process.
+    comparisons: Iterator[int] = field(default_factory=lambda: _comparisons)
 
 
 _current: Runtime | None = None
-_generation = 0
 _stores: dict[tuple[str, int], Any] = {}
-#: Of the whole process: a group that was there before us keeps its store, and what was said in it.
-_handshakes = itertools.count(1)
+_comparisons = itertools.count(1)
 
 
 def running() -> Runtime | None:
@@ -227,6 +228,7 @@ def _end_globals() -> None:
 
 def _open_group(runtime: Runtime, start: Callable[[Process], None]) -> None:
     runtime.store = None if runtime.init_method else _store(runtime)
+    runtime.comparisons = itertools.count(1)
     start(runtime)
     runtime.owns_group = True
     atexit.register(_end_at_exit, weakref.ref(runtime))
@@ -285,13 +287,12 @@ def select(device: torch.device) -> None:
 def _store(process: Process) -> Any:
     """Return the rendezvous store under a prefix of this attempt and this group.
 
-    A restarted attempt must not read the addresses its dead predecessor left in
-    the agent's store, and a second group of one process not those of the first.
+    A restarted attempt must not read the addresses that its dead predecessor left in the agent's
+    store, and a second group must not read those of the first. The store counts the groups of
+    each rank, so that a process that replaces another one of the same rank continues its count.
     """
     from torch.distributed import PrefixStore, TCPStore
 
-    global _generation
-    _generation += 1
     check_address(process, os.environ)
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     # A process alone meets nobody: any free port, as several such may run beside each other.
@@ -308,7 +309,9 @@ def _store(process: Process) -> Any:
             wait_for_workers=False,
         )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"accelerate/{attempt}/{_generation}", _stores[address, port])
+    store = _stores[address, port]
+    generation = store.add(f"accelerate/{attempt}/groups/{process.process_index}", 1)
+    return PrefixStore(f"accelerate/{attempt}/{generation}", store)
 
 
 def start_group(start: Process) -> None:
@@ -387,7 +390,7 @@ def check_consistent(runtime: Runtime, facts: Mapping[str, Any]) -> None:
     """
     if runtime.num_processes == 1 or runtime.store is None:
         return
-    prefix = f"consistent/{next(_handshakes)}"
+    prefix = f"consistent/{next(runtime.comparisons)}"
     mine = json.dumps(dict(facts), sort_keys=True, default=str)
     store = runtime.store
     wait = runtime.timeout or timedelta(minutes=5)
@@ -417,7 +420,8 @@ def _wait_for(store: Any, keys: list[str], wait: timedelta, runtime: Runtime) ->
         raise RuntimeConflictError(
             f"Rank {runtime.process_index} constructs an Accelerator and waited "
             f"{wait.total_seconds():g} s for rank {', '.join(names)} to do so too. Every rank has "
-            "to construct it: take it out of blocks that only some of them run."
+            "to construct it: take it out of blocks that only some of them run. If rank "
+            f"{', '.join(names)} was still importing or loading, raise process_group_timeout."
         ) from error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -83,6 +83,34 @@ class SharedHooks:
         answers = [one(arguments) for one in self._table[hook]]
         return [answer for answer in answers if answer is not None]
 
+    def served_attributes(
+        self, reserved: Collection[str], warn_once: Callable[[str], None]
+    ) -> dict[str, object]:
+        """Return the attributes that plugins serve; warn about names that cannot be reached.
+
+        Args:
+            reserved: names that the Accelerator has itself, and that win.
+        """
+        served: dict[str, object] = {}
+        owners: dict[str, str] = {}
+        for one in self._table["state_attributes"]:
+            label = one.record.label
+            attributes: Mapping[str, object] = self.call(one) or {}
+            for name, value in attributes.items():
+                if name in reserved:
+                    warn_once(
+                        f"{label} serves the attribute {name!r}, which the Accelerator has itself: the "
+                        "plugin's is never returned. Give it another name."
+                    )
+                elif name in owners:
+                    warn_once(
+                        f"{owners[name]} and {label} both serve the attribute {name!r}; that of {label} "
+                        "is returned."
+                    )
+                served[name] = value
+                owners[name] = label
+        return served
+
     def run_stage(self, stage: str, model: torch.nn.Module) -> torch.nn.Module:
         """Pass the model through every implementation of a stage.
 
@@ -124,6 +152,10 @@ class BoundHooks(OwnerHooks):
         self._methods = methods
         self._accelerator = weakref.ref(accelerator)
         self._held = accelerator if hold else None
+
+    def is_overridden(self, name: str) -> bool:
+        """Tell whether the backend implements this hook itself, on its class or on its instance."""
+        return self._methods[name].plugin is not None
 
     def holding(self) -> BoundHooks:
         """Return the same hooks, which keep the Accelerator alive."""

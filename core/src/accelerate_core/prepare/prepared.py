@@ -42,6 +42,7 @@ from accelerate_core.training.loss_scaler import LossScaler
 from accelerate_core.training.misuse import NotCalled, warn_if_thrown_away
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.scheduler import AcceleratedScheduler
+from accelerate_core.training.skipped_steps import SkipWatch
 
 
 @dataclass
@@ -214,7 +215,7 @@ class Prepared:
 
     def _feeds_itself(self) -> bool:
         """Whether the backend does more than move batches, also when they are in place already."""
-        return type(self.backend).feed_device is not Backend.feed_device
+        return self.hooks.is_overridden("feed_device")
 
     def _feed(self, non_blocking: bool) -> Callable[[Iterator[Any]], Iterator[Any]]:
         """Return what moves batches to the device: the backend's hook.
@@ -262,7 +263,13 @@ class Prepared:
             hooks=self.hooks.holding(),
             loss_scaler=self._loss_scaler,
             after_step=self._announce_step if self._step_listeners else None,
+            skips=self._skip_watch(),
         )
+
+    def _skip_watch(self) -> SkipWatch | None:
+        """Return what watches skipped steps; None if skipping steps is normal, as with a loss scale."""
+        scales = self._loss_scaler is not None or "precision" in self.backend.owns
+        return None if scales else SkipWatch(self.backend.name)
 
     def _announce_step(self, optimizer: Any) -> None:
         for listener in self._step_listeners:  # in every step, so without collecting answers

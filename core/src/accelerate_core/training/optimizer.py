@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from accelerate_core.pickling import unwrapped
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.loss_scaler import LossScaler
+from accelerate_core.training.skipped_steps import SkipWatch
 
 
 class OptimizerHooks(Protocol):
@@ -32,6 +33,7 @@ class AcceleratedOptimizer(Optimizer):
         hooks: the backend's `optimizer_step` and `zero_grad`.
         loss_scaler: updates the scale after each step; None if losses are not scaled.
         after_step: called after each step.
+        skips: watches steps that the backend reports as skipped; None: nothing watches.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class AcceleratedOptimizer(Optimizer):
         hooks: OptimizerHooks,
         loss_scaler: LossScaler | None = None,
         after_step: Callable[[Any], None] | None = None,
+        skips: SkipWatch | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: groups and state stay the inner optimizer's.
         self.optimizer = optimizer
@@ -50,6 +53,7 @@ class AcceleratedOptimizer(Optimizer):
         self._loss_scaler = loss_scaler
         self._after_step = after_step
         self._was_skipped = False
+        self._skips = skips
         #: Steps taken, and how many backwards had run before the last one.
         self.steps_taken = 0
         self.seen_backwards = 0
@@ -126,7 +130,12 @@ class AcceleratedOptimizer(Optimizer):
                 result.append(inner())
                 return result[-1]
 
+        skips = self._skips
+        if skips is not None and skips.armed:
+            skips.before_step(self.optimizer)
         self._was_skipped = not self._hooks.optimizer_step(self.optimizer, closure)
+        if skips is not None and (self._was_skipped or skips.armed):
+            skips.after_step(self._was_skipped)
         if self._loss_scaler is not None:
             self._loss_scaler.note_step(self.optimizer)
         self.steps_taken += not self._was_skipped
