@@ -102,7 +102,7 @@ def test_options_that_exist_are_taken(kind: str) -> None:
     ],
 )
 def test_a_misspelt_attribute_is_refused_with_the_right_one(name: str, right: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"'{name}', which nobody reads. .*'{right}'"):
+    with pytest.raises(ConfigurationError, match=f"'{name}', which has no effect. .*'{right}'"):
         suite("tracker", **{name: {}})
 
 

@@ -56,7 +56,7 @@ class Runtime(Process):
 
 _current: Runtime | None = None
 _stores: dict[tuple[str, int], Any] = {}
-_comparisons = itertools.count(1)
+_comparisons: Iterator[int] = itertools.count(1)
 
 
 def running() -> Runtime | None:

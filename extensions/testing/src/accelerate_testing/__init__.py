@@ -1,6 +1,6 @@
-"""The conformance suite: what a plugin must keep, run as its author and its users run it.
+"""The conformance suite: checks whether a plugin does what the contract requires.
 
-From pytest, with one class; from the shell, `accelerate-core plugins check NAME`.
+Run it from pytest, with a class of two lines, or from the shell with `accelerate-core plugins check NAME`.
 
 Example:
     from accelerate_testing import BackendSuite

@@ -1,4 +1,4 @@
-"""What a check is, and which there are of each kind of plugin."""
+"""The checks of each kind of plugin, and what a check is."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     CheckFunction = Callable[[CheckContext], str | None]
 
-#: Kind of plugin -> the modules in which its checks are, in the order they run; `leaving` comes last.
+#: Kind of plugin -> the modules with its checks, in the order in which they run; `leaving` comes last.
 _MODULES = {
     "backend": (
-        "general", "configuring", "collectives", "preparing", "stepping", "fitting", "tuning", "saving",
-        "ending",
+        "general", "configuring", "collectives", "preparing", "stepping", "long_runs", "fitting",
+        "tuning", "saving", "ending",
     ),
     "precision": ("general", "configuring", "precisions", "fitting", "preparing", "ending"),
     "tracker": ("general", "trackers"),
@@ -41,9 +41,9 @@ OPTIONS = {
     "checkpointer": ("target", "one_process", "damage", "prints"),
     "loaders": ("make", "prints"),
 }
-#: What a backend is taken to support if it says nothing.
+#: What a backend supports unless it declares something else.
 _SUPPORTED = {"compile": True, "exact": True, "several_models": True, "gradients": True}
-#: Hooks that many checks are about.
+#: Hooks that many checks test.
 STEP = "backward no_sync trigger_sync_in_backward optimizer_step zero_grad"
 STATE = "model_state load_model_state optimizer_state load_optimizer_state save_state load_state"
 SAVE = f"{STATE} on_save on_load"
@@ -51,18 +51,18 @@ SAVE = f"{STATE} on_save on_load"
 
 @dataclass(frozen=True)
 class Check:
-    """One thing a plugin must keep.
+    """One thing that a plugin must do.
 
     Attributes:
         doc: what is checked, in a sentence.
-        function: asserts, and may return a line about what it saw. On ranks all of them run it.
-        alone: it runs in one process that no launcher started. The others run on ranks, all in one
-            launch.
-        needs: the key of `supports` without which it is skipped by name.
-        hooks: those it is about, for the message of a failure.
-        before: is the last of that launch, and dies by SIGKILL; the check runs in the next.
-        judge: of a check that is to fail, alone in its launch: returns what is wrong with how.
-        after: nothing runs: it is about how the processes of the others have ended.
+        function: asserts, and may return a line about what it saw. All ranks run it.
+        alone: whether it runs in one process that no launcher started. All other checks run on
+            ranks, in one launch.
+        needs: the key of `supports` without which it is skipped.
+        hooks: the hooks that it tests, for the message of a failure.
+        before: runs last in a launch and ends with SIGKILL; the check runs in the next launch.
+        judge: for a check that must fail, alone in its launch; returns what is wrong with the failure.
+        after: whether nothing runs, because it tests how the processes of the other checks ended.
     """
 
     name: str
@@ -82,11 +82,11 @@ _found: dict[str, list[tuple[tuple[str, ...], Check]]] = {}
 def check(
     *kinds: str, alone: bool = False, on_ranks: str = "", **fields: Any
 ) -> Callable[[CheckFunction], CheckFunction]:
-    """Register a function as a check of these kinds of plugins; its name and text are the check's.
+    """Register a function as a check of these kinds of plugins, with its name and its docstring.
 
     Args:
-        on_ranks: what it checks on ranks, too: there it is another check, NAME_on_ranks.
-        fields: of `Check`.
+        on_ranks: what the function checks on ranks. This registers a second check, NAME_on_ranks.
+        fields: fields of `Check`.
     """
 
     def register(function: CheckFunction) -> CheckFunction:
@@ -103,17 +103,15 @@ def check(
 
 
 def checks_of(kind: str) -> dict[str, Check]:
-    """Return the checks of a kind of plugin by name, in the order they run.
-
-    Args:
-        kind: `backend`, `tracker`, `precision` or another.
+    """Return the checks of a kind of plugin by name, in the order in which they run.
 
     Raises:
         ConfigurationError: there are no checks of that kind.
     """
     if kind not in _MODULES:
         raise ConfigurationError(
-            f"There are no checks of a {kind}, but of {listing(_MODULES)}.{did_you_mean(kind, _MODULES)}"
+            f"There are no checks for the kind {kind!r}; there are checks for {listing(_MODULES)}."
+            f"{did_you_mean(kind, _MODULES)}"
         )
     checks: dict[str, Check] = {}
     for module in (*_MODULES[kind], "leaving"):
@@ -123,30 +121,30 @@ def checks_of(kind: str) -> dict[str, Check]:
 
 
 def check_options(kind: str, options: Iterable[str], origin: str) -> None:
-    """Refuse options that no check of this kind reads: a misspelt one would skip what it is for.
+    """Refuse options that no check of this kind reads, because a misspelt one would have no effect.
 
     Args:
         origin: where they come from, for the error.
 
     Raises:
-        ConfigurationError: with the nearest right name.
+        ConfigurationError: with the closest valid name.
     """
     known = OPTIONS.get(kind, ())
     for key in options:
         if key not in known:
             raise ConfigurationError(
-                f"{origin} has {key!r}, which no check of a {kind} reads; there are "
-                f"{listing(known)}.{did_you_mean(key, known)}"
+                f"{origin} has {key!r}, which no check of a {kind} reads. It reads "
+                f"{listing(known) if known else 'no options'}.{did_you_mean(key, known)}"
             )
 
 
 def changed(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> list[str]:
-    """Return the keys whose values differ; the values may be nobody's business."""
+    """Return the keys whose values differ, without the values, which may be secret."""
     return sorted(str(k) for k in {*now, *before} if now.get(k) != before.get(k))
 
 
 def missing_capability(made: Check, supports: Mapping[str, Any], owns: Iterable[str]) -> str:
-    """Return why a check is skipped, "" if it applies."""
+    """Return why a check is skipped; "" if it runs."""
     declared = supports.get(made.needs, _SUPPORTED.get(made.needs, False))
     core_counts = made.needs == "num_items" and "accumulation" not in owns
     if not made.needs or declared or core_counts:
@@ -155,22 +153,22 @@ def missing_capability(made: Check, supports: Mapping[str, Any], owns: Iterable[
 
 
 def own_classes(plugin: Any) -> list[type]:
-    """Return the classes a plugin is made of that are not the core's."""
+    """Return a plugin's class and its bases, without those of the core."""
     mro = getattr(plugin, "__mro__", ())
     return [cls for cls in mro if not cls.__module__.startswith("accelerate_core.")]
 
 
 def own_hooks(plugin: Any) -> list[str]:
-    """Return the hooks of the contract that a plugin implements itself."""
+    """Return the hooks that a plugin implements itself."""
     return [hook for hook in HOOKS if any(hook in vars(cls) for cls in own_classes(plugin))]
 
 
 def about(name: str, plugin: Any, kind: str = "backend", meant: Iterable[str] = ()) -> str:
-    """Return which of a plugin's hooks to look at where a check has failed.
+    """Return which of a plugin's hooks to look at after a check has failed.
 
     Args:
-        meant: names seen in the failure: hooks of the plugin among them are the ones, the first the
-            most likely. Else they are those that the check is about.
+        meant: function names from the failure, the most likely first. If none of them is a hook of
+            the plugin, the hooks that the check tests are returned.
     """
     if kind in ("tracker", "launcher", "checkpointer", "loaders"):
         return ""
@@ -178,7 +176,7 @@ def about(name: str, plugin: Any, kind: str = "backend", meant: Iterable[str] = 
     could = checks_of(kind)[name].hooks.split()
     classes = own_classes(plugin)
     own_package = plugin.__module__.partition(".")[0]
-    # One that is built on another plugin: what it changes comes first.
+    # If the plugin is built on another one, the hooks that it overrides itself come first.
     for here in (
         [cls for cls in classes if cls.__module__.partition(".")[0] == own_package],
         classes,
@@ -187,9 +185,9 @@ def about(name: str, plugin: Any, kind: str = "backend", meant: Iterable[str] = 
         seen = [hook for hook in dict.fromkeys(meant) if hook in own and hook in {*HOOKS, *could}]
         if found := seen or [hook for hook in could if hook in own]:
             return f"hooks to look at: {', '.join(found)}"
-    if not could:  # its metadata, its settings: no matter of hooks
+    if not could:  # the check is about metadata or settings, not about hooks
         return ""
     parts = [f"its hooks: {', '.join(mine)}"] if mine else []
     if kind == "backend":
-        parts.append(f"the check is about {', '.join(could)}, which it leaves to the core")
+        parts.append(f"the check tests {', '.join(could)}, which the plugin does not override")
     return "; ".join(parts)

@@ -1,6 +1,6 @@
-"""What a check works with: Accelerators under the plugin, and what it says goes wrong.
+"""`CheckContext`: creates Accelerators with the plugin under test, compares, and cleans up.
 
-Importing this imports no torch: `imports` runs before anything else does.
+Importing this module does not import torch, because the check `imports` runs before anything else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from accelerate_testing.results import Skip
 if TYPE_CHECKING:
     from accelerate_core.accelerator import Accelerator
 
-#: Variables by which a launcher tells a process of the others.
+#: Prefixes of the variables with which a launcher describes the ranks.
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
@@ -28,12 +28,13 @@ class CheckContext:
     """One plugin under test, on one rank.
 
     Attributes:
-        kind: its kind.
-        name: its name.
-        plugin: what chooses it: its name, or the class itself (backends only).
-        folder: a directory all ranks share.
+        kind, name: which plugin it is.
+        plugin: its name, or the class itself (backends only).
+        folder: a directory that all ranks share.
         timeout: seconds a collective may wait.
-        options: what the suite's author says about it, by name of the check's own option.
+        options: the suite's options for checks of this kind.
+        device: type of the device on which the checks must run, such as "cuda"; "" for the CPU if
+            the plugin runs there.
     """
 
     kind: str
@@ -42,25 +43,24 @@ class CheckContext:
     folder: Path
     timeout: float = 20.0
     options: Mapping[str, Any] = field(default_factory=dict)
+    device: str = ""
     made: list[Accelerator] = field(default_factory=list)
-    #: Hooks that a failure is about from here on, where a check can say it better than its `hooks`.
+    #: Hooks that a failure points to from here on, if a check knows better than its field `hooks`.
     hooks: str = ""
 
     rank: int = int(os.environ.get("RANK", "0"))
     size: int = int(os.environ.get("WORLD_SIZE", "1"))
 
     def accelerator(self, **arguments: Any) -> Accelerator:
-        """Return an Accelerator under the plugin; it ends with the check.
-
-        Args:
-            arguments: of the Accelerator.
+        """Return an Accelerator with the plugin; it ends with the check.
 
         Raises:
-            Skip: this machine has no device the plugin runs on, or no backend for several processes.
+            Skip: this machine has no device on which the plugin runs, or no backend for several
+                processes.
         """
         from accelerate_core.accelerator import Accelerator
 
-        on_cpu, missing = self.device
+        on_cpu, missing = self.placement
         if missing:
             self.skip(missing)
         given: dict[str, Any] = {"cpu": on_cpu}
@@ -76,10 +76,29 @@ class CheckContext:
             given[self.kind] = self.name
         made = Accelerator(**{**given, **arguments})
         self.made.append(made)
+        if self.device and not arguments.get("cpu"):
+            kind = made.device.type
+            assert kind == self.device, (
+                f"it runs on {kind!r}, but the suite was started for {self.device!r}"
+            )
         return made
 
+    def create(self, *arguments: Any) -> Any:
+        """Return an instance of the plugin, created as the runtime does, with its settings.
+
+        Args:
+            arguments: what its class gets before the settings.
+        """
+        from accelerate_core.config.lookup import Sources
+        from accelerate_core.plugins.discovery import find
+        from accelerate_core.plugins.factory import PluginFactory
+
+        factory = PluginFactory(Sources.of(dict(os.environ)))
+        record = find(self.kind, self.name, source="the conformance suite")
+        return factory.create(record, *arguments)
+
     def need_several(self) -> None:
-        """Skip where nothing that is installed takes several processes."""
+        """Skip the check if no installed backend runs several processes."""
         from accelerate_core.contract.topology import Topology
         from accelerate_core.plugins.selection import Request, select
 
@@ -88,15 +107,15 @@ class CheckContext:
             self.skip(f"no backend for several processes is installed: {error}")
 
     @cached_property
-    def device(self) -> tuple[bool, str]:
-        """Whether the checks run on the CPU, and why they cannot run on this machine, "" if they can."""
-        from accelerate_testing.devices import device_of
+    def placement(self) -> tuple[bool, str]:
+        """Whether the checks run on the CPU; and why they cannot run on this machine, "" if they can."""
+        from accelerate_testing.devices import placement_of
 
-        return device_of(self.found)
+        return placement_of(self.found, self.device)
 
     @property
     def supports(self) -> Mapping[str, Any]:
-        """What the plugin declares; a tracker's verbs are no such declarations."""
+        """The plugin's `supports`; empty for a tracker, whose `supports` is the set of its methods."""
         said = getattr(self.found, "supports", {})
         return said if isinstance(said, Mapping) else {}
 
@@ -110,18 +129,18 @@ class CheckContext:
         return find(self.kind, self.plugin, source="the conformance suite").load()
 
     def end(self) -> None:
-        """End what the check has begun, also after a failure."""
+        """End everything that the check has started, also after a failure."""
         while self.made:
             accelerator = self.made.pop(0)
             if not accelerator._closed:
                 accelerator.end_training()
-            del accelerator  # nothing of it is left when garbage is collected
+            del accelerator  # so that the collection below frees it
         gc.collect()
         if self.size > 1:
             _destroy_group()
 
     def abandon(self) -> None:
-        """Drop what a failed check has left: no rank waits for another one."""
+        """Drop what a failed check has left, without waiting for other ranks."""
         from accelerate_core.distributed import process
 
         while self.made:
@@ -134,7 +153,7 @@ class CheckContext:
 
     @contextmanager
     def each_alone(self) -> Iterator[None]:
-        """Let each rank be one process of its own in the block; what it makes there ends with it."""
+        """Make each rank a single process inside the block; what it creates there ends with the block."""
         self.end()
         size = self.size
         self.size = 1
@@ -147,32 +166,25 @@ class CheckContext:
             os.environ.update(kept)
 
     def scratch(self, name: str) -> Path:
-        """Return a path in the folder all ranks share."""
+        """Return a path in the folder that all ranks share."""
         return self.folder / name
 
     def skip(self, why: str) -> NoReturn:
-        """Leave the check: it does not apply.
+        """Leave the check, because it does not apply.
 
         Args:
-            why: ends the sentence in the report.
+            why: the reason, for the report.
         """
         raise Skip(why)
 
     def equal(self, got: object, expected: object, what: str) -> None:
-        """Fail unless two plain values are equal.
-
-        Args:
-            got, expected: the two.
-            what: what they are, for the report.
-        """
+        """Fail unless two plain values are equal; `what` names them in the report."""
         assert got == expected, f"{what}: {got!r} instead of {expected!r}"
 
     def close(self, got: Any, expected: Any, what: str, tolerance: float = 1e-5) -> None:
-        """Fail unless numbers, tensors, lists or dicts of them differ by at most `tolerance`.
+        """Fail unless numbers, tensors, or lists or dicts of them differ by at most `tolerance`.
 
-        Args:
-            got, expected: the two.
-            what: what they are, for the report.
+        `what` names them in the report.
         """
         import torch
 
@@ -184,16 +196,16 @@ class CheckContext:
             if not error <= tolerance:
                 single = one.numel() == 1
                 shown = f": {one.item():.6g} instead of {other.item():.6g}" if single else ""
-                raise AssertionError(f"{where}: off by {error:.3g} (> {tolerance:g}){shown}")
+                raise AssertionError(f"{where}: differs by {error:.3g} (> {tolerance:g}){shown}")
 
     def alike(self, accelerator: Accelerator, value: Any, what: str) -> None:
         """Fail unless a plain value is the same on all ranks."""
         seen = accelerator.communicator.gather_object(value)
-        assert all(one == seen[0] for one in seen), f"{what}: differs between ranks, {seen}"
+        assert all(one == seen[0] for one in seen), f"{what}: the ranks differ, {seen}"
 
 
 def raised(kind: type[BaseException], call: Callable[[], object]) -> BaseException | None:
-    """Return the exception of a kind that a call raises, None if it ends well."""
+    """Return the exception of this class that a call raises, None if it raises nothing."""
     try:
         call()
     except kind as error:
@@ -209,7 +221,7 @@ def _destroy_group() -> None:
 
 
 def leaves(got: Any, expected: Any, what: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield where each value of a nested structure is, and both values; fail where they are not alike."""
+    """Yield the place of each value in a nested structure, and both values; fail if they don't match."""
     if isinstance(expected, Mapping):
         wrong = f"{what}: keys {sorted(map(str, got))} instead of {sorted(map(str, expected))}"
         assert set(got) == set(expected), wrong

@@ -1,4 +1,4 @@
-"""The contract as plain data: for `plugins hooks`, the docs, and the committed snapshot."""
+"""The contract as plain data, for `plugins hooks`, the docs and the committed snapshot."""
 
 from __future__ import annotations
 
@@ -18,17 +18,25 @@ from accelerate_core.contract.hooks import (
     Kind,
     hooks_of_kind,
 )
+from accelerate_core.contract.parts import (
+    Checkpointer,
+    LoaderFactory,
+    PreparedLoader,
+    RunParts,
+    Tracking,
+)
 from accelerate_core.plugins.selection import Claim, Request
 from accelerate_launch.plan import LaunchPlan, Target
 from accelerate_launch.start import FunctionLauncher, Launcher
 from accelerate_tracking import GeneralTracker
 
-#: The classes whose public names and signatures are part of the contract, beside the hooks.
+#: The classes whose public names and signatures are part of the contract, in addition to the hooks.
 PROMISED: tuple[type, ...] = (
     Backend, Precision, GeneralTracker, Launcher, FunctionLauncher, LaunchPlan, Target, Claim, Request,
+    Checkpointer, Tracking, LoaderFactory, PreparedLoader, RunParts,
 )  # fmt: skip
 
-#: What the four kinds of hooks have in common, each in a line.
+#: What the hooks of each kind have in common.
 HOOK_KINDS: dict[Kind, str] = {
     "owner": "Only the active backend implements these, and its result is used, even if it is `None`.",
     "stage": "Each takes a model and returns one. Every active plugin is called, by stage and then by name.",
@@ -38,9 +46,10 @@ HOOK_KINDS: dict[Kind, str] = {
 
 
 def contract() -> dict[str, Any]:
-    """Return the version, every hook, and the public names of the classes plugins are made of.
+    """Return the version, every hook, and the public names of the classes that plugin authors use.
 
-    Of each: kind, arguments with their types, since when, and what is deprecated of it.
+    Each entry has the kind, the arguments with their types, the version that introduced it, and its
+    deprecations.
     """
     hooks = {}
     declared = [name for cls in Backend.__mro__ for name in vars(cls)]
@@ -61,18 +70,18 @@ def contract() -> dict[str, Any]:
             }
     public = {cls.__name__: _members(cls) for cls in PROMISED}
     made = {"version": list(API_VERSION), "hooks": hooks, "public": public}
-    return {**made, "plugin": sorted(dir(plugin))}  # what an author imports
+    return {**made, "plugin": sorted(dir(plugin))}  # the names that an author imports
 
 
 def _types_of(signature: inspect.Signature) -> dict[str, str]:
-    """Return what is written as the type of each argument, and of what is returned."""
+    """Return the annotations of the arguments and of the return value, as text."""
     said = {name: one.annotation for name, one in signature.parameters.items() if name != "self"}
     said["return"] = signature.return_annotation
     return {name: str(one) for name, one in said.items() if one is not inspect.Parameter.empty}
 
 
 def _deprecated(name: str) -> dict[str, Any]:
-    """Return the entries of `DEPRECATED` about a hook or a `Class.member`, or about one argument."""
+    """Return the deprecations of a hook or a `Class.member`, and of its arguments."""
     return {
         key: {**dataclasses.asdict(one), "since": list(one.since)}
         for key, one in DEPRECATED.items()
@@ -81,9 +90,9 @@ def _deprecated(name: str) -> dict[str, Any]:
 
 
 def _members(cls: type) -> dict[str, Any]:
-    """Return the public names of a class: what each is, its types, and a method's parameters.
+    """Return the public names of a class with their kinds, types and parameters.
 
-    Of a dataclass `__init__` is told, too: its fields in their order. A backend's hooks are left out.
+    For a dataclass this includes `__init__`. The hooks of `Backend` are left out.
     """
     found: dict[str, Any] = {}
     for owner in reversed(cls.__mro__[:-1]):
@@ -117,7 +126,7 @@ def _described(value: Any) -> dict[str, Any]:
 
 
 def _spelt(parameter: inspect.Parameter) -> str:
-    """Return the name of a parameter, ending with `=` where it has a default."""
+    """Return the name of a parameter, with `=` after it if it has a default."""
     stars: dict[Any, str] = {
         inspect.Parameter.VAR_POSITIONAL: "*",
         inspect.Parameter.VAR_KEYWORD: "**",

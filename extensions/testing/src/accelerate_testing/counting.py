@@ -1,4 +1,4 @@
-"""Count what ranks say to each other inside a block: calls of torch.distributed, and bytes."""
+"""Count the collectives and bytes of torch.distributed inside a block."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _REDUCES = ("reduce", "send", "all_to_all", "alltoall")
 
 @dataclass
 class Communication:
-    """What one rank took part in."""
+    """The collectives that one rank took part in."""
 
-    #: Name of the collective -> how often it was called.
+    #: Name of the collective -> number of calls.
     calls: Counter[str] = field(default_factory=Counter)
-    #: Bytes this rank put into all of them together.
+    #: Bytes of the tensors that this rank passed to all of them together.
     bytes: int = 0
 
     @property
     def total(self) -> int:
-        """Calls of all collectives."""
+        """Number of calls of all collectives."""
         return sum(self.calls.values())
 
     @property
     def reductions(self) -> int:
-        """Calls that can combine what several ranks have, such as gradients."""
+        """Number of calls that can combine data of several ranks, such as gradients."""
         return sum(n for name, n in self.calls.items() if any(word in name for word in _REDUCES))
 
 
@@ -44,7 +44,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Every backend's process group is called through these, reducers written in C++ as well.
+        # Every process group is called through these, also by reducers written in C++.
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
             self.found.calls[func.__name__.split(".")[0].strip("_")] += 1
             tensors = (leaf for leaf in flatten(args) if isinstance(leaf, torch.Tensor))
@@ -54,10 +54,10 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def count_communication() -> Iterator[Communication]:
-    """Yield a `Communication` that fills up while the block runs.
+    """Yield a `Communication` that counts while the block runs.
 
-    Bytes are those of all tensors a call is given, the places for its result too; compare
-    blocks that use the same collectives. What does not go through torch.distributed is not seen.
+    Bytes include all tensors that a call gets, also those for its result, so compare only blocks
+    that use the same collectives. Communication outside of torch.distributed is not counted.
     """
     found = Communication()
     with _Counting(found):

@@ -1,7 +1,8 @@
-"""Does this machine have what a plugin runs on? Checks that need a device are else skipped, by name."""
+"""Decide on which device the checks of a plugin run, and whether this machine has it."""
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,23 +10,36 @@ import torch
 
 from accelerate_core.backend import Backend
 from accelerate_core.backend.precision import Precision
+from accelerate_core.config.lookup import Sources
 from accelerate_core.errors import AccelerateError, listing
+from accelerate_core.plugins.discovery import find
+from accelerate_core.plugins.factory import PluginFactory
 
 
-def device_of(plugin: Any) -> tuple[bool, str]:
-    """Return whether the checks run on the CPU, and why they cannot run on this machine, "" if they can.
+def placement_of(plugin: Any, asked: str = "") -> tuple[bool, str]:
+    """Return whether the checks run on the CPU, and why they cannot run here, "" if they can.
 
-    They run on the CPU unless a backend or a precision says that it cannot.
+    They run on the CPU unless the plugin declares that it cannot, or another device was asked for.
+
+    Args:
+        asked: type of the device that was asked for, such as "cuda"; "" if none was.
     """
     supports = getattr(plugin, "supports", {})
     declared = supports.get("devices") if hasattr(supports, "get") else None
+    if asked:
+        if not _is_here(asked) and asked != "cpu":
+            return False, f"this machine has no {asked} device"
+        if declared is not None and asked not in declared:
+            return asked == "cpu", f"it declares the devices {listing(declared)}, not {asked!r}"
+        return asked == "cpu", _refusal(plugin, torch.device(asked))
     if declared is None:
         cpu = _refusal(plugin, torch.device("cpu"))
         here = torch.accelerator.current_accelerator(check_available=True) if cpu else None
         why = _refusal(plugin, here) if here else cpu
         return not cpu, why and f"it needs another device: {why}"
-    # A backend that chooses its device itself may have one that torch does not know of.
-    chooses = getattr(plugin, "device", None) is not Backend.device
+    # A backend that chooses its device itself may have one that torch does not know.
+    cls = plugin if isinstance(plugin, type) else type(plugin)
+    chooses = getattr(cls, "device", None) is not Backend.device or "device" in vars(plugin)
     if "cpu" in declared or chooses or any(map(_is_here, declared)):
         return "cpu" in declared, ""
     return False, f"it needs a {listing(declared)} device".replace("'", "")
@@ -34,7 +48,7 @@ def device_of(plugin: Any) -> tuple[bool, str]:
 def _is_here(kind: str) -> bool:
     try:
         return bool(torch.get_device_module(kind).is_available())
-    except (RuntimeError, AttributeError):  # torch knows no such device
+    except (RuntimeError, AttributeError):  # torch has no such type of device
         return False
 
 
@@ -43,9 +57,11 @@ def _refusal(plugin: Any, device: torch.device) -> str:
     if not (isinstance(plugin, type) and issubclass(plugin, Precision)):
         return ""
     try:
-        plugin().check(cast(Any, SimpleNamespace(device=device)))
+        record = find("precision", str(plugin.name), source="the conformance suite")
+        precision = PluginFactory(Sources.of(dict(os.environ))).create(record)
+        precision.check(cast(Any, SimpleNamespace(device=device)))
     except AccelerateError as error:
         return str(error)
-    except Exception:  # a fault of its own, which the checks tell
+    except Exception:  # a fault of the plugin, which the checks report
         return ""
     return ""

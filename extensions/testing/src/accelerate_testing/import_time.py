@@ -1,4 +1,4 @@
-"""How long the import of a plugin takes, beyond that of what it requires."""
+"""How long importing a plugin takes, in addition to the packages that it requires."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-#: Seconds by which a plugin may delay the scripts that use it; parts of torch take half of that.
+#: Seconds by which a plugin may delay a script; some parts of torch take half of that.
 LIMIT = 1.5
 
 _MEASURE = """
@@ -19,7 +19,7 @@ def seconds(names):
     return time.perf_counter() - wall, time.process_time() - busy
 
 wall, busy = seconds(sys.argv[1].split())
-stretch = max(1.0, wall / busy)  # by which other work lengthens what this process computes
+stretch = max(1.0, wall / busy)  # how much other work slows this process down
 for names in (sys.argv[3].split(), [sys.argv[2]]):
     wall, busy = seconds(names)
     print("SECONDS", busy + max(0.0, wall - busy * stretch))
@@ -27,13 +27,13 @@ for names in (sys.argv[3].split(), [sys.argv[2]]):
 
 
 def check_import_time(target: str, seconds: float, first: str, needed: Iterable[str]) -> None:
-    """Fail if an import that took longer than is allowed does so again, in a process of its own.
+    """Fail if an import that took too long takes too long again in a new process.
 
     Args:
-        target: what an entry point names.
-        seconds: which it has taken here: with other work beside it, or from files read for the first time.
+        target: what the entry point names.
+        seconds: how long it took here, perhaps next to other work or with files not read before.
         first: a module that a script has imported by then.
-        needed: packages it requires.
+        needed: the packages that the plugin requires.
     """
     if seconds <= LIMIT:
         return
@@ -47,6 +47,7 @@ def check_import_time(target: str, seconds: float, first: str, needed: Iterable[
     told = [float(line.split()[1]) for line in lines if line.startswith("SECONDS")]
     before, own = told if len(told) == 2 else (0.0, seconds)
     assert own <= LIMIT, (
-        f"importing {module} takes {own:.1f} s, beside {before:.1f} s for what it requires; "
-        f"{LIMIT:g} s are allowed: import heavy libraries when they are used, and wait for nothing"
+        f"importing {module} takes {own:.1f} s, in addition to {before:.1f} s for the packages that it "
+        f"requires; at most {LIMIT:g} s are allowed. Import heavy libraries in the functions that use "
+        "them, and don't wait for anything"
     )

@@ -1,4 +1,4 @@
-"""Start the ranks of a distributed test, with limits, and hear from each of them."""
+"""Start the ranks of a distributed test with time limits, and collect what each of them reports."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ import psutil
 
 #: Folder in which each rank writes `RANK.json`.
 RESULTS_VARIABLE = "ACCELERATE_TESTING_RESULTS"
-#: By which everything that a command started is found, whoever its parent is by then. Commands
-#: inside of commands add theirs; `clean_environment` lets it through.
+#: Variable that marks every process that a command started, even if its parent has ended. Nested
+#: commands add their own marks, so `clean_environment` keeps the variable.
 MARK = "TESTING_RUN_OF_ACCELERATE"
-#: Seconds in which what was started may end by itself, once the command has ended.
+#: Seconds that started processes have to end after the command has ended.
 _GRACE = 2.0
 
-#: What must not leak from whoever runs a test into what it starts.
+#: Prefixes of variables that a test must not pass on to the processes that it starts.
 _HIDDEN = (
     "ACCELERATE_",
     "TORCHELASTIC_",
@@ -39,7 +39,7 @@ _HIDDEN = (
     "GROUP_",
     "ROLE_",
 )
-#: With PYTHONOPTIMIZE a check would assert nothing.
+#: With PYTHONOPTIMIZE, the asserts of a check would have no effect.
 _HIDDEN_NAMES = (
     "RANK",
     "WORLD_SIZE",
@@ -52,11 +52,12 @@ _HIDDEN_NAMES = (
 
 @dataclass
 class CompletedRun:
-    """How processes ended, and what each rank handed to `write_result` (None: nothing).
+    """How processes ended.
 
     Attributes:
-        left: the command lines of processes that were still there some time after the command had
-            ended by itself, and were killed.
+        results: what each rank passed to `write_result`, None for a rank that did not call it.
+        left: command lines of processes that were still running after the command had ended, and
+            were then killed.
     """
 
     returncode: int
@@ -69,23 +70,23 @@ class CompletedRun:
 
     @property
     def ok(self) -> bool:
-        """Whether every rank ended well and in time."""
+        """Whether every rank succeeded in time."""
         return self.returncode == 0 and not self.timed_out
 
     @property
     def story(self) -> str:
-        """The end of what was printed, for the message of a failure."""
+        """The last output, for the message of a failure."""
         head = "timed out" if self.timed_out else f"ended with {self.returncode}"
         return f"{head}\n{self.stdout[-2000:]}\n{self.stderr[-6000:]}".strip()
 
     def checked(self) -> CompletedRun:
-        """Return this run if every rank ended well, else fail with the story."""
+        """Return this run if every rank succeeded; otherwise fail with its last output."""
         assert self.ok, self.story
         return self
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment without what a launcher or an Accelerator would read."""
+    """Return the environment of this process without variables that a launcher or Accelerator reads."""
     kept = {
         name: text
         for name, text in os.environ.items()
@@ -103,14 +104,14 @@ def run_workers(
     timeout: float = 120,
     env: Mapping[str, str] | None = None,
 ) -> CompletedRun:
-    """Run a script on `nproc` ranks of this machine, by torchrun; kill all of them in the end.
+    """Run a script on `nproc` ranks of this machine with torchrun, and make sure that all of them end.
 
-    The script may call `write_result(value)`; the ranks' values come back in `results`.
+    The script may call `write_result(value)`; the values of the ranks are in `results`.
 
     Args:
-        script: a path, or the name of a module after `-m `.
+        script: a path, or `-m ` and the name of a module.
         timeout: seconds after which all ranks are killed.
-        env: variables on top of this process's, whose `ACCELERATE_*` and ranks are left out.
+        env: variables in addition to those of this process, without `ACCELERATE_*` and ranks.
     """
     target = ["--module", str(script)[3:]] if str(script).startswith("-m ") else [str(script)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -123,7 +124,7 @@ def run_workers(
 
 
 def read_results(folder: str | Path, nproc: int) -> list[Any]:
-    """Return what each rank handed to `write_result`, None for a rank that wrote nothing."""
+    """Return what each rank passed to `write_result`, None for a rank that did not call it."""
     paths = [Path(folder, f"{rank}.json") for rank in range(nproc)]
     return [json.loads(path.read_text("utf-8")) if path.exists() else None for path in paths]
 
@@ -135,11 +136,11 @@ def run_command(
     *,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> CompletedRun:
-    """Run a command with a time limit; it and whatever it started is gone when this returns.
+    """Run a command with a time limit. When this returns, every process that it started has ended.
 
     Args:
-        meanwhile: called several times per second while it runs; the run is over time as soon as
-            it returns True.
+        meanwhile: called several times per second while the command runs; if it returns True, the
+            command is ended as if its time were over.
     """
     mark = uuid.uuid4().hex
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -170,13 +171,13 @@ def run_command(
 
 
 def write_result(value: Any) -> None:
-    """Hand a value (as JSON) from a rank to the test that called `run_workers`."""
+    """Pass a value (as JSON) from a rank to the test that called `run_workers`."""
     path = Path(os.environ[RESULTS_VARIABLE], f"{os.environ.get('RANK', '0')}.json")
     path.write_text(json.dumps(value), encoding="utf-8")
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> list[str]:
-    """End the agent, which ends its ranks; kill whoever is left, and tell who they were."""
+    """End the agent, which ends its ranks; kill the processes that are left, and return their names."""
     ended = process.poll() is not None
     started = [] if ended else psutil.Process(process.pid).children(recursive=True)
     if not ended:
@@ -199,7 +200,7 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> list[str]:
 
 
 def _marked(mark: str) -> list[psutil.Process]:
-    """Return the processes that have the mark in their environment, and still run."""
+    """Return the running processes that have the mark in their environment."""
     return [
         one
         for one in psutil.process_iter(["environ", "cmdline", "name", "status"])
@@ -209,7 +210,7 @@ def _marked(mark: str) -> list[psutil.Process]:
 
 
 def processor_seconds(pids: Iterable[int]) -> float:
-    """Return what these processes, and those they started, have used of the processor."""
+    """Return the seconds of processor time that these processes and their children have used."""
     used = 0.0
     for pid in pids:
         with suppress(psutil.Error):
@@ -221,7 +222,7 @@ def processor_seconds(pids: Iterable[int]) -> float:
 
 
 def free_port() -> int:
-    """Return a port nobody listens on."""
+    """Return an unused port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

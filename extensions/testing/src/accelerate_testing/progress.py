@@ -1,4 +1,4 @@
-"""One line that tells where a suite is while it runs."""
+"""One line that shows the progress of a suite while it runs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TextIO
 
 from accelerate_testing.results import Result
 
-#: Seconds between two lines where they do not overwrite each other.
+#: Seconds between two lines that don't overwrite each other.
 SAY_EVERY = 15.0
-#: Checks after which it can be guessed how long the others take.
+#: Number of checks after which the remaining time is estimated.
 _ENOUGH = 5
 
 
 class Progress:
-    """Tells which check of how many runs, for how long that has been, and what may be left.
+    """Shows which check runs, how long the suite has run, and the estimated remaining time.
 
     Args:
-        total: checks that were chosen.
-        say: told the text: each time it is another one, or every `every` seconds.
+        total: number of selected checks.
+        say: called with the text when it changes, but not more often than every `every` seconds.
     """
 
     def __init__(self, total: int, say: Callable[[str], None], every: float = 0.0) -> None:
@@ -33,7 +33,7 @@ class Progress:
         self._said_at = self._began
 
     def on_run(self, name: str) -> None:
-        """Tell of the check that runs; to be called several times a second."""
+        """Show the running check. Call this several times a second."""
         now = time.monotonic()
         text = self._text(name or "starting", now - self._began)
         if text != self._said and now - self._said_at >= self.every:
@@ -42,7 +42,7 @@ class Progress:
             self.say(text)
 
     def on_result(self, result: Result) -> None:
-        """Count a check that has ended."""
+        """Count a finished check."""
         self.done += 1
 
     def _text(self, name: str, seconds: float) -> str:
@@ -53,10 +53,10 @@ class Progress:
 
 
 class Tail:
-    """A text behind what stands in the last line of a terminal, taken back before anybody goes on there.
+    """A text after the last line of a terminal, which is erased before anything else is written.
 
     Args:
-        room: columns there are.
+        room: number of free columns.
     """
 
     def __init__(self, file: TextIO, room: int) -> None:
@@ -65,7 +65,7 @@ class Tail:
         self._shown = ""
 
     def show(self, text: str) -> None:
-        """Put a text in the place of the one before."""
+        """Replace the text shown before."""
         text = text[: max(0, self.room)]
         before = len(self._shown)
         rest = max(0, before - len(text))

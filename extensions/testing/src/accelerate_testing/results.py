@@ -1,4 +1,4 @@
-"""What became of each check: for the terminal, for machines, and as JUnit XML."""
+"""The result of a check, and writing results as JUnit XML."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from xml.etree import ElementTree
 
 
 class Skip(Exception):
-    """Raised by a check that does not apply; the text says why, by name."""
+    """Raised by a check that does not apply; the text is the reason."""
 
 
 @dataclass
 class Result:
-    """What became of one check.
+    """The result of one check.
 
     Attributes:
-        detail: what was seen, or why it was skipped.
-        error: the failure in a few lines: which rank, what was expected, whose hook.
+        detail: what the check observed, or why it was skipped.
+        error: the failure in a few lines: the rank, the expected value, and the hook.
         trace: the traceback of the first rank that failed.
     """
 
@@ -70,5 +70,5 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def _plain(text: str) -> str:
-    """Leave out characters XML has no way to write."""
+    """Replace the characters that XML cannot represent."""
     return _NOT_XML.sub("?", text)

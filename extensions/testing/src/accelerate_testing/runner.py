@@ -1,4 +1,4 @@
-"""Run a plugin's checks: one process alone, then few launches of two ranks; collect the results."""
+"""Run a plugin's checks in one process and then on ranks, in few launches, and collect the results."""
 
 from __future__ import annotations
 
@@ -33,21 +33,25 @@ from accelerate_testing.processes import (
 from accelerate_testing.results import Result
 from accelerate_testing.stack_dump import DUMP_SIGNAL, call_site, frames_of, stack_dump_file
 
-_LAUNCHES = 6  # after so many that were lost, the rest is not run
-_HANGS = 3  # after so many that hung, too
-_START_UP = 60.0  # seconds until the first check runs: imports, on a machine with other work
-#: As much of one core and less per rank is no work: who waits for the others looks for their files.
+#: Launches of which the processes may be lost, and hang; after that, the other checks are not run.
+_LAUNCHES, _HANGS = 6, 3
+#: Seconds until the first check runs, for imports on a machine with other work.
+_START_UP = 60.0
+#: Share of one core that a rank uses at most while it only looks for the files of other ranks.
 _IDLE = 0.03
-_DUMP = 5.0  # seconds in which a process writes where it stands
+#: Seconds in which a process writes its stacks.
+_DUMP = 5.0
+#: Checks of the basics. If the plugin cannot be loaded, all other checks would fail in the same way.
+_BASICS = ("imports", "metadata", "api_version")
 
 
 def choose_plugin(name: str, kind: str | None = None) -> PluginRecord:
-    """Return the installed plugin of a name, whose kind may be left out if there is only one.
+    """Return the installed plugin with this name; `kind` is only needed if several kinds have it.
 
     Raises:
-        MissingPluginError: there is none.
-        PluginError: several distributions bring it, or it is disabled.
-        ConfigurationError: plugins of several kinds have the name; there are no checks of `kind`.
+        MissingPluginError: it is not installed.
+        PluginError: several distributions provide it, or it is disabled.
+        ConfigurationError: plugins of several kinds have the name, or there are no checks for `kind`.
     """
     if kind is not None and kind not in SUITE_KINDS:
         raise ConfigurationError(
@@ -61,7 +65,7 @@ def choose_plugin(name: str, kind: str | None = None) -> PluginRecord:
             raise missing(name)
         if len(kinds) > 1:
             raise ConfigurationError(
-                f"There are plugins {name!r} of the kinds {listing(sorted(kinds))}: say which "
+                f"There are plugins named {name!r} of the kinds {listing(sorted(kinds))}. Choose one "
                 "with --kind."
             )
         (kind,) = kinds
@@ -78,35 +82,40 @@ def run_suite(
     timeout: float = 20.0,
     num_processes: int = 2,
     prelude: str = "",
+    device: str = "",
     on_run: Callable[[str], None] = lambda name: None,
     on_result: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
     """Run the checks against an installed plugin.
 
     Args:
-        only: names of checks; None for all of its kind.
+        only: names of checks; None for all checks of this kind.
         environ: variables for the processes of the checks, such as the plugin's settings.
-        options: what checks of some kinds can be told (see the suites in `accelerate_testing`).
+        options: options of the suite for this kind (see the suites in `accelerate_testing`).
         timeout: seconds a collective may wait.
         num_processes: ranks of the checks on ranks.
         prelude: a module that the processes import before the plugin is used.
-        on_run: told several times a second the name of the check that runs, "" before the first.
-        on_result: told each result as soon as it is there.
+        device: type of the device on which the checks must run, such as "cuda"; by default the CPU,
+            unless the plugin does not run there.
+        on_run: called several times a second with the name of the running check, "" before the first.
+        on_result: called with each result as soon as it is known.
 
     Raises:
-        ConfigurationError: `only` names a check that does not exist, or `options` has a key that
-            no check of this kind reads.
+        ConfigurationError: `only` names a check that does not exist, `options` has a key that no
+            check of this kind reads, or this machine has no such device.
     """
     if num_processes < 1:
-        raise ConfigurationError(f"The suite takes one process or more, not {num_processes}.")
+        raise ConfigurationError(f"num_processes={num_processes} must be at least 1.")
     if not timeout > 0:
-        raise ConfigurationError(f"The timeout is a number of seconds above 0, not {timeout:g}.")
+        raise ConfigurationError(f"timeout={timeout:g} must be a number of seconds above 0.")
+    if device:
+        _check_device(device, kind, prelude)
     every = checks_of(kind)
     check_options(kind, options or {}, "options")
     for one in only or ():
         if one not in every:
             raise ConfigurationError(
-                f"There is no check {one!r} of a {kind}; there are {listing(every)}."
+                f"There is no check {one!r} for a {kind}. There are {listing(every)}."
                 f"{did_you_mean(one, every)}"
             )
     chosen = [made for made in every.values() if only is None or made.name in only]
@@ -115,14 +124,33 @@ def run_suite(
     with tempfile.TemporaryDirectory(prefix="accelerate-check-") as folder:
         session = _Session(
             kind, name, Path(folder), variables, dict(options or {}), timeout, num_processes,
-            prelude, on_run, on_result,
+            prelude, device, on_run, on_result,
         )  # fmt: skip
         return session.run(chosen)
 
 
+def _check_device(device: str, kind: str, prelude: str) -> None:
+    """Refuse a device that this machine does not have."""
+    import torch
+
+    if kind not in ("backend", "precision", "extension"):
+        raise ConfigurationError(
+            f"The checks of a {kind} run on the CPU; leave device={device!r} out."
+        )
+    if prelude:  # it may bring the device
+        return
+    here = torch.accelerator.current_accelerator(check_available=True)
+    there = ["cpu", *([here.type] if here is not None else [])]
+    if device not in there:
+        raise ConfigurationError(
+            f"device={device!r} is not a device of this machine, which has {listing(there)}."
+            f"{did_you_mean(device, there)}"
+        )
+
+
 @dataclass
 class _Session:
-    """The launches of one suite; what it is given are the arguments of `run_suite`."""
+    """The launches of one suite. The first fields are the arguments of `run_suite`."""
 
     kind: str
     name: str
@@ -132,23 +160,24 @@ class _Session:
     timeout: float
     num_processes: int
     prelude: str
+    device: str
     on_run: Callable[[str], None]
     on_result: Callable[[Result], None]
     results: dict[str, Result] = field(default_factory=dict)
-    #: The check that runs now, and since when.
+    #: The check that runs now, and the time at which it started.
     now: str = ""
     since: float = 0.0
-    #: The ranks' processes; when they were last seen at work, when that was looked at, and what they
-    #: had used of the processor by then.
+    #: The ranks' processes; when they last used the processor, when that was last measured, and how
+    #: many seconds they had used by then.
     pids: list[int] = field(default_factory=list)
     active: float = 0.0
     looked: float = 0.0
     used: float = 0.0
-    #: Launches that were ended since a check hung, and what is said of the last.
+    #: Launches that were ended because a check hung, and the reason for the last.
     hung: int = 0
     stuck: str = ""
-    #: What went on when the checks of a launch had ended; None as long as none have.
-    going_on: list[str] | None = None
+    #: What was still running after the checks of a launch had ended; None before the first launch ends.
+    still_running: list[str] | None = None
 
     def run(self, chosen: Sequence[Check]) -> list[Result]:
         alone = [made.name for made in chosen if made.alone and not made.after]
@@ -163,18 +192,21 @@ class _Session:
         return [self.results[made.name] for made in chosen if made.name in self.results]
 
     def _exits(self, name: str) -> Result:
-        if self.going_on is None:
-            return Result(name, "skipped", "not run: no other check came to its end")
-        if self.going_on:
-            told = "; ".join(self.going_on)
-            return Result(name, "failed", "", f"when the checks had ended, there was still: {told}")
+        if self.still_running is None:
+            return Result(name, "skipped", "not run: no launch of the other checks ended normally")
+        if self.still_running:
+            what = "; ".join(self.still_running)
+            return Result(name, "failed", "", f"still running after the checks had ended: {what}")
         return Result(name, "passed")
 
     def _left(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if name not in self.results]
 
     def _launch(self, names: Sequence[str], ranks: int, dying: str = "") -> CompletedRun | None:
-        """Run checks, and last what `dying` does before it; where one is lost, go on in another launch."""
+        """Run checks, then the part of the check `dying` that kills its processes.
+
+        If the processes of a check are lost, the others run in another launch.
+        """
         run = None
         for _ in range(_LAUNCHES):
             left = self._left(names)
@@ -190,8 +222,8 @@ class _Session:
         return run
 
     def _skip(self, checks: Sequence[Check]) -> None:
-        """Skip what does not apply, and all where the plugin does not load: it would fail alike."""
-        for name in ("imports", "metadata", "api_version"):
+        """Skip the checks that don't apply, or all of them if the plugin cannot be loaded."""
+        for name in _BASICS:
             basic = self.results.get(name, Result(name, "passed"))
             if basic.state == "failed" and "Error" in basic.error.split(":")[0]:
                 for made in checks:
@@ -201,11 +233,11 @@ class _Session:
         said = getattr(plugin, "supports", {})
         lacking = ""
         if self.kind in ("backend", "precision"):
-            from accelerate_testing.devices import device_of  # it imports torch
+            from accelerate_testing.devices import placement_of  # it imports torch
 
-            _, lacking = device_of(plugin)
+            _, lacking = placement_of(plugin, self.device)
         if self.options.get("one_process", False):
-            lacking = "options say that it is for one process"
+            lacking = "the option one_process is set"
         for made in checks:
             supports = said if isinstance(said, Mapping) else {}
             owns = getattr(plugin, "owns", ())
@@ -220,7 +252,7 @@ class _Session:
             self._not_run(made.name for made in checks)
             return
         if run is not None and dying and dying not in self.results:
-            if (self.folder / "never_killed.pt").exists():  # they came to the end meant for them
+            if (self.folder / "never_killed.pt").exists():  # they were killed where they should be
                 run = self._start([dying], self.num_processes)
             if dying not in self.results:
                 self._lost(dying, run)
@@ -249,7 +281,7 @@ class _Session:
         task = {
             "kind": self.kind, "name": self.name, "checks": list(names), "dying": dying,
             "folder": str(self.folder), "timeout": self.timeout, "options": self.options,
-            "prelude": self.prelude,
+            "prelude": self.prelude, "device": self.device,
         }  # fmt: skip
         file = self.folder / "task"
         file.write_text(json.dumps(task), encoding="utf-8")
@@ -261,8 +293,8 @@ class _Session:
             command += ["--monitor_interval", "0.1", "--module", module, str(file)]
         limit = _START_UP + self._patience * len(names)
         watched = names if collect else ()
-        # A backend may start a group for one process, too: not at the port everybody uses.
-        environ = {**self.environ, "MASTER_PORT": "0"} if ranks == 1 else self.environ  # any
+        # A backend may start a group for one process, too: let it use any free port.
+        environ = {**self.environ, "MASTER_PORT": "0"} if ranks == 1 else self.environ
         watch = partial(self._watch, watched, ranks)
         run = run_command(command, environ, limit, meanwhile=watch)
         self._collect(watched, ranks)
@@ -270,40 +302,41 @@ class _Session:
         return run
 
     def _note_end(self, run: CompletedRun, lost: Sequence[str]) -> None:
-        """Keep what goes on although a launch came to its end: each with the check that left it."""
+        """Record what still runs after a launch has ended, with the check that left it."""
         paths = sorted(self.folder.glob("end.*.json"))
         if not paths or lost:
             return
-        going_on = self.going_on or []
-        self.going_on = going_on
+        still_running = self.still_running or []
+        self.still_running = still_running
         after = dict[str, str]()
         for path in paths:
             left = json.loads(path.read_text())
-            going_on += [f"{what} (left by {name})" for what, name in left["threads"].items()]
+            still_running += [f"{what} (left by {name})" for what, name in left["threads"].items()]
             after |= left["processes"]
         for words in run.left:
             whose = f" (left by {after[words]})" if words in after else ""
-            going_on.append(f"process {words}{whose}")
+            still_running.append(f"process {words}{whose}")
         if run.timed_out:
-            going_on.append("a process that did not end")
+            still_running.append("a process that did not end")
 
     @property
     def _patience(self) -> float:
-        """Seconds a check may take: a collective in it waits, and says so, before it is over.
+        """Seconds a check may take: longer than a collective waits, so that its error is seen.
 
-        More where other work takes the cores, and where the check itself times what it starts.
+        It is longer if other work uses the cores, and for launchers, whose checks have time limits
+        themselves.
         """
         own = 2 if self.kind == "launcher" else 1
         busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
         return (own * self.timeout + 10) * max(1.0, busy / (os.cpu_count() or 1))
 
     def _collect(self, names: Sequence[str], ranks: int) -> None:
-        """Take what the ranks have told: which check runs, and what became of those before it."""
+        """Read the ranks' files: which check runs now, and the results of those before it."""
         paths = [self.folder / f"now.{rank}" for rank in range(ranks)]
         begun = [
             path.read_text(encoding="utf-8").split() if path.exists() else [] for path in paths
         ]
-        # It is timed from when all of them have begun it.
+        # A check is timed from the moment when all ranks have begun it.
         if all(one[2:] for one in begun) and {one[0] for one in begun} == {begun[0][0]} != {
             self.now
         }:
@@ -321,7 +354,7 @@ class _Session:
                 self._add(_joined(name, lines), meant.split())
 
     def _watch(self, names: Sequence[str], ranks: int) -> bool:
-        """Collect what is there; let the ranks of a check that hangs tell where they stand."""
+        """Collect results. If a check hangs, let its ranks write their stacks, and return True."""
         self._collect(names, ranks)
         self.on_run(self.now)
         self.stuck = self._hangs()
@@ -335,14 +368,14 @@ class _Session:
         return bool(self.stuck)
 
     def _dumped(self) -> bool:
-        """Whether all ranks have told where they stand."""
+        """Tell whether all ranks have written their stacks."""
         paths = [stack_dump_file(self.folder, rank) for rank in range(len(self.pids))]
         return all(
             path.exists() and "run_check" in path.read_text(errors="replace") for path in paths
         )
 
     def _hangs(self) -> str:
-        """Return how it is seen that the check does not end, "" as long as it may."""
+        """Return the reason why the check is considered to hang, "" if it is not."""
         now = time.monotonic()
         if self.pids and now - self.looked >= 1.0:
             used = processor_seconds(self.pids)
@@ -350,16 +383,16 @@ class _Session:
                 self.active = now
             self.looked = now
             self.used = used
-        # Where a rank has failed the others may wait for it in a collective, which says so in the end.
+        # If a rank has failed, the others may wait for it in a collective until that times out.
         alone = not any(self.folder.glob(f"{self.now}.*.json"))
         if self.pids and alone and self.kind != "launcher" and now - self.active > self.timeout / 2:
             return f"its processes did nothing for {self.timeout / 2:g} s"
         if now - self.since > self._patience:
-            return f"it has taken {now - self.since:.0f} s"
+            return f"it took {now - self.since:.0f} s"
         return ""
 
     def _lost(self, name: str, run: CompletedRun) -> None:
-        """Give a check the blame that took its processes down, or that one rank never ended."""
+        """Record a failure for a check whose processes were lost, or which one rank never ended."""
         said = []
         for path in sorted(self.folder.glob(f"{name}.*.json")):
             if error := json.loads(path.read_text())["error"]:
@@ -369,10 +402,12 @@ class _Session:
             frames_of(path.read_text(errors="replace"))
             for path in sorted(self.folder.glob("stacks.*"))
         ]
-        said += [f"rank {rank} stood in {call_site(its)}" for rank, its in enumerate(frames) if its]
-        gone = f"the processes ended with {run.returncode}"
+        said += [f"rank {rank} was in {call_site(its)}" for rank, its in enumerate(frames) if its]
+        gone = f"the processes ended with status {run.returncode}"
         if run.timed_out:
-            gone = f"it did not end: {self.stuck or f'after {run.seconds:.0f} s it was not over'}"
+            gone = (
+                f"it did not end: {self.stuck or f'it was still running after {run.seconds:.0f} s'}"
+            )
         seconds = max(0.0, time.monotonic() - self.since)
         result = Result(name, "failed", "", "\n".join([gone, *said]), run.story, seconds)
         self._add(result, [function for its in frames for _, _, function in its])
@@ -382,18 +417,18 @@ class _Session:
             self._add(Result(name, "skipped", "not run: too many processes were lost before"))
 
     def _add(self, result: Result, meant: Sequence[str] = ()) -> None:
-        """Keep and tell a result; a failure with whose it is.
+        """Store and report a result; a failure names the plugin.
 
         Args:
-            meant: hooks it is seen to be about, among other names.
+            meant: names of functions from the failure, among them perhaps hooks.
         """
         if result.state == "failed":
-            result.error = f"{result.error}\n{self._blamed(result.name, meant)}"
+            result.error = f"{result.error}\n{self._attribution(result.name, meant)}"
         self.results[result.name] = result
         self.on_result(result)
 
-    def _blamed(self, name: str, meant: Sequence[str]) -> str:
-        """Return whose failure it is, and which of its hooks to look at."""
+    def _attribution(self, name: str, meant: Sequence[str]) -> str:
+        """Return the plugin with its distribution and version, and the hooks to look at."""
         record = find(self.kind, self.name, source="the conformance suite")
         try:
             hooks = about(name, record.load(), self.kind, meant)
@@ -403,7 +438,7 @@ class _Session:
 
 
 def _joined(name: str, lines: Sequence[Mapping[str, Any]]) -> Result:
-    """Make one result of what the ranks said."""
+    """Combine the ranks' results of one check."""
     seconds = max(line["seconds"] for line in lines)
     failed = {rank: line for rank, line in enumerate(lines) if line["state"] == "failed"}
     if not failed:

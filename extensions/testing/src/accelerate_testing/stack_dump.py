@@ -1,4 +1,4 @@
-"""Stack dumps of the ranks of a check that hangs, which each rank writes when it gets a signal."""
+"""Stack dumps that each rank of a hanging check writes when it gets a signal."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-#: Makes a rank write its stacks; a signal that nothing else uses.
+#: Makes a rank write its stacks; nothing else uses this signal.
 DUMP_SIGNAL = signal.SIGVTALRM
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 #: The frame under which a check runs, in `accelerate_testing.worker`.
 _CHECK = "run_check"
 _STDLIB = str(Path(os.__file__).parent)
-#: Frames of these tell nothing about whose fault it is.
+#: Frames in these files don't show whose fault it is.
 _OTHERS = re.compile(
     r"[/\\](torch|pluggy|accelerate_core|accelerate_checkpoint|accelerate_testing[/\\]training\.py)"
 )
@@ -23,12 +23,12 @@ Frame = tuple[str, str, str]
 
 
 def stack_dump_file(folder: Path, rank: int) -> Path:
-    """Return the file into which a rank writes its stacks when it is asked."""
+    """Return the file to which a rank writes its stacks."""
     return folder / f"stacks.{rank}"
 
 
 def frames_of(dump: str) -> list[Frame]:
-    """Return the frames of the thread that runs a check, the innermost first; none where none does."""
+    """Return the frames of the thread that runs a check, innermost first; empty if none does."""
     for thread in re.split(r"^(?:Current t|T)hread ", dump, flags=re.MULTILINE):
         frames: list[Frame] = _FRAME.findall(thread)
         names = [name for _, _, name in frames]
@@ -38,7 +38,7 @@ def frames_of(dump: str) -> list[Frame]:
 
 
 def call_site(frames: Sequence[Frame]) -> str:
-    """Return the innermost frame, and those that called it in the plugin and in the check."""
+    """Return the innermost frame, and the frames of the plugin and the check that led to it."""
     own = [f for f in frames[1:] if not _OTHERS.search(f[0]) and not _is_stdlib(f[0])]
     shown = [*frames[:1], *own[:4]]
     return ", called by ".join(f"{name} ({_short(file)}:{line})" for file, line, name in shown)

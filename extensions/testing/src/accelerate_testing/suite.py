@@ -1,4 +1,4 @@
-"""The suite for pytest: subclass one class, name the plugin."""
+"""The conformance suite for pytest: subclass the class for a kind and name the plugin."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from accelerate_testing.results import Result
 from accelerate_testing.runner import choose_plugin, run_suite
 
 _PREFIX = "test_"
-_ATTRIBUTES = ("plugin", "environ", "options", "timeout", "num_processes", "prelude")
-_NEAR = 0.75  # stricter than elsewhere: a suite may have attributes of its own
+_ATTRIBUTES = ("plugin", "environ", "options", "timeout", "num_processes", "prelude", "device")
+_NEAR = 0.75  # stricter than elsewhere, because a suite may have its own attributes
 
 
 class _Suite:
-    """One test per check of a kind. The checks that pytest selected run in few processes.
+    """One test for each check of a kind. The checks that pytest selects run in few processes.
 
     Attributes:
-        plugin: the plugin's name, as its entry point has it.
+        plugin: the plugin's name, as in its entry point.
         environ: variables for all processes of the checks, such as the plugin's settings.
-        options: what some checks can be told.
+        options: options of this kind's checks.
         timeout: seconds a collective may wait.
         num_processes: ranks of the checks on ranks.
-        prelude: a module that every process of the checks imports before the plugin is used (only
-            `imports` runs before): what makes this machine fit, such as a stand-in for a device.
+        prelude: a module that every process imports before it uses the plugin, such as a stand-in
+            for a device. Only the check `imports` runs before that.
+        device: type of the device on which the checks must run, such as "cuda". By default they run
+            on the CPU, unless the plugin does not.
     """
 
     kind: ClassVar[str]
@@ -40,11 +42,14 @@ class _Suite:
     timeout: ClassVar[float] = 20.0
     num_processes: ClassVar[int] = 2
     prelude: ClassVar[str] = ""
+    device: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _refuse_misspelt(cls)
-        if cls.plugin:  # the kinds' own classes have no tests: pytest would collect an import
+        if (
+            cls.plugin
+        ):  # the base classes have no tests, because pytest collects what a file imports
             check_options(cls.kind, cls.options, f"options of the suite {cls.__qualname__}")
             for made in checks_of(cls.kind).values():
                 if not hasattr(cls, _PREFIX + made.name):
@@ -52,7 +57,7 @@ class _Suite:
 
     @pytest.fixture
     def results(self, request: pytest.FixtureRequest) -> Mapping[str, Result]:
-        """Run the checks that were selected, all together, for the first test that asks."""
+        """Run all selected checks when the first test needs a result."""
         cls: Any = request.cls
         if "_found" not in vars(cls):
             items = [it for it in request.session.items if getattr(it, "cls", None) is cls]
@@ -70,9 +75,9 @@ class _Suite:
 
 @contextmanager
 def _progress(config: pytest.Config, suite: str, total: int) -> Iterator[Progress]:
-    """Tell how far a suite is: behind what pytest has written, and in lines of their own off a terminal.
+    """Show the progress of a suite: after pytest's own output, or in separate lines without a terminal.
 
-    Nothing is told in a process of pytest-xdist, which has no reporter, nor in a log with `-q`.
+    Nothing is shown in a worker of pytest-xdist, which has no reporter, or in a log with `-q`.
     """
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
     capture: Any = config.pluginmanager.get_plugin("capturemanager")
@@ -90,7 +95,7 @@ def _progress(config: pytest.Config, suite: str, total: int) -> Iterator[Progres
             if terminal:
                 tail.show(text)
             elif config.get_verbosity() >= 0:
-                reporter.write_line(f"{suite}: {text}")  # which begins its own line anew after it
+                reporter.write_line(f"{suite}: {text}")  # the reporter then starts a new line
 
     try:
         yield Progress(total, say, 0.0 if terminal else SAY_EVERY)
@@ -100,9 +105,9 @@ def _progress(config: pytest.Config, suite: str, total: int) -> Iterator[Progres
 
 
 def _refuse_misspelt(cls: type[_Suite]) -> None:
-    """Refuse an attribute that is nearly one of a suite's: nobody would read it."""
+    """Refuse an attribute whose name is close to one of a suite, because it would have no effect."""
     for name, value in vars(cls).items():
-        # Methods, fixtures, properties and nested classes are the author's own.
+        # Methods, fixtures, properties and nested classes belong to the author.
         if hasattr(_Suite, name) or name.startswith("_") or name == "kind":
             continue
         if name.startswith(_PREFIX) or callable(value) or hasattr(value, "__get__"):
@@ -111,7 +116,7 @@ def _refuse_misspelt(cls: type[_Suite]) -> None:
         near = difflib.get_close_matches(name.lower(), _ATTRIBUTES, n=1, cutoff=_NEAR)
         if as_option or near:
             raise ConfigurationError(
-                f"The suite {cls.__qualname__} has an attribute {name!r}, which nobody reads. "
+                f"The suite {cls.__qualname__} has an attribute {name!r}, which has no effect. "
                 f"Did you mean {as_option or near[0]!r}?"
             )
 
@@ -130,20 +135,23 @@ def _test_of(made: Check) -> Any:
 
 
 class BackendSuite(_Suite):
-    """The suite of a backend; two processes on this machine.
+    """The suite of a backend, on two processes of this machine.
 
-    `options`: `prints`, True if it prints without being asked to.
+    `options`:
+        prints: True if it prints without being asked to.
     """
 
     kind = "backend"
 
 
 class PrecisionSuite(_Suite):
-    """The suite of a precision, in one process and over the installed backend for several.
+    """The suite of a precision, in one process and on ranks with the installed backend.
 
-    `options`: `tolerance`, by how much of it a loss may differ from that of full precision;
-    `optimizer`, the name of one in `torch.optim`, if it does not take every one; `one_model`, True if
-    it trains one model and no more; `prints`, True if it prints without being asked to.
+    `options`:
+        tolerance: how far a loss may differ from full precision, as a fraction; 0.2 by default.
+        optimizer: the name of a class in `torch.optim`, if the precision does not accept every one.
+        one_model: True if it can train only one model.
+        prints: True if it prints without being asked to.
     """
 
     kind = "precision"
@@ -152,19 +160,22 @@ class PrecisionSuite(_Suite):
 class TrackerSuite(_Suite):
     """The suite of a tracker.
 
-    `options`: `init`, arguments of its constructor; `read` and `read_config`, functions
-    `module:name` of a directory that read what it wrote there: `{key: [[step, value], ...]}` in
-    order (the step None where there was none), and the config as a dict; `elsewhere`, True if nobody
-    can read what it keeps; `overwrites`, True if a run replaces one of the same name, as in a library
-    that keeps its history elsewhere; `resumes`, False if it cannot resume where the checks run;
-    `prints`, True if it prints without being asked to.
+    `options`:
+        init: arguments of its constructor.
+        read: a function `module:name` that takes a directory and returns what the tracker wrote
+            there, `{key: [[step, value], ...]}` in order; the step is None if none was given.
+        read_config: a function `module:name` that takes a directory and returns the config as a dict.
+        elsewhere: True if nothing can read what it stores.
+        overwrites: True if a run replaces an earlier one of the same name.
+        resumes: False if it cannot resume where the checks run, as in an offline mode.
+        prints: True if it prints without being asked to.
     """
 
     kind = "tracker"
 
 
 class LauncherSuite(_Suite):
-    """The suite of a launcher, which starts two processes of this machine, programs or functions."""
+    """The suite of a launcher, which starts two processes on this machine, as programs or functions."""
 
     kind = "launcher"
 
@@ -172,36 +183,41 @@ class LauncherSuite(_Suite):
 class ExtensionSuite(_Suite):
     """The suite of an extension.
 
-    `options`: `changes_training`, True if losses are not those of a run without it; `not_saved`,
-    the attributes it serves that are no state of the run; `ranks_differ`, True if the ranks' models
-    may be apart; `prints`, True if it prints without being asked to.
+    `options`:
+        changes_training: True if losses differ from those of a run without it.
+        not_saved: the attributes that it serves and that are not part of the run's state.
+        ranks_differ: True if the models of the ranks may differ.
+        prints: True if it prints without being asked to.
     """
 
     kind = "extension"
 
 
 class CheckpointerSuite(_Suite):
-    """The suite of a checkpointer, in one process and over the installed backend for several.
+    """The suite of a checkpointer, in one process and on ranks with the installed backend.
 
-    `options`: `target`, where a checkpoint goes, with `{path}` for a path that is free, below a
-    directory all ranks share, and `{name}` for a name (default: "{path}"); `one_process`, True if
-    only one process can write there; `damage`, a generator function `module:name` of a target: it
-    damages the checkpoint, yields a text such as "without model.bin", repairs it, and so on
-    (default: each file below the target is taken away, cut off, changed); `prints`, True if it prints
-    without being asked to.
+    `options`:
+        target: where a checkpoint goes: `{path}` is an unused path in a directory that all ranks
+            share, `{name}` an unused name. "{path}" by default.
+        one_process: True if only one process can write there.
+        damage: a generator function `module:name` that takes a target, damages the checkpoint,
+            yields a description such as "without model.bin", repairs it, and so on. By default each
+            file below the target is removed, cut in half and changed.
+        prints: True if it prints without being asked to.
     """
 
     kind = "checkpointer"
 
 
 class LoadersSuite(_Suite):
-    """The suite of a loader factory, in one process and over the installed backend for several.
+    """The suite of a loader factory, in one process and on ranks with the installed backend.
 
-    `options`: `make`, a function `module:name` of `(folder, samples, batch_size, shuffle,
-    drop_last)`; it returns what a script would give to `prepare`, over the samples 0, 1, ... in that
-    order, in batches that are mappings with their numbers under "id" (int64, [batch]). The data may
-    be written to `folder`, which all ranks share and the main process sees first. `prints`, True if it
-    prints without being asked to.
+    `options`:
+        make: a function `module:name` of `(folder, samples, batch_size, shuffle, drop_last)` that
+            returns what a script would pass to `prepare`. The samples are 0, 1, ... in this order;
+            a batch is a mapping that has their numbers under "id" (int64, [batch]). It may write
+            the data to `folder`, which all ranks share; the main process calls it first.
+        prints: True if it prints without being asked to.
     """
 
     kind = "loaders"

@@ -1,4 +1,4 @@
-"""A small model, its data and its training: under the plugin, and in plain PyTorch."""
+"""A small model, its data, and its training with the plugin and in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from accelerate_testing.context import CheckContext
 #: Samples in the batch of one rank.
 BATCH = 4
 RATE, MOMENTUM = 0.03, 0.9
-#: Seconds a thread is held back at most: less than what a check may do nothing.
+#: Seconds for which a thread is held back at most; less than the time a check may be idle.
 _HELD = 5.0
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Net(nn.Module):
-    """Two layers and a buffer that matters; different weights for different seeds."""
+    """Two layers and a buffer that changes the output; the weights depend on the seed."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ def loss_of(model: Any, batch: Batch) -> torch.Tensor:
     return nn.functional.mse_loss(model(batch[0]).float(), batch[1])
 
 
-#: The optimizer of `plain_training`, one without a state, and one with several tensors per parameter.
+#: Optimizers: that of `plain_training`, one without state, and one with several tensors per parameter.
 sgd = partial(torch.optim.SGD, lr=RATE, momentum=MOMENTUM)
 no_momentum = partial(torch.optim.SGD, lr=RATE)
 adam = partial(torch.optim.Adam, lr=0.01)
 
 
 def optimizer_of(ctx: CheckContext) -> Callable[[Any], Any]:
-    """Return the optimizer of checks that could have any: the one that `options` name, or `sgd`."""
+    """Return the optimizer for checks that could use any: the one in `options`, or `sgd`."""
     name = ctx.options.get("optimizer")
     return sgd if name is None else partial(getattr(torch.optim, str(name)), lr=0.01)
 
@@ -66,6 +66,7 @@ def optimizer_of(ctx: CheckContext) -> Callable[[Any], Any]:
 def plain_training(
     batches: Sequence[Batch],
     *,
+    net: nn.Module | None = None,
     optimizer: Callable[[Any], Any] = sgd,
     per_step: int = 1,
     per_epoch: int | None = None,
@@ -73,19 +74,20 @@ def plain_training(
     clip_value: float | None = None,
     skipped: Collection[int] = (),
 ) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
-    """Train `Net(0)` in one process with nothing but torch.
+    """Train a model in one process with plain PyTorch.
 
     Args:
         batches: whole batches, of all ranks together.
-        optimizer: makes the optimizer of parameters.
+        net: the model; default: `Net(0)`.
+        optimizer: creates the optimizer from parameters.
         per_step: batches per optimizer step.
-        per_epoch: batches per epoch, after which there is a step in any case.
-        skipped: batches after which there is no step, as where a scaled loss has overflowed.
+        per_epoch: batches per epoch; the optimizer always steps at its end.
+        skipped: indices of batches after which the optimizer does not step, as after an overflow.
 
     Returns:
-        The loss of each batch, the weights in the end, the norms before clipping.
+        The loss of each batch, the final weights, and the norms before clipping.
     """
-    model = Net(0)
+    model = Net(0) if net is None else net
     its = optimizer(model.parameters())
     losses, norms = [], []
     for index, batch in enumerate(batches):
@@ -105,13 +107,13 @@ def plain_training(
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return this rank's part of each gradient there is."""
+    """Return this rank's part of each gradient."""
     grads: list[Any] = [p.grad for p in parameters if p.grad is not None]
     return [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
 
 
 def seed(number: int, drawn: int = 0) -> None:
-    """Seed the generators a script draws from, and draw so many numbers of each."""
+    """Seed the generators that a script uses, and draw some numbers from each."""
     random.seed(number)
     torch.manual_seed(number)
     if "numpy" in sys.modules:
@@ -121,7 +123,7 @@ def seed(number: int, drawn: int = 0) -> None:
 
 
 def draw(after: str) -> dict[str, float]:
-    """Return a number of each of those generators, named with what was done before."""
+    """Return a number from each of these generators; `after` says in its name what was done before."""
     told = {"random": random.random(), "torch": float(torch.rand(()))}
     if "numpy" in sys.modules:
         told["numpy"] = float(sys.modules["numpy"].random.rand())
@@ -130,7 +132,7 @@ def draw(after: str) -> dict[str, float]:
 
 @dataclass(eq=False)
 class Trainer:
-    """A model, its optimizer and perhaps a scheduler, prepared by an Accelerator under the plugin."""
+    """A model, its optimizer and perhaps a scheduler, prepared by an Accelerator with the plugin."""
 
     ctx: CheckContext
     accelerator: Accelerator
@@ -150,14 +152,14 @@ class Trainer:
         schedule: Callable[[Any], Any] | None = None,
         **arguments: Any,
     ) -> Trainer:
-        """Prepare a model, and an optimizer of its parameters.
+        """Prepare a model and an optimizer of its parameters.
 
         Args:
-            optimizer: makes it; else `optimizer_of` does.
-            net: the model; else a `Net(seed)` on the main process, and others on the other ranks:
-                preparing makes all of them that one.
-            accelerator: the one to use; else one is made, with `arguments`.
-            schedule: makes a scheduler of the optimizer.
+            optimizer: creates the optimizer; default: `optimizer_of`.
+            net: the model; default: `Net(seed)` on the main process and different ones on the other
+                ranks, because preparing must send the weights of the main process.
+            accelerator: default: a new one, with `arguments`.
+            schedule: creates a scheduler of the optimizer.
         """
         accelerator = accelerator or ctx.accelerator(**arguments)
         net = Net(seed + accelerator.process_index) if net is None else net
@@ -173,7 +175,7 @@ class Trainer:
         return bool(self.accelerator.backend.supports.get("exact", True))
 
     def batches(self, count: int, *sizes: int) -> tuple[list[Batch], list[Batch]]:
-        """Return this rank's batches, of so many samples in turn, and the whole ones of all ranks."""
+        """Return this rank's batches, with `sizes` samples in turn, and the batches of all ranks joined."""
         accelerator = self.accelerator
         index, parts = accelerator.hooks.data_shard()
         generator = torch.Generator().manual_seed(5)
@@ -189,7 +191,7 @@ class Trainer:
     def train(
         self, batches: Iterable[Any], before_step: Callable[[], Any] = lambda: None
     ) -> list[float]:
-        """Train; return the mean loss over the ranks of each batch."""
+        """Train, and return the loss of each batch, as the mean over the ranks."""
         losses = []
         for batch in batches:
             with self.accelerator.accumulate(self.model):
@@ -203,10 +205,10 @@ class Trainer:
     def train_as_plain(
         self, count: int, before_step: Callable[[], Any] = lambda: None, **how: Any
     ) -> tuple[list[float], list[float]]:
-        """Train; fail unless losses and weights are those of `plain_training(..., **how)`.
+        """Train, and fail unless losses and weights equal those of `plain_training(..., **how)`.
 
         Returns:
-            The losses, and the norms before clipping that plain training had.
+            The losses, and the norms before clipping in plain training.
         """
         mine, whole = self.batches(count)
         losses = self.train(mine, before_step)
@@ -218,10 +220,10 @@ class Trainer:
     def reference(
         self, mine: list[Batch], whole: list[Batch], per_step: int = 1, per_epoch: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return the weights that training on these batches is to end with: those of `plain_training`.
+        """Return the weights that training on these batches must end with: those of `plain_training`.
 
-        A backend that is not exact is held against itself: the script makes one loss of the batches of
-        a step. This Accelerator ends first.
+        A backend that is not exact is compared with itself, with one loss for all batches of a step.
+        This Accelerator ends first.
         """
         if self.exact:
             return plain_training(whole, per_step=per_step, per_epoch=per_epoch)[1]
@@ -238,12 +240,12 @@ class Trainer:
         return own.weights()
 
     def step(self, loss: torch.Tensor, *metric: float) -> None:
-        """Go back from a loss, and step; a scheduler may take a metric."""
+        """Call backward on a loss and step; a scheduler may take a metric."""
         self.accelerator.backward(loss)
         self.update(*metric)
 
     def update(self, *metric: float) -> None:
-        """Step with the gradients there are, and drop them."""
+        """Step with the current gradients, then clear them."""
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step(*metric)
@@ -256,7 +258,7 @@ class Trainer:
         return dict(self.accelerator.communicator.broadcast_object(held, 0))
 
     def same_everywhere(self, what: str) -> None:
-        """Fail unless the ranks compute the same from the same samples."""
+        """Fail unless all ranks compute the same outputs from the same samples."""
         generator = torch.Generator().manual_seed(8)
         x = torch.randn(BATCH, 6, generator=generator).to(self.accelerator.device)
         with torch.no_grad():
@@ -266,9 +268,9 @@ class Trainer:
 
 
 class ResumableTrainer(Trainer):
-    """A run over a loader that shuffles, with accumulation and a schedule, to be taken up again."""
+    """A run with a shuffling loader, accumulation and a schedule, which can be resumed."""
 
-    #: Batches of an epoch, and where a run ends; two make a step, so an odd number is inside of a cycle.
+    #: Batches of an epoch, and of a run. Two batches make a step, so an odd number is inside a cycle.
     BATCHES, END = 12, 10
     _left: Iterator[Any] | None
 
@@ -294,7 +296,7 @@ class ResumableTrainer(Trainer):
         self._left = None
 
     def go_on(self, until: int) -> None:
-        """Train until so many batches of the epoch were seen, in one loop over the loader."""
+        """Train until this many batches of the epoch have been seen, in one loop over the loader."""
         self._left = self._left or iter(self.loader)
         while self.done < until:
             batch = next(self._left)
@@ -303,7 +305,7 @@ class ResumableTrainer(Trainer):
             self.done += 1
 
     def load(self, target: str | None = None, **how: Any) -> str:
-        """Load, and begin the loop anew."""
+        """Load a checkpoint and start a new loop."""
         loaded = self.accelerator.load_state(target, **how)
         self.done = int(self.loader.state_dict()["batches_seen"])
         self._left = None
@@ -312,10 +314,10 @@ class ResumableTrainer(Trainer):
 
 @contextmanager
 def held_threads() -> Iterator[None]:
-    """Let no thread that is started in the block work before its end.
+    """Hold back every thread that is started in the block until the block ends.
 
-    So whatever a plugin does beside the training comes after the training in the block. Where
-    the block itself waits for a thread, that one begins after some seconds all the same.
+    Whatever a plugin does in the background then happens after the training in the block. If the
+    block itself waits for a thread, that thread starts after some seconds.
     """
     ended = threading.Event()
     run = threading.Thread.run

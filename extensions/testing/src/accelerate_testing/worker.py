@@ -1,8 +1,8 @@
 """The process in which checks run: `python -m accelerate_testing.worker TASK.json`.
 
-Each rank writes the outcome of each check to `CHECK.RANK.json`. After a check all ranks wait, through
-these files, for each other: after a failure they drop what it left and go on together; where one
-does not come, they give up, and whoever started them starts anew with the checks that are left.
+Each rank writes the result of each check to `CHECK.RANK.json`. After a check, all ranks wait for each
+other by these files. After a failure they drop what the check left, and continue together. If a rank
+does not appear, they exit, and the runner starts new processes for the remaining checks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from accelerate_testing.results import Skip
 from accelerate_testing.stack_dump import DUMP_SIGNAL, stack_dump_file
 from accelerate_testing.suites.leaving import Started
 
-#: The exit status of ranks that gave up on one another.
+#: The exit status of a rank that gave up waiting for the others.
 LOST = 75
+#: If one of these checks cannot even load the plugin, the others are skipped: they would all fail alike.
+_BASICS = ("imports", "metadata", "api_version")
 
 
 def main(task_file: str) -> None:
@@ -43,9 +45,13 @@ def main(task_file: str) -> None:
     dump = stack_dump_file(folder, ranks.rank).open("w", encoding="utf-8")
     faulthandler.register(DUMP_SIGNAL, dump)
     started = Started()
-    ctx = CheckContext(kind, name, name, folder, timeout, task["options"])
+    ctx = CheckContext(kind, name, name, folder, timeout, task["options"], task["device"])
+    unloadable = ""
     for name in task["checks"]:
         made = known[name]
+        if unloadable:
+            ranks.say(name, _result("skipped", f"not run: {unloadable} failed"))
+            continue
         if prelude and name != "imports":
             importlib.import_module(prelude)
         function = made.before if task["dying"] == name else made.function
@@ -53,6 +59,8 @@ def main(task_file: str) -> None:
         line = run_check(function, ctx)
         started.note(name)
         ranks.say(name, line)
+        if name in _BASICS and line["state"] == "failed" and "Error" in line["error"].split(":")[0]:
+            unloadable = name
         if made.judge and line["error"]:
             raise SystemExit(line["trace"])
         if not ranks.all_well(name):
@@ -66,8 +74,8 @@ def main(task_file: str) -> None:
 
 
 def run_check(function: Any, ctx: CheckContext) -> dict[str, Any]:
-    """Run one check on this rank; return its line."""
-    line: dict[str, Any] = {"state": "passed", "detail": "", "error": "", "trace": "", "hooks": ""}
+    """Run one check on this rank; return its result."""
+    line = _result("passed")
     started = time.perf_counter()
     ctx.hooks = ""
     try:
@@ -78,7 +86,7 @@ def run_check(function: Any, ctx: CheckContext) -> dict[str, Any]:
         line["detail"] = str(why)
         ctx.end()
     except (Exception, SystemExit) as error:
-        # The notes name plugin, hook and version.
+        # Notes name the plugin, the hook and the version.
         said = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
         line["state"] = "failed"
         line["error"] = "\n".join([f"{said}{error}", *getattr(error, "__notes__", ())])
@@ -89,12 +97,16 @@ def run_check(function: Any, ctx: CheckContext) -> dict[str, Any]:
     return line
 
 
+def _result(state: str, detail: str = "") -> dict[str, Any]:
+    return {"state": state, "detail": detail, "error": "", "trace": "", "hooks": "", "seconds": 0.0}
+
+
 def _raised_in(error: BaseException, ctx: CheckContext) -> str:
-    """Return the hooks of the plugin that an exception came through, the innermost first."""
+    """Return the plugin's hooks that an exception passed through, the innermost first."""
     found = []
     at = error.__traceback__
     classes = []
-    with suppress(Exception):  # of a plugin that cannot be imported there are none
+    with suppress(Exception):  # the plugin may be impossible to import
         classes = own_classes(ctx.found)
     while at is not None:
         code, at = at.tb_frame.f_code, at.tb_next
@@ -104,7 +116,7 @@ def _raised_in(error: BaseException, ctx: CheckContext) -> str:
 
 
 class Ranks:
-    """How the ranks hear from each other without a process group."""
+    """Lets the ranks wait for each other without a process group, by files."""
 
     def __init__(self, folder: Path, timeout: float) -> None:
         self.folder = folder
@@ -113,18 +125,18 @@ class Ranks:
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
 
     def begin(self, name: str) -> None:
-        """Let the one who watches know what this rank begins, and which process it is."""
+        """Tell the runner which check this rank begins, and which process it is."""
         path = self.folder / f"now.{self.rank}"
         path.write_text(f"{name} {os.getpid()} .", encoding="utf-8")
 
     def say(self, name: str, line: dict[str, Any]) -> None:
-        """Write this rank's line."""
+        """Write this rank's result."""
         path = self.folder / f"{name}.{self.rank}.json"
         path.with_suffix(".part").write_text(json.dumps(line), encoding="utf-8")
         path.with_suffix(".part").rename(path)
 
     def all_well(self, name: str) -> bool:
-        """Wait for the other ranks' lines; tell whether none failed."""
+        """Wait for the results of the other ranks; return whether no rank failed."""
         until = time.monotonic() + self.timeout + 5
         paths = [self.folder / f"{name}.{rank}.json" for rank in range(self.size)]
         while not all(path.exists() for path in paths):

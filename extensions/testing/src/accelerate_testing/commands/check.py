@@ -27,21 +27,27 @@ _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 @click.command("check")
 @click.argument("name")
 @click.option(
-    "--kind", metavar="KIND", help="The kind of plugin, where several have the name: backend, "
+    "--kind", metavar="KIND", help="The kind of plugin, if several kinds have this name: backend, "
     "precision, tracker, launcher, extension, checkpointer or loaders.",
 )  # fmt: skip
-@click.option("--only", multiple=True, metavar="CHECK", help="Run this check only; repeatable.")
-@click.option("--env", "env", multiple=True, metavar="NAME=VALUE", help="Set for the checks.")
-@click.option("--options", metavar="JSON", help="What checks of this kind can be told.")
+@click.option("--only", multiple=True, metavar="CHECK", help="Run only this check. Repeatable.")
+@click.option(
+    "--env", "env", multiple=True, metavar="NAME=VALUE", help="Set a variable. Repeatable."
+)
+@click.option("--options", metavar="JSON", help="The options of the suite for this kind of plugin.")
 @click.option("--timeout", type=float, default=20.0, help="Seconds a collective may wait.")
-@click.option("--num_processes", type=int, default=2, help="Ranks of the checks on ranks.")
+@click.option("--num_processes", type=int, default=2, help="The number of ranks.")
+@click.option(
+    "--device", metavar="TYPE", default="",
+    help="Run the checks on this type of device, such as cuda, instead of the CPU.",
+)  # fmt: skip
 @click.option(
     "--prelude", metavar="MODULE", default="",
-    help="A module that the checks' processes import before the plugin is used.",
+    help="A module that each process imports before it uses the plugin.",
 )  # fmt: skip
-@click.option("--junit", metavar="FILE", help="Write JUnit XML as well.")
+@click.option("--junit", metavar="FILE", help="Also write the results as JUnit XML.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a report.")
-@click.option("--list", "as_list", is_flag=True, help="List the checks, and run none.")
+@click.option("--list", "as_list", is_flag=True, help="List the checks without running them.")
 def command(
     name: str,
     kind: str | None,
@@ -55,7 +61,8 @@ def command(
 ) -> None:
     """Run the conformance suite against the installed plugin NAME.
 
-    Exits with 1 if a check failed. What the plugin does not declare is skipped, by name.
+    Exits with status 1 if a check fails. Checks for features that the plugin does not declare are
+    listed as skipped.
     """
     from accelerate_testing.checks import checks_of
     from accelerate_testing.results import write_junit
@@ -66,9 +73,11 @@ def command(
         print_terms((one.name, one.doc) for one in checks_of(record.kind).values())
         return
     if junit is not None and not Path(junit).resolve().parent.is_dir():
-        raise click.UsageError(f"--junit {junit}: there is no directory {Path(junit).parent}.")
+        raise click.UsageError(
+            f"--junit {junit}: the directory {Path(junit).parent} does not exist."
+        )
     how |= {"only": list(only) or None, "environ": _pairs(env), "options": _options(options)}
-    with contextlib.redirect_stdout(sys.stderr):  # a plugin may print where it is imported
+    with contextlib.redirect_stdout(sys.stderr):  # a plugin may print when it is imported
         results = _run(record, len(only) or len(checks_of(record.kind)), as_json, how)
     if junit is not None:
         write_junit(junit, f"{record.kind} {record.label}", results)
@@ -94,14 +103,14 @@ def _options(text: str | None) -> dict[str, Any]:
     try:
         made = json.loads(text or "{}")
     except ValueError as error:
-        raise click.BadParameter(f"--options is no JSON: {error}") from None
+        raise click.BadParameter(f"--options is not valid JSON: {error}") from None
     if not isinstance(made, dict):
-        raise click.BadParameter("--options takes a JSON object")
+        raise click.BadParameter(f"--options must be a JSON object, not {text}")
     return made
 
 
 def _run(record: PluginRecord, total: int, quiet: bool, how: dict[str, Any]) -> list[Result]:
-    """Run the suite, with a line that tells how far it is."""
+    """Run the suite, with a line that shows its progress."""
     from accelerate_testing.progress import SAY_EVERY, Progress, Tail
     from accelerate_testing.runner import run_suite
 

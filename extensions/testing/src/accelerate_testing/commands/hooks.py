@@ -1,4 +1,4 @@
-"""`accelerate-core plugins hooks`: the contract, and the hooks that a run calls."""
+"""`accelerate-core plugins hooks`: print the contract, or the hooks that a run calls."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from accelerate_launch.start import child_environment, command_of
 @click.command("hooks")
 @click.argument("words", nargs=-1, metavar="[NAME] | --trace -- SCRIPT [ARGUMENTS]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-@click.option("--trace", is_flag=True, help="Run SCRIPT, and show which hooks it called.")
+@click.option("--trace", is_flag=True, help="Run SCRIPT and show which hooks it calls.")
 @click.option(
-    "--num_processes", type=click.IntRange(min=1), help="With --trace: as launch's option."
+    "--num_processes", type=click.IntRange(min=1), help="With --trace: like launch's option."
 )
-@click.option("--config_file", metavar="FILE", help="With --trace: as launch's option.")
+@click.option("--config_file", metavar="FILE", help="With --trace: like launch's option.")
 def command(
     words: tuple[str, ...],
     as_json: bool,
@@ -36,13 +36,13 @@ def command(
     num_processes: int | None,
     config_file: str | None,
 ) -> None:
-    """Print the contract: the hooks of plugins, or the one called NAME.
+    """Print the hooks of the contract, or only the hook NAME.
 
-    With --json and no NAME also the public names of the classes plugins are made of.
+    --json without NAME also prints the public names of the classes that plugin authors use.
 
-    With --trace, start SCRIPT as launch would, and print each hook that was called: from which
-    plugin, in the order of the first calls, how often, and the total time. The time of a hook
-    includes the hooks it called itself. What the script prints goes to stderr with --json.
+    --trace starts SCRIPT as launch would, and prints each hook that was called, in the order of the
+    first calls, with its plugin, the number of calls and the total time. The time of a hook includes
+    the hooks that it called. With --json, the script's output goes to stderr.
     """
     if trace:
         if not words:
@@ -50,7 +50,7 @@ def command(
         given = {"num_processes": num_processes}
         sys.exit(_trace(words, given, config_file, as_json))
     if len(words) > 1 or num_processes is not None or config_file is not None:
-        raise click.UsageError("More than one NAME, or options of a run; did you mean --trace?")
+        raise click.UsageError("More than one NAME, or an option of --trace. Did you mean --trace?")
     _print_contract(words[0] if words else None, as_json)
 
 
@@ -68,8 +68,8 @@ def _trace(
         traces = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
     if not traces:
         raise ConfigurationError(
-            f"No process of {words[0]} left a trace (exit status {status}): it made no Accelerator, "
-            "or was killed before it could write one."
+            f"No process of {words[0]} wrote a trace (exit status {status}): the script created no "
+            "Accelerator, or was killed before it could write."
         )
     ranks = _by_rank(traces)
     if as_json:
@@ -87,7 +87,7 @@ _COLUMNS = ("hook", "kind", "plugin", "calls", "total ms")
 
 
 def _by_rank(traces: Iterable[dict[str, Any]]) -> dict[int, _Counts]:
-    """Add up the traces of each rank: a process has one for each Accelerator."""
+    """Add up the traces of each rank. A process writes one for each Accelerator."""
     ranks: dict[int, _Counts] = {}
     for trace in traces:
         counts = ranks.setdefault(trace["rank"], {})
@@ -101,7 +101,7 @@ def _by_rank(traces: Iterable[dict[str, Any]]) -> dict[int, _Counts]:
 
 
 def _rows(ranks: dict[int, _Counts]) -> Iterable[tuple[str, ...]]:
-    """Return a row per hook and plugin; ranks that differ have their numbers one after another."""
+    """Return a row for each hook and plugin, with one number per rank if the ranks differ."""
     keys = dict.fromkeys(key for counts in ranks.values() for key in counts)
     for hook, plugin in keys:
         found = [counts.get((hook, plugin)) for counts in ranks.values()]

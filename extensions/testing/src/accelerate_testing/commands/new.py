@@ -12,14 +12,14 @@ import click
 @click.argument("name")
 @click.option(
     "--kind", required=True, metavar="KIND",
-    help="What it is to be: backend, precision, tracker, launcher or extension.",
+    help="The kind of plugin: backend, precision, tracker, launcher or extension.",
 )  # fmt: skip
-@click.option("--directory", metavar="DIR", help="Where; default: accelerate-NAME.")
+@click.option("--directory", metavar="DIR", help="The new directory; accelerate-NAME by default.")
 def command(name: str, kind: str, directory: str | None) -> None:
     """Write a complete repository for a new plugin NAME.
 
-    It has a working class, settings, tests that run the conformance suite, a README and CI, and
-    passes its own tests as it is.
+    It has a working class, settings, tests that run the conformance suite, a README and CI. It passes
+    its own tests without a change.
     """
     from accelerate_testing.scaffold import write_repository
 

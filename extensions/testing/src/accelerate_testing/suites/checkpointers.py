@@ -1,4 +1,4 @@
-"""What a checkpointer keeps: a state comes back as it was, a checkpoint is whole or not there."""
+"""What a checkpointer must do: restore the exact state, and never leave an incomplete checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from accelerate_testing.training import ResumableTrainer, held_threads
 
 
 class Count:
-    """A registered object; it may fail to tell its state."""
+    """A registered object, which may fail to return its state."""
 
     def __init__(self) -> None:
         self.seen, self.trouble = 0, ""
@@ -43,13 +43,13 @@ class Count:
 
 def _net(seed: int) -> nn.Module:
     net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.25), nn.LayerNorm(8), nn.Linear(8, 1))
-    # No running statistics: where a backend leaves these to each rank, no checkpoint has them.
+    # No running statistics: a backend may leave these to each rank, and then no checkpoint has them.
     net.register_buffer("seed", torch.full((1,), float(seed)))
     return net
 
 
 class Training(ResumableTrainer):
-    """All a run has: dropout and AdamW beside the rest, and an object of its own."""
+    """A run with dropout, AdamW and a registered object."""
 
     def __init__(self, ctx: CheckContext, seed: int = 0, **arguments: Any) -> None:
         adam = partial(torch.optim.AdamW, lr=0.02)
@@ -58,12 +58,12 @@ class Training(ResumableTrainer):
         self.accelerator.register_for_checkpointing(self.count)
 
     def step(self, loss: torch.Tensor, *metric: float) -> None:
-        """Step, and count."""
+        """Step and count the step."""
         super().step(loss, *metric)
         self.count.seen += 1
 
     def snapshot(self) -> dict[str, Any]:
-        """Return a copy of all that has to be as in the run that was not stopped."""
+        """Return a copy of everything that must equal the state of an uninterrupted run."""
         accelerator = self.accelerator
         inner = accelerator.unwrap_model(self.model)
         state = accelerator.hooks.optimizer_state(self.optimizer.optimizer)
@@ -82,18 +82,21 @@ class Training(ResumableTrainer):
         return copy.deepcopy(state)
 
     def is_as(self, expected: Any, what: str) -> None:
-        """Fail on every rank unless the run is, on each of them, what `snapshot` returned before."""
+        """Fail on every rank unless the state of each rank equals an earlier `snapshot`."""
         wrong = raised(AssertionError, lambda: _same(self.snapshot(), expected, what))
         self.fail_together(str(wrong or ""))
 
     def fail_together(self, wrong: str) -> None:
-        """Fail on every rank with what is wrong on any of them: none waits for one that gave up."""
+        """Fail on every rank if anything is wrong on one of them, so that none waits for another."""
         told = dict.fromkeys(filter(None, self.accelerator.communicator.gather_object(wrong)))
         assert not told, "; ".join(told)
 
     def refuses(self, target: str, why: str) -> None:
-        """Fail unless loading is refused on every rank by a CheckpointError that names the checkpoint."""
-        name, wrong = target.rstrip("/").rpartition("/")[2], f"load_state took a checkpoint {why}"
+        """Fail unless loading raises a CheckpointError on every rank that names the checkpoint."""
+        name, wrong = (
+            target.rstrip("/").rpartition("/")[2],
+            f"load_state accepted a checkpoint {why}",
+        )
         told = raised(CheckpointError, lambda: self.load(target))
         if told:
             wrong = "" if name in str(told) else f"the error does not name {name}: {told}"
@@ -101,30 +104,30 @@ class Training(ResumableTrainer):
 
 
 def _same(got: Any, expected: Any, what: str) -> None:
-    """Fail unless two states are equal bit for bit."""
+    """Fail unless two states have the same bits."""
     for where, one, other in leaves(got, expected, what):
         if not isinstance(other, torch.Tensor):
             assert one == other, f"{where}: {one!r} instead of {other!r}"
             continue
-        # Of what is sharded this rank's part: comparing the whole would be a collective.
+        # Only this rank's part of a sharded tensor: comparing the whole would be a collective.
         one, other = (t.to_local() if hasattr(t, "to_local") else t for t in (one, other))
         equal = isinstance(one, torch.Tensor) and torch.equal(one.cpu(), other.cpu())
-        assert equal, f"{where}: not equal bit for bit"
+        assert equal, f"{where}: the bits differ"
 
 
 def _target(ctx: CheckContext, name: str) -> str:
-    """Return where a checkpoint is to go."""
+    """Return where a checkpoint goes."""
     text = str(ctx.options.get("target", "{path}"))
     return text.format(path=ctx.scratch(name), name=f"{ctx.folder.name}/{name}")
 
 
 @check(
     "checkpointer", alone=True,
-    on_ranks="Ranks that load go on bit for bit, each with its own random numbers and position.",
+    on_ranks="Ranks continue with the same bits, each with its own random numbers and position.",
 )  # fmt: skip
 def resume(ctx: CheckContext) -> str:
-    """A new run that loads goes on bit for bit: weights, optimizer, schedule, objects, RNG, data."""
-    for saved_after, where in ((4, "between two steps"), (5, "inside of a cycle")):
+    """A new run continues with the same bits: weights, optimizer, schedule, objects, generators, data."""
+    for saved_after, where in ((4, "between two steps"), (5, "inside a cycle")):
         target = _target(ctx, f"resume_{saved_after}")
         run = Training(ctx)
         run.go_on(saved_after)
@@ -138,12 +141,12 @@ def resume(ctx: CheckContext) -> str:
         again.go_on(again.END)
         again.is_as(expected, f"resumed {where}")
         ctx.end()
-    return "between two steps, and inside of a cycle"
+    return "between two steps and inside a cycle"
 
 
 @check("checkpointer", alone=True)
 def overwriting(ctx: CheckContext) -> None:
-    """A second save to the same target replaces the first, and what stood there is not mixed in."""
+    """A second save to the same target replaces the first completely."""
     run, target = Training(ctx), _target(ctx, "overwriting")
     for until in (2, 4):
         run.go_on(until)
@@ -156,7 +159,7 @@ def overwriting(ctx: CheckContext) -> None:
 
 @check("checkpointer", alone=True)
 def models(ctx: CheckContext) -> None:
-    """`save_model` writes weights that can be read, in shards too; `save` writes an object."""
+    """`save_model` writes readable weights, also in shards, and `save` writes an object."""
     run = Training(ctx)
     inner = run.accelerator.unwrap_model(run.model)
     for name, how in (
@@ -169,17 +172,17 @@ def models(ctx: CheckContext) -> None:
         _same(load_weights(folder, inner), dict(inner.state_dict()), f"save_model, {name}")
     run.accelerator.save({"a": torch.arange(3)}, ctx.scratch("object.bin"))
     held = torch.load(ctx.scratch("object.bin"), weights_only=True)
-    _same(held, {"a": torch.arange(3)}, "what save wrote")
+    _same(held, {"a": torch.arange(3)}, "the object that save wrote")
 
 
 @check(
     "checkpointer", alone=True,
-    on_ranks="What one rank cannot save is an error on every rank, and the earlier checkpoint loads.",
+    on_ranks="If one rank cannot save, every rank raises an error, and the earlier checkpoint loads.",
 )  # fmt: skip
 def failing(ctx: CheckContext) -> None:
-    """A save that fails half way is an error, leaves no checkpoint, and the earlier one loads."""
+    """A save that fails halfway raises an error and leaves no checkpoint, and the earlier one loads."""
     run, target = Training(ctx), _target(ctx, "fails")
-    trouble = "nothing left to write on"
+    trouble = "no space left on device"
     for blocking in (True, False):
         run.accelerator.save_state(target)
         before, count = run.snapshot(), run.count
@@ -187,27 +190,35 @@ def failing(ctx: CheckContext) -> None:
         if run.accelerator.process_index == ctx.size - 1:
             count.trouble = trouble
         for place in (target, _target(ctx, f"absent_{blocking}")):
-            wrong = "a save ended well, although a rank could not save"
+            wrong = "a save succeeded, although a rank could not save"
             try:
                 run.accelerator.save_state(place, blocking=blocking)
                 run.accelerator.wait_for_checkpoint()
             except CheckpointError as error:
-                wrong = "" if trouble in str(error) else f"the reason is not told: {error}"
+                wrong = "" if trouble in str(error) else f"the error lacks the reason: {error}"
             run.fail_together(wrong)
             if place != target:
                 run.refuses(place, "that was never completed")
         count.trouble = ""
         told = raised(CheckpointError, lambda: run.load(target))
         run.fail_together(
-            f"the earlier checkpoint does not load after a save that failed: {told}" * bool(told)
+            f"the earlier checkpoint does not load after a failed save: {told}" * bool(told)
         )
-        run.is_as(before, "the earlier checkpoint, after a save that failed")
+        run.is_as(before, "the earlier checkpoint after a failed save")
     run.go_on(8)
     run.accelerator.save_state(target)
 
 
-def _damages(ctx: CheckContext, target: str) -> Iterator[str]:
-    """Damage a checkpoint in one way after another, repairing it in between; tell what was done."""
+#: Damaged checkpoints that the check `ending` tries to load.
+_TRIED = 3
+
+
+def _damages(ctx: CheckContext, target: str, needed: bool = True) -> Iterator[str]:
+    """Damage a checkpoint in one way after another, and repair it in between; yield what was done.
+
+    Args:
+        needed: skip the check if there is nothing to damage.
+    """
     if named := ctx.options.get("damage"):
         yield from pkgutil.resolve_name(named)(target)
         return
@@ -223,16 +234,16 @@ def _damages(ctx: CheckContext, target: str) -> Iterator[str]:
         yield f"with another byte in {path.name}"
         path.unlink()
         beside.rename(path)
-    if not paths:
-        ctx.skip(f"nothing is at {target}; options have no 'damage', a function of a target")
+    if needed and not paths:
+        ctx.skip(f"there are no files at {target}, and the option 'damage' is not set")
 
 
 @check(
     "checkpointer", alone=True,
-    on_ranks="What is damaged is refused on every rank, also if one rank alone would read it.",
+    on_ranks="Every rank refuses a damaged checkpoint, even if only one rank would read the damage.",
 )  # fmt: skip
 def damaged(ctx: CheckContext) -> str:
-    """What is missing, cut off or changed is refused by name, and nothing is changed by it."""
+    """A checkpoint with missing, cut or changed files is refused by name, and changes nothing."""
     run, target = Training(ctx), _target(ctx, "damaged")
     run.go_on(3)
     run.accelerator.save_state(target)
@@ -244,29 +255,29 @@ def damaged(ctx: CheckContext) -> str:
         if not what:
             break
         run.refuses(target, what)
-        run.is_as(before, f"the run, after a checkpoint {what} was refused")
+        run.is_as(before, f"the run after a checkpoint {what} was refused")
         tried += 1
     run.load(target)
-    ctx.equal(tried > 0, True, "the checkpoint was damaged in some way")
+    ctx.equal(tried > 0, True, "the checkpoint was damaged at least once")
     return f"{tried} ways"
 
 
 @check("checkpointer", alone=True)
-def blame(ctx: CheckContext) -> None:
-    """A target where nothing is is refused by name, and the error names the checkpointer."""
+def attribution(ctx: CheckContext) -> None:
+    """Loading a target that does not exist names the target and the checkpointer."""
     run = Training(ctx)
     record = find(ctx.kind, ctx.name, source="plugins check")
     told = raised(CheckpointError, lambda: run.load(_target(ctx, "never_saved")))
-    assert told, "load_state took a target where nothing is"
+    assert told, "load_state accepted a target that does not exist"
     notes = " ".join(getattr(told, "__notes__", ()))
-    ctx.equal("never_saved" in str(told), True, f"the target is named: {told}")
-    # What a package of ours refuses says all itself; a third-party plugin is named.
+    ctx.equal("never_saved" in str(told), True, f"the error names the target: {told}")
+    # Errors of our own packages need no note; those of a third-party plugin name it.
     if record.distribution not in catalog.distributions():
-        ctx.equal(record.label in notes, True, f"{record.label} is named in the notes: {notes}")
+        ctx.equal(record.label in notes, True, f"the notes name {record.label}: {notes}")
 
 
 class _Loaded:
-    """Tells when it is unpickled."""
+    """Records when it is unpickled."""
 
     happened = False
 
@@ -281,7 +292,7 @@ def _unpickled() -> _Loaded:
 
 @check("checkpointer", alone=True)
 def pickles(ctx: CheckContext) -> str | None:
-    """Python objects in a state are not unpickled, unless the script says `trust=True`."""
+    """Python objects in a state are only unpickled with `trust=True`."""
     run, target = Training(ctx), _target(ctx, "pickles")
     run.count.seen = _Loaded()  # type: ignore[assignment]
     try:
@@ -292,16 +303,16 @@ def pickles(ctx: CheckContext) -> str | None:
     run.refuses(target, "with a Python object in it")
     ctx.equal(_Loaded.happened, False, "a Python object was unpickled")
     run.load(target, trust=True)
-    ctx.equal(_Loaded.happened, True, "a Python object was unpickled, with trust=True")
+    ctx.equal(_Loaded.happened, True, "the Python object was unpickled with trust=True")
     return None
 
 
 @check(
     "checkpointer", alone=True,
-    on_ranks="`blocking=False` keeps the state of the call on every rank.",
+    on_ranks="`blocking=False` saves the state at the time of the call on every rank.",
 )  # fmt: skip
 def beside_training(ctx: CheckContext) -> None:
-    """`blocking=False` keeps the state of the call, whatever training does meanwhile."""
+    """`blocking=False` saves the state at the time of the call while training continues."""
     run, target = Training(ctx), _target(ctx, "beside")
     run.go_on(4)
     with held_threads():
@@ -313,12 +324,12 @@ def beside_training(ctx: CheckContext) -> None:
     run = Training(ctx, seed=3)
     run.load(target)
     run.go_on(run.END)
-    run.is_as(expected, "resumed from what was saved beside the training")
+    run.is_as(expected, "resumed from a save in the background")
 
 
 @check("checkpointer", alone=True)
 def naming(ctx: CheckContext) -> str | None:
-    """Automatic names and `total_limit` work, or are refused when the Accelerator is made."""
+    """Automatic names and `total_limit` work, or are refused when the Accelerator is created."""
 
     def training() -> Training:
         project = ProjectConfiguration(
@@ -336,25 +347,31 @@ def naming(ctx: CheckContext) -> str | None:
         saved.append(run.accelerator.save_state())
     expected = run.snapshot()
     ctx.equal(len(set(saved)), 3, f"names of three saves, {saved}")
-    run.refuses(saved[0], "that total_limit=2 has no room for")
+    run.refuses(saved[0], "that total_limit=2 deletes")
     run.load(saved[1])
     ctx.end()
     run = training()
     ctx.equal(run.load(), saved[2], "the newest checkpoint")
     run.is_as(expected, "the newest checkpoint")
-    ctx.equal(run.accelerator.save_state() in saved, False, "the next name is one of the earlier")
+    ctx.equal(run.accelerator.save_state() in saved, False, "the next name repeats an earlier one")
     return None
 
 
 @check("checkpointer", alone=True)
 def ending(ctx: CheckContext) -> None:
-    """After `free_memory`, `end_training` or an error no thread, process or file is left."""
+    """No thread, process or file is left after failed loads, `free_memory`, `end_training` or an error."""
     lives = Lives(ctx, places=(ctx.folder, Path(_target(ctx, "ending"))))
+    target = _target(ctx, "ending")
     for turn in range(3):
         with lives.one(), warnings.catch_warnings():
             run = Training(ctx)
             for blocking in (True, False):
-                run.accelerator.save_state(_target(ctx, "ending"), blocking=blocking)
+                run.accelerator.save_state(target, blocking=blocking)
+            run.accelerator.wait_for_checkpoint()
+            run.refuses(_target(ctx, "never_saved"), "that does not exist")
+            for number, what in enumerate(_damages(ctx, target, needed=False)):
+                if number < _TRIED:
+                    run.refuses(target, what)
             if turn == 0:
                 run.accelerator.free_memory()
             if turn < 2:

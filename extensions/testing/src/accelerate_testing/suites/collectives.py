@@ -16,17 +16,17 @@ from accelerate_testing.checks import check
 from accelerate_testing.context import CheckContext, raised
 
 Pair = namedtuple("Pair", "left right")
-SAMPLES = 37  # no multiple of a batch: the last one is short on some rank
+SAMPLES = 37  # not a multiple of a batch, so the last one is short on some rank
 
 
 def _several(ctx: CheckContext) -> None:
     if ctx.size == 1:
-        ctx.skip("one process has nobody to exchange with")
+        ctx.skip("there is only one process")
 
 
 @check("backend", hooks="data_shard loss_shard device init_process_group")
 def ranks(ctx: CheckContext) -> str:
-    """Every rank is there once, all name the same main process, and shards of the data add up."""
+    """Every rank exists once, all agree on the main process, and the shards of the data are complete."""
     accelerator = ctx.accelerator()
     comm = accelerator.communicator
     indices = comm.gather_object(accelerator.process_index)
@@ -35,19 +35,21 @@ def ranks(ctx: CheckContext) -> str:
     for what in ("data_shard", "loss_shard"):
         index, count = getattr(accelerator.hooks, what)()
         ctx.alike(accelerator, count, f"parts of {what}")
-        ctx.equal(0 <= index < count, True, f"{what} ({index}, {count}) is inside")
+        ctx.equal(0 <= index < count, True, f"{what} ({index}, {count}) has 0 <= index < count")
         seen = set(comm.gather_object(index))
         ctx.equal(seen, set(range(count)), f"indices of {what}")
     mesh = accelerator.backend.supports.get("mesh") or ()
     if not {"tp", "cp", "sp", "pp"} & set(mesh):
         _, count = accelerator.hooks.data_shard()
-        ctx.equal(count, ctx.size, "parts of the data, where no mesh dimension shares samples")
+        ctx.equal(
+            count, ctx.size, "parts of the data, without a mesh dimension that shares samples"
+        )
     return f"{ctx.size} on {accelerator.device.type}, {accelerator.distributed_type.value}"
 
 
 @check("backend", hooks="gather reduce broadcast")
 def collectives(ctx: CheckContext) -> str:
-    """Gather, reduce, broadcast and padding are right on nested structures of any dtype and shape."""
+    """Gather, reduce, broadcast and padding work on nested structures of any dtype and shape."""
     _several(ctx)
     accelerator = ctx.accelerator()
     rank = accelerator.process_index
@@ -66,13 +68,13 @@ def collectives(ctx: CheckContext) -> str:
     ctx.equal(got["list"][0].tolist(), list(every), "gather of int64")
     ctx.equal(got["list"][1][0].tolist(), [r % 2 == 0 for r in every], "gather of bool")
     ctx.equal(got["pair"].left.tolist(), list(every), "gather of numbers without dimensions")
-    ctx.equal(tuple(got["pair"].right.shape), (0, 2), "shape of what is empty")
+    ctx.equal(tuple(got["pair"].right.shape), (0, 2), "shape of an empty tensor")
     ctx.equal(got["half"].tolist(), [r + 0.5 for r in every], "gather of bfloat16")
     total = accelerator.reduce({"x": torch.tensor([index + 1.0], device=device)}, "sum")
     ctx.close(total["x"].tolist(), [count * (count + 1) / 2], "reduce by sum")
     mean = accelerator.reduce(torch.tensor([index + 1.0], device=device), "mean")
     ctx.close(mean.tolist(), [(count + 1) / 2], "reduce by mean")
-    large = 2**24 + 1  # no float32
+    large = 2**24 + 1  # float32 cannot represent it
     whole = accelerator.reduce(torch.tensor([large], device=device), "sum")
     ctx.equal(whole.tolist(), [large * count], "sum of large integers")
     comm = accelerator.communicator
@@ -88,11 +90,11 @@ def collectives(ctx: CheckContext) -> str:
     ctx.equal(broadcast(many, 0, comm=comm).item(), large, "broadcast of a large integer")
     ctx.equal(accelerator.gather(torch.tensor([large + index], device=device)).tolist(),
               [large + r for r in every], "gather of large integers")  # fmt: skip
-    hooks = accelerator.hooks  # as they are, without what the core packs together
-    told = hooks.gather(torch.tensor([large + rank], device=device), "world")
-    ctx.equal(told.tolist(), [large + r for r in range(size)], "hook gather, of large integers")
-    told = hooks.broadcast(torch.tensor([large + rank], device=device), 0, "world")
-    ctx.equal(told.tolist(), [large], "hook broadcast, of a large integer")
+    hooks = accelerator.hooks  # called directly, because the core packs tensors together
+    answer = hooks.gather(torch.tensor([large + rank], device=device), "world")
+    ctx.equal(answer.tolist(), [large + r for r in range(size)], "hook gather, of large integers")
+    answer = hooks.broadcast(torch.tensor([large + rank], device=device), 0, "world")
+    ctx.equal(answer.tolist(), [large], "hook broadcast, of a large integer")
     padded = accelerator.pad_across_processes(torch.ones(index + 1, device=device))
     ctx.equal(padded.shape[0], count, "length after padding")
     ctx.equal(float(padded.sum()), index + 1.0, "sum after padding with zeros")
@@ -118,7 +120,7 @@ def objects(ctx: CheckContext) -> None:
 
 @check("backend", hooks="scatter all_to_all")
 def pieces(ctx: CheckContext) -> None:
-    """Scatter and all_to_all give each rank the piece that is its own."""
+    """Scatter and all_to_all give each rank its own piece."""
     _several(ctx)
     accelerator = ctx.accelerator()
     rank = accelerator.process_index
@@ -138,24 +140,24 @@ def pieces(ctx: CheckContext) -> None:
 
 @check("backend", hooks="barrier")
 def barrier(ctx: CheckContext) -> None:
-    """Nobody passes `wait_for_everyone` before all have come."""
+    """No rank leaves `wait_for_everyone` before all ranks have entered it."""
     accelerator = ctx.accelerator()
-    marks = [ctx.scratch(f"came_{rank}") for rank in range(ctx.size)]
+    marks = [ctx.scratch(f"entered_{rank}") for rank in range(ctx.size)]
     for late in range(ctx.size):
         for mark in marks:
             mark.unlink(missing_ok=True)
-        accelerator.communicator.gather_object(late)  # from here on all know they are gone
+        accelerator.communicator.gather_object(late)  # now all files are deleted
         if accelerator.process_index == late:
             time.sleep(0.3)
         marks[accelerator.process_index].touch()
         accelerator.wait_for_everyone()
-        ctx.equal([mark.exists() for mark in marks], [True] * ctx.size, "who had come")
+        ctx.equal([mark.exists() for mark in marks], [True] * ctx.size, "ranks that had entered")
         accelerator.communicator.gather_object(late)
 
 
 @check("backend", hooks="data_shard feed_device")
 def loader(ctx: CheckContext) -> str:
-    """Every sample is seen once in an epoch, in order where it is not shuffled."""
+    """An epoch has every sample once, and in order without shuffling."""
     accelerator = ctx.accelerator()
     dataset = TensorDataset(torch.arange(SAMPLES))
     for shuffle in (False, True):
@@ -169,17 +171,17 @@ def loader(ctx: CheckContext) -> str:
                 ctx.equal(seen, list(range(SAMPLES)), "order of the samples")
     _raises(ctx, accelerator)
     _streams(ctx, accelerator)
-    # Where batches are born on their device the core does not ask for this hook.
+    # The core does not call this hook if batches are already on the device.
     given = [{"x": torch.full((2,), float(step))} for step in range(4)]
     fed = list(accelerator.hooks.feed_device(iter(given), False))
     ctx.equal([float(one["x"][0]) for one in fed], [0.0, 1.0, 2.0, 3.0], "batches of feed_device")
     places = {one["x"].device.type for one in fed}
-    ctx.equal(places, {accelerator.device.type}, "where feed_device puts them")
+    ctx.equal(places, {accelerator.device.type}, "devices of the batches of feed_device")
     return f"{SAMPLES} samples, 4 epochs"
 
 
 class _Broken(Dataset[torch.Tensor]):
-    """Cannot read its last samples."""
+    """A dataset that cannot read its last samples."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -191,7 +193,7 @@ class _Broken(Dataset[torch.Tensor]):
 
 
 def _streams(ctx: CheckContext, accelerator: Accelerator) -> None:
-    """The first batches are there before the last ones are read."""
+    """The first batches are available before the last ones are read."""
     read = 0
 
     def source() -> Iterator[torch.Tensor]:
@@ -202,12 +204,12 @@ def _streams(ctx: CheckContext, accelerator: Accelerator) -> None:
 
     fed = iter(accelerator.hooks.feed_device(source(), False))
     next(fed)
-    assert read <= 16, f"feed_device reads {read} batches before it gives the first"
+    assert read <= 16, f"feed_device reads {read} batches before it yields the first"
     ctx.equal(1 + sum(1 for _ in fed), 64, "batches of a stream")
 
 
 def _raises(ctx: CheckContext, accelerator: Accelerator) -> None:
-    """An exception of the dataset reaches the script; an epoch does not just end."""
+    """An exception of the dataset reaches the script instead of ending the epoch."""
 
     def source() -> Iterator[torch.Tensor]:
         yield torch.zeros(1)

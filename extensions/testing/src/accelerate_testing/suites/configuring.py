@@ -1,4 +1,4 @@
-"""Declarations of a backend, and settings of a plugin."""
+"""The declarations of a backend, and the settings of any plugin."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from accelerate_core.utils import ProjectConfiguration
 from accelerate_launch.contributed import contributed_options
 from accelerate_launch.functions import patch_environment
 from accelerate_launch.planning import make_plan
+from accelerate_launch.schemas import plugin_schemas
 from accelerate_testing.checks import check
 from accelerate_testing.context import raised
 from accelerate_testing.processes import clean_environment
@@ -31,25 +32,27 @@ if TYPE_CHECKING:
 
 @check("backend", alone=True)
 def declarations(ctx: CheckContext) -> str:
-    """What it supports and owns is spelt as the core reads it, and when gradients meet is said."""
+    """`supports`, `owns`, `compile_at` and `reduces_gradients` have values that the core knows."""
     backend = ctx.found
-    ctx.equal(backend.compile_at in ("before", "after", "own"), True, "compile_at is one of three")
+    at = backend.compile_at
+    assert at in ("before", "after", "own"), f"compile_at={at!r} is not 'before', 'after' or 'own'"
     check_declarations(backend, ctx.name)
     names = [*(record.name for record in installed().of_kind("precision")), "fp8"]
     for name in backend.supports.get("precisions") or ():
-        there = f"installed are {listing(names)}"
-        assert name in names, f"supports the precision {name!r}; {there}"
+        there = f"the installed precisions are {listing(names)}"
+        assert name in names, f"supports has the precision {name!r}, but {there}"
     can = [key for key in SUPPORTS if backend.supports.get(key)]
     return ", ".join([f"reduces_gradients={backend.reduces_gradients}", *can])
 
 
 @check("backend", "precision", "launcher", "extension", "checkpointer", "loaders", alone=True)
 def settings(ctx: CheckContext) -> str:
-    """Constructor, environment and config file give the same value; a wrong one is named with its source."""
+    """Constructor, environment and config file set the same value; errors name invalid values and sources."""
     cls: Any = getattr(ctx.found, "Settings", None)
     owner = ctx.name
     if cls is None:
         ctx.skip("it has no Settings")
+    _check_variables(ctx, cls)
     _, section, _ = getattr(cls, "__settings_names__", ("", "", ""))
     section = section or f"{owner}_config"
     tried: list[str] = []
@@ -66,35 +69,51 @@ def settings(ctx: CheckContext) -> str:
         made, provenance = resolve_settings(cls, None, environ, owner=owner)
         ctx.equal(getattr(made, name), expected, f"{name} by {variable}={text}")
         origin = f"environment variable {variable}"
-        ctx.equal(provenance[name].origin, origin, "where it came from")
+        ctx.equal(provenance[name].origin, origin, f"source of {name}")
         made, _ = resolve_settings(cls, None, Sources({}, file), owner=owner)
         ctx.equal(getattr(made, name), expected, f"{name} by {section}.{name}")
         made, _ = resolve_settings(cls, cls(**{name: field.default}), environ, owner=owner)
         ctx.equal(getattr(made, name), field.default, f"{name} by the constructor")
-        if ctx.kind == "backend" and not ctx.device[1]:
+        if ctx.kind == "backend" and not ctx.placement[1]:
             _reaches_the_instance(ctx, field, text, expected)
         else:
             _is_kept(ctx, cls, field, value, expected)
         tried.append(name)
-        if _kind(field) is not str:  # of which any is a value, and may be no file
+        if _kind(field) is not str:  # any text is valid then, but perhaps not as a file name
             _launch_option(ctx, field, text)
             _refuses(cls, field, owner)
     if not tried:
-        ctx.skip(f"no field of {cls.__name__} has a type of which another value is known")
+        ctx.skip(f"the check knows no other value for any field of {cls.__name__}")
     try:
         cls(**{tried[0] + "s": 1})
     except (ConfigurationError, TypeError) as error:
-        ctx.equal(f"Did you mean {tried[0]!r}" in str(error), True, "a misspelt field is named")
+        ctx.equal(
+            f"Did you mean {tried[0]!r}" in str(error), True, "the error suggests the right field"
+        )
     return ", ".join(tried)
 
 
+def _check_variables(ctx: CheckContext, cls: type[Any]) -> None:
+    """No variable of its settings belongs to a plugin of another distribution, too."""
+    homes = {(one.kind, one.name): one.distribution for one in installed().plugins}
+    own = homes.get((ctx.kind, ctx.name), "")
+    mine = {name for field in settings_fields(cls, owner=ctx.name) for name in field.env}
+    for schema in plugin_schemas(clean_environment()):
+        home = homes.get((schema.kind, schema.name), "")
+        taken = sorted(mine & {name for field in schema.fields for name in field.env})
+        assert home in ("", own) or not taken, (
+            f"the variable {taken[0]} sets a value of the {schema.kind} {schema.name!r} ({home}), too: "
+            f"choose another prefix, @settings(env_prefix=...)"
+        )
+
+
 def _reaches_the_instance(ctx: CheckContext, field: SettingField, text: str, expected: Any) -> None:
-    """The backend that is made has what was resolved, as `settings`."""
+    """The backend has the resolved value in `settings`."""
     variable = field.env[0]
     try:
         with patch_environment(**{variable: text}):
             accelerator = ctx.accelerator()
-    except ConfigurationError:  # with other settings, perhaps
+    except ConfigurationError:  # perhaps it needs another setting, too
         return
     held = getattr(accelerator.backend.settings, field.name, None)
     accelerator.end_training()
@@ -104,7 +123,7 @@ def _reaches_the_instance(ctx: CheckContext, field: SettingField, text: str, exp
 def _is_kept(
     ctx: CheckContext, cls: type[Any], field: SettingField, value: Any, expected: Any
 ) -> None:
-    """The plugin keeps the settings it is made with, or reads the field while it is made."""
+    """The plugin keeps its settings, or reads the field in its constructor."""
     read: list[str] = []
 
     def look(self: Any, name: str) -> Any:
@@ -118,7 +137,7 @@ def _is_kept(
     try:
         before = (ProjectConfiguration(), None) if ctx.kind == "checkpointer" else ()
         made = ctx.found(*before, given)
-    except ConfigurationError:  # with other settings, perhaps
+    except ConfigurationError:  # perhaps it needs another setting, too
         return
     del given
     its = getattr(made, "settings", None)
@@ -126,13 +145,13 @@ def _is_kept(
         ctx.equal(getattr(its, field.name), expected, f"{field.name} of the settings it keeps")
         return
     assert held() is not None or {field.name, "__dict__"} & {*read}, (
-        f"made with {cls.__name__}({field.name}={value!r}), it neither keeps the settings (as "
-        f"`self.settings`) nor reads {field.name!r}"
+        f"its constructor got {cls.__name__}({field.name}={value!r}), but neither keeps the settings "
+        f"(as `self.settings`) nor reads {field.name!r}"
     )
 
 
 def _kind(field: SettingField) -> Any:
-    """Return the type of a field, without None; None for one of several types."""
+    """Return the type of a field, without None; None if it has several types."""
     kind = field.annotation
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         plain = [one for one in typing.get_args(kind) if one is not type(None)]
@@ -141,7 +160,7 @@ def _kind(field: SettingField) -> Any:
 
 
 def _another(cls: type[Any], field: SettingField) -> Any:
-    """Return a valid value of a field that is not its default; None if none is known."""
+    """Return a valid value other than the default; None if the check knows none."""
     kind = _kind(field)
     default = field.default
     candidates: list[Any] = []
@@ -160,7 +179,7 @@ def _another(cls: type[Any], field: SettingField) -> Any:
     for value in candidates:
         if value == default or (isinstance(value, float) and not math.isfinite(value)):
             continue
-        if field.optional and value == "none":  # as a text that is None
+        if field.optional and value == "none":  # as a text, this means None
             continue
         try:
             cls(**{field.name: value})
@@ -178,17 +197,17 @@ def _config(text: str) -> Any:
 
 
 def _refuses(cls: type[Any], field: SettingField, owner: str) -> None:
-    """A text that is no value of the field is refused, naming field and variable."""
+    """An invalid text is refused by an error that names the field and the variable."""
     variable, text = field.env[0], "no-such-value"
     environ = Sources({variable: text})
     told = raised(ConfigurationError, lambda: resolve_settings(cls, None, environ, owner=owner))
-    assert told, f"{variable}={text} is taken for a value of {field.name}"
+    assert told, f"{variable}={text} is accepted as a value of {field.name}"
     for word in (field.name, variable, text):
-        assert word in str(told), f"{variable}={text} is refused without naming {word!r}: {told}"
+        assert word in str(told), f"the error for {variable}={text} does not name {word!r}: {told}"
 
 
 def _launch_option(ctx: CheckContext, field: SettingField, text: str) -> None:
-    """Where `launch` has an option for the field, it hands on the same."""
+    """If `launch` has an option for the field, it passes on the same value."""
     environ = clean_environment()
     options = contributed_options(environ)
     mine = next((one for one in options if not one.switch and one.env == field.env[0]), None)

@@ -1,4 +1,4 @@
-"""The end of a run: as it should be, once more, and by an error."""
+"""The end of a run: normally, repeatedly, and by an error."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ _OF_TORCH = (
 
 @check("backend", "precision", "extension", hooks="on_start on_end on_free check prepare_model")
 def once_more(ctx: CheckContext) -> None:
-    """After `end_training` nothing is left, and a second Accelerator trains as the first did."""
+    """After `end_training` nothing is left, and a second Accelerator trains like the first."""
     seen = []
     lives = Lives(ctx, measure=2)
-    began.restore()  # what earlier checks left would hide that it is left again
+    began.restore()  # leftovers of earlier checks would hide new ones
     for turn in range(3):
         with lives.one():
             losses, model = _life(ctx, turn)
         seen.append(losses)
-        ctx.equal(model() is None, True, "the model is gone with its last user")
+        ctx.equal(model() is None, True, "the model is freed")
         if turn == 0:
-            began.restore()  # what a library does where it is first used is its own
+            began.restore()  # a library may change something when it is first used
         for what, now in _process().items():
-            ctx.equal(changed(now, began.told[what]), [], f"{what} that are not as they were")
+            ctx.equal(changed(now, began.told[what]), [], f"{what} that have changed")
     for turn in (1, 2):
         ctx.close(seen[turn], seen[0], "losses of a later Accelerator", 1e-6)
     lives.check()
 
 
 def _life(ctx: CheckContext, turn: int) -> tuple[list[float], Any]:
-    """Begin, train, save and end; return the losses, and a weak reference to the user's model."""
+    """Train, save and end; return the losses and a weak reference to the user's model."""
     trainer = Trainer.begin(ctx)
     accelerator = trainer.accelerator
     losses = trainer.train(trainer.batches(3)[0])
@@ -55,13 +55,13 @@ def _life(ctx: CheckContext, turn: int) -> tuple[list[float], Any]:
     if turn == 2:
         accelerator.free_memory()
     accelerator.end_training()
-    accelerator.end_training()  # a second time it does nothing
-    ctx.equal(torch.distributed.is_initialized(), False, "a process group still runs")
+    accelerator.end_training()  # a second call does nothing
+    ctx.equal(torch.distributed.is_initialized(), False, "the process group still exists")
     return losses, weakref.ref(accelerator.unwrap_model(trainer.model))
 
 
 def _process() -> dict[str, dict[Any, Any]]:
-    """Return what belongs to the process and not to a plugin."""
+    """Return the state of the process that a plugin must not change."""
     return {
         "variables of the environment": dict(os.environ),
         "signal handlers": {one: signal.getsignal(one) for one in signal.valid_signals()},
@@ -73,7 +73,7 @@ def _process() -> dict[str, dict[Any, Any]]:
             "working directory": os.getcwd(),
             "sys.path": list(sys.path),
             "file mode mask": _umask(),
-            # A library's own filters, about some warnings, are its affair.
+            # A library may add filters for particular warnings.
             "filters of all warnings": [f[0] for f in warnings.filters if _is_for_all(f)],
             "number of handlers of the root logger": len(logging.getLogger().handlers),
         },
@@ -91,14 +91,14 @@ def _umask() -> int:
 
 
 class Began:
-    """What the process was before its first check: this module is imported ahead of that."""
+    """The state of the process before its first check; this module is imported before that."""
 
     def __init__(self) -> None:
         self.told = _process()
         self.handlers = list(logging.getLogger().handlers)
 
     def restore(self) -> None:
-        """Make the process what it was."""
+        """Restore the state of the process."""
         os.environ.clear()
         os.environ.update(self.told["variables of the environment"])
         for one, handler in self.told["signal handlers"].items():
@@ -120,12 +120,12 @@ began = Began()
 
 @check("backend", "precision", "extension", alone=True, hooks="on_error")
 def errors(ctx: CheckContext) -> None:
-    """An exception in the user's block passes through unchanged."""
+    """An exception in the user's `with` block is not changed."""
     script_raises(ctx, ctx.accelerator())
 
 
 def script_raises(ctx: CheckContext, accelerator: Any) -> None:
-    """Let the script's own error end the run, and fail unless it passes through unchanged."""
+    """End the run with an error of the script, and fail if the error is changed."""
 
     def script() -> None:
         with accelerator:
@@ -141,7 +141,7 @@ def script_raises(ctx: CheckContext, accelerator: Any) -> None:
     hooks="prepare prepare_model backward optimizer_step zero_grad on_step_end",
 )  # fmt: skip
 def graphs_go(ctx: CheckContext) -> None:
-    """Nobody keeps the losses of earlier steps, nor with them what backward needed."""
+    """The losses of earlier steps are freed, and with them what backward needed."""
     trainer = Trainer.begin(ctx)
     seen: list[Any] = []
     for batch in trainer.batches(4)[0]:
@@ -151,12 +151,12 @@ def graphs_go(ctx: CheckContext) -> None:
     del loss
     gc.collect()
     kept = [index for index, one in enumerate(seen[:-1]) if one() is not None]
-    ctx.equal(kept, [], "steps whose loss is still there after later ones")
+    ctx.equal(kept, [], "steps whose loss is still kept after later steps")
 
 
 @check("backend", hooks="on_start on_end")
 def two_at_once(ctx: CheckContext) -> None:
-    """Two Accelerators of one process, whose steps alternate, train as each does alone."""
+    """Two Accelerators in one process, with alternating steps, train as each does alone."""
     cycles = (1, 2)
     alone = []
     for cycle in cycles:
@@ -170,27 +170,29 @@ def two_at_once(ctx: CheckContext) -> None:
     for batch in first.batches(4)[0]:
         for trainer, told in zip(both, losses, strict=True):
             told += trainer.train([batch])
-    ctx.close(losses, alone, "losses of both, in turn", 1e-6)
+    ctx.close(losses, alone, "losses of both in alternation", 1e-6)
     second.accelerator.end_training()
     first.train(first.batches(2)[0])
 
 
 def _ended(run: CompletedRun) -> str:
-    """Return what is wrong with how the launch ended."""
+    """Return what is wrong with how the launch ended, "" if nothing is."""
     if run.timed_out:
-        return "the other rank waited for ever for the one that had failed"
+        return "the other rank waited forever for the failed rank"
     if run.returncode == 0:
-        return "the launch ended well, although a rank had failed"
+        return "the launch succeeded, although a rank had failed"
     if TEXT not in run.stderr + run.stdout:
-        return f"what the failed rank said is lost: {run.story[-500:]}"
+        return f"the error of the failed rank is not shown: {run.story[-500:]}"
     if run.left:
-        return f"the launch has ended, and processes it started still run: {'; '.join(run.left)}"
+        return (
+            f"the launch has ended, but processes that it started still run: {'; '.join(run.left)}"
+        )
     return ""
 
 
 @check("backend", judge=_ended, hooks="on_start on_error on_end")
 def error_on_one_rank(ctx: CheckContext) -> None:
-    """An exception on one rank ends the whole launch, in time and with its own words."""
+    """An exception on one rank ends the whole launch in time, and is shown."""
     trainer = Trainer.begin(ctx)
     with trainer.accelerator:
         mine, _ = trainer.batches(3)

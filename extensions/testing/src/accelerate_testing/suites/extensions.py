@@ -1,4 +1,4 @@
-"""What an extension keeps: it is told, it does not disturb, and its state comes back."""
+"""What an extension must do: not disturb training, and restore its state."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from accelerate_testing.checks import SAVE, STEP, check
 from accelerate_testing.context import CheckContext
 from accelerate_testing.training import Trainer, draw, plain_training, seed
 
-#: Elements up to which a tensor is compared as a list.
+#: Number of elements up to which a tensor is compared as a list.
 _ELEMENTS = 1024
-#: Seconds after which a clock that is served, in whole seconds too, has moved.
+#: Seconds after which a served clock has changed, even one in whole seconds.
 _STILL = 1.1
 
 
 def _begin(ctx: CheckContext) -> Trainer:
-    """Begin under an Accelerator in which the extension is active: its runner sets the variable."""
+    """Prepare a model with the extension active; the runner has set the variable for that."""
     trainer = Trainer.begin(ctx)
     active = [record.name for record, _, _ in trainer.accelerator._setup.plugins.plugins]
     assert ctx.name in active, f"{ctx.name} is not among the active plugins {active}"
@@ -29,7 +29,7 @@ def _begin(ctx: CheckContext) -> Trainer:
 
 @check("extension", alone=True, hooks="convert on_start on_step_end")
 def one_process(ctx: CheckContext) -> str:
-    """A run with it trains and draws as one without it, unless it says that it changes training."""
+    """A run with it has the same losses and random numbers as one without it (options: changes_training)."""
     trainer = _begin(ctx)
     mine, whole = trainer.batches(4)
     seed(1)
@@ -39,19 +39,20 @@ def one_process(ctx: CheckContext) -> str:
     if not ctx.options.get("changes_training", False):
         ctx.close(losses, plain_training(whole)[0], "losses")
         seed(1)
-        what = "what is drawn at random (dropout, shuffling), the seed being set"
-        ctx.equal(told, draw("training"), what)
+        ctx.equal(
+            told, draw("training"), "random numbers after the seed was set (dropout, shuffling)"
+        )
     return f"{len(mine)} steps"
 
 
 @check("extension", alone=True, hooks=SAVE)
 def save_and_load(ctx: CheckContext) -> str | None:
-    """What it serves and what it does to training go on after a load in another Accelerator."""
+    """Attributes and losses continue after a checkpoint is loaded in another Accelerator."""
     trainer = _begin(ctx)
     mine, _ = trainer.batches(3)
     trainer.train(mine)
     path = trainer.accelerator.save_state(str(ctx.scratch("extension")))
-    # What stands still while nothing happens.
+    # Only the attributes that don't change while nothing happens.
     first = _plain_attributes(trainer)
     time.sleep(_STILL)
     second = _plain_attributes(trainer)
@@ -68,14 +69,14 @@ def save_and_load(ctx: CheckContext) -> str | None:
     now = _plain_attributes(trainer)
     ctx.equal(
         {key: now.get(key) for key in served}, served,
-        "attributes it serves, after load_state (options: not_saved names those that are no state)",
+        "attributes after load_state (option not_saved: those that are not part of the state)",
     )  # fmt: skip
     ctx.close(trainer.train(mine), losses, "losses after load_state", 1e-6)
     return ", ".join(served) or None
 
 
 def _plain_attributes(trainer: Trainer) -> dict[str, Any]:
-    """Return a copy of the attributes that are numbers, texts, small tensors, or hold such."""
+    """Return copies of the attributes that are numbers, strings, small tensors, or contain these."""
     accelerator = trainer.accelerator
     found = dict[str, Any]()
     for attributes in accelerator._shared_hooks.call_each("state_attributes"):
@@ -98,7 +99,7 @@ def _is_plain(value: Any) -> bool:
 
 @check("extension", hooks=f"convert on_start on_step_end on_save on_load {STEP}")
 def two_processes(ctx: CheckContext) -> str:
-    """Two processes train, save and load with it, and have the same model after each."""
+    """Two processes train, save and load with it, and have the same model each time."""
     trainer = _begin(ctx)
     accelerator = trainer.accelerator
     mine, _ = trainer.batches(2)
@@ -110,5 +111,5 @@ def two_processes(ctx: CheckContext) -> str:
     accelerator.load_state(path)
     ctx.alike(accelerator, trainer.train(mine), "losses after loading")
     if not apart:
-        trainer.same_everywhere("the model that was loaded and trained on")
+        trainer.same_everywhere("the model after loading and training on")
     return f"over {accelerator.backend.name}"

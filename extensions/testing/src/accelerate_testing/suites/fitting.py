@@ -1,4 +1,4 @@
-"""Backends train under all they accept, and precisions do what they say: each by its declaration."""
+"""Backends train with everything they accept, and precisions do what they declare."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from accelerate_testing.training import MOMENTUM, RATE, Net, Trainer, optimizer_
 
 
 class _Probe(Precision):
-    """A precision that needs one word, and computes what full precision does."""
+    """A precision that needs one word and computes the same as full precision."""
 
     api_version = API_VERSION
     exact = True
 
     def reached(self, trainer: Trainer) -> bool:
-        """Whether what it did is there in training."""
+        """Tell whether what it did is still in effect in training."""
         return True
 
 
 class _Linear(nn.Linear):
-    """A layer in another's place."""
+    """A layer that replaces another one."""
 
 
 class _Modules(_Probe):
@@ -73,7 +73,7 @@ class _Parameters(_Probe):
 
 
 class _Marked(torch.Tensor):
-    """A tensor of a class of its own."""
+    """A subclass of Tensor."""
 
 
 class _Subclasses(_Probe):
@@ -92,7 +92,7 @@ class _Subclasses(_Probe):
 
 
 class _SGD(torch.optim.SGD):
-    """An optimizer in another's place."""
+    """An optimizer that replaces another one."""
 
 
 class _Optimizer(_Probe):
@@ -129,7 +129,7 @@ _PROBES: tuple[type[_Probe], ...] = (
 
 @contextmanager
 def _installed(probes: Sequence[type[Precision]]) -> Iterator[None]:
-    """Let precisions of the suite be there beside the installed ones."""
+    """Make the suite's precisions available in addition to the installed ones."""
     own = Installed.of_kind
     records = tuple(
         PluginRecord("precision", probe.name, "", "accelerate-testing", "", loaded=probe)
@@ -145,11 +145,11 @@ def _installed(probes: Sequence[type[Precision]]) -> Iterator[None]:
 
 @check("backend", hooks=f"prepare prepare_model consolidate {STEP}")
 def accepts(ctx: CheckContext) -> str:
-    """It trains right under a precision that does what it accepts, whoever brings the precision."""
+    """It trains correctly with precisions that do what it accepts."""
     accepted = {*ctx.supports.get("accepts", ACCEPTED_BY_DEFAULT)}
     probes = [probe for probe in _PROBES if probe.needs <= accepted]
     if not probes:
-        ctx.skip("it accepts nothing but what 'precisions' checks")
+        ctx.skip("it accepts nothing beyond what the check 'precisions' covers")
     with _installed(probes):
         for probe in probes:
             (word,) = probe.needs
@@ -157,8 +157,8 @@ def accepts(ctx: CheckContext) -> str:
             try:
                 _train(trainer, trainer.exact and probe.exact)
             except AssertionError as error:
-                raise AssertionError(f"under a precision that needs {word!r}, {error}") from None
-            gone = f"what a precision did that needs {word!r} is gone after prepare"
+                raise AssertionError(f"with a precision that needs {word!r}, {error}") from None
+            gone = f"after prepare, the effect of a precision that needs {word!r} is gone"
             used = trainer.accelerator.precision
             assert isinstance(used, probe)
             assert used.reached(trainer), gone
@@ -180,7 +180,7 @@ def _train(trainer: Trainer, exact: bool) -> None:
 
 @check("precision", alone=True, hooks="convert")
 def needs(ctx: CheckContext) -> str:
-    """What it does to models and optimizers is in its `needs`: backends accept it by that."""
+    """Its `needs` declare everything that it does to models and optimizers, and it does some of that."""
     accelerator = ctx.accelerator(backend="single")
     net: Any = Net(0)
     before: Any = optimizer_of(ctx)(net.parameters())
@@ -188,7 +188,16 @@ def needs(ctx: CheckContext) -> str:
     inner = accelerator.unwrap_model(model)
     layers, its = ({name: type(m) for name, m in one.named_modules()} for one in (inner, Net(0)))
     parameters = [*inner.parameters()]
+    seen_autocast: list[bool] = []
+    kind = accelerator.device.type
+    # The innermost layer, which runs under whatever autocast the model's forward enters.
+    layer: Any = next(m for m in inner.modules() if not [*m.children()])
+    layer.register_forward_pre_hook(
+        lambda *_: seen_autocast.append(torch.is_autocast_enabled(kind))
+    )
+    model(torch.ones(2, 6, device=accelerator.device))
     done = {
+        "autocast": any(seen_autocast),
         "modules": layers != its,
         "parameters": any(one.dtype != torch.float32 for one in parameters),
         "subclasses": any(type(one) is not nn.Parameter for one in parameters),
@@ -198,17 +207,22 @@ def needs(ctx: CheckContext) -> str:
     said = accelerator.precision.needs
     silent = [word for word in done if done[word] and word not in said]
     assert not silent, (
-        f"it does {listing(silent)} and does not say so: put that into its `needs`, or a backend "
-        "that cannot do it trains under it"
+        f"it does {listing(silent)}, which its `needs` do not declare. Add it there, or it will be used "
+        "with backends that don't support it."
     )
     unseen = [word for word in done if word in said and not done[word]]
+    observable = [word for word in done if word in said]
+    assert not observable or unseen != observable, (
+        f"its `needs` declare {listing(observable)}, but it does nothing of that to a model of linear "
+        "layers and its optimizer, so it trains in full precision"
+    )
     seen = ", ".join(sorted(said.difference(unseen))) or "nothing"
-    return f"{seen}; not seen here: {', '.join(unseen)}" if unseen else seen
+    return f"{seen}; not observed here: {', '.join(unseen)}" if unseen else seen
 
 
 @check("precision", hooks="convert autocast")
 def forward_collectives(ctx: CheckContext) -> str:
-    """Ranks communicate in forward no more than in full precision, unless its `needs` says so."""
+    """A forward communicates no more than in full precision, unless its `needs` declare it."""
     calls = []
     for name in ("no", ctx.name):
         trainer = Trainer.begin(ctx, mixed_precision=name)
@@ -219,14 +233,16 @@ def forward_collectives(ctx: CheckContext) -> str:
         calls.append(told.total)
         said = trainer.accelerator.precision.needs
         trainer.accelerator.end_training()
-    line = f"{calls[1]} calls in a forward, {calls[0]} in full precision"
-    assert calls[1] <= calls[0] or "forward_collectives" in said, f"{line}, and `needs` is {said}"
+    line = f"{calls[1]} collectives in a forward, {calls[0]} in full precision"
+    assert calls[1] <= calls[0] or "forward_collectives" in said, (
+        f"{line}, but `needs` do not have 'forward_collectives': {sorted(said)}"
+    )
     return line
 
 
 @check("precision", alone=True, hooks="convert compile")
 def compiled(ctx: CheckContext) -> None:
-    """A compiled model trains as the plain one does, unless it says that it cannot be compiled."""
+    """A compiled model trains like the plain one, unless it declares that it cannot be compiled."""
     losses = []
     for compiler in ("no", "eager"):
         trainer = Trainer.begin(ctx, dynamo_backend=compiler)

@@ -1,4 +1,4 @@
-"""What every plugin keeps, told from its metadata and its import."""
+"""Checks of every plugin: its import, its metadata and its hooks."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from accelerate_testing.import_time import check_import_time
 if TYPE_CHECKING:
     from accelerate_testing.context import CheckContext
 
-#: What brings its own requirements into the process of a training script anyway.
+#: Packages that a training script imports anyway, with everything that they require.
 _BROUGHT = ("accelerate-core", "torch", "numpy")
-#: What a plugin's import may bring beside that, of what its distribution requires: seconds of the
-#: processor, and modules. attrs has 19 in 0.02 s, matplotlib 70 in 0.1 s, its pyplot 160 in 0.4 s.
+#: Processor seconds and modules of other required packages that importing a plugin may take.
+#: attrs has 19 modules in 0.02 s, matplotlib 70 in 0.1 s, its pyplot 160 in 0.4 s.
 _SECONDS, _MODULES = 0.3, 50
-#: Hooks that need a model made for them.
+#: Hooks that no check calls, because they need a special model.
 _UNTRIED = ("context_parallel", "run_schedule")
 
 
@@ -48,7 +48,7 @@ def _record_of(ctx: CheckContext) -> PluginRecord:
 
 @check(*SUITE_KINDS, alone=True)
 def imports(ctx: CheckContext) -> str:
-    """Importing the plugin is cheap: it brings no library along and changes nothing."""
+    """Importing the plugin is cheap, imports no heavy library and changes nothing."""
     record = _record_of(ctx)
     first = "accelerate_core" if ctx.kind == "launcher" else "accelerate_core.accelerator"
     importlib.import_module(first)
@@ -63,7 +63,7 @@ def imports(ctx: CheckContext) -> str:
         record.load()
     seconds, busy = time.perf_counter() - started, time.process_time() - busy
     own = _package_of(record)
-    # backports: parts of newer standard libraries, which libraries use where they find them.
+    # backports: parts of newer standard libraries, which libraries use if they are installed.
     allowed = {own, "backports", *sys.stdlib_module_names}
     allowed |= {*_packages_beside(own), *_bases_of(record)}
     allowed |= {"accelerate_core"} if ctx.kind == "launcher" else _packages(_BROUGHT)
@@ -73,16 +73,16 @@ def imports(ctx: CheckContext) -> str:
     heavy = {*foreign} - (_packages([record.distribution]) if foreign and light else set())
     assert not heavy, (
         f"importing {record.target} of {record.label} imports {listing(sorted(heavy))} too "
-        f"({len(foreign)} modules, {busy:.2f} s); import it inside of the functions that "
-        f"use it, unless it is a light one that {record.distribution} requires: below "
-        f"{_SECONDS} s, and no more than {_MODULES} modules with what it brings along"
+        f"({len(foreign)} modules, {busy:.2f} s). Import it inside the functions that use it. Only "
+        f"light packages that {record.distribution} requires may be imported: together at most "
+        f"{_SECONDS} s and {_MODULES} modules"
     )
     others = {top for top, _ in new if top[0] != "_"} - {own, *sys.stdlib_module_names}
     check_import_time(record.target, seconds, first, others)
-    ctx.equal(changed(os.environ, environ), [], "variables of the environment the import changes")
+    ctx.equal(changed(os.environ, environ), [], "environment variables that the import changes")
     ctx.equal(threading.active_count(), threads, "threads after the import")
     ctx.equal([str(one.message) for one in caught], [], "warnings of the import")
-    ctx.equal(printed.getvalue(), "", "what the import prints, where machines read `--json`")
+    ctx.equal(printed.getvalue(), "", "output of the import, which would break `--json`")
     beside = ", ".join(sorted({*foreign}))
     return f"{seconds * 1000:.0f} ms{f', with {beside}' if beside else ''}"
 
@@ -92,7 +92,7 @@ def _package_of(record: PluginRecord) -> str:
 
 
 def _packages_beside(package: str) -> set[str]:
-    """Return the top-level packages that come in the distributions of a package."""
+    """Return the top-level packages in the distributions of a package."""
     owners = importlib.metadata.packages_distributions()
     mine = set(owners.get(package, ()))
     return {name for name, dists in owners.items() if mine & set(dists)}
@@ -101,7 +101,7 @@ def _packages_beside(package: str) -> set[str]:
 def _bases_of(record: PluginRecord) -> set[str]:
     """Return the packages of other plugins that its distribution requires, to build on them.
 
-    Told from the entry points: of what is installed for editing, metadata names no packages.
+    They come from entry points, because the metadata of an editable installation has no packages.
     """
     wanted = {*_required(record.distribution)}
     plugins = installed().plugins
@@ -109,7 +109,7 @@ def _bases_of(record: PluginRecord) -> set[str]:
 
 
 def _packages(distributions: Iterable[str]) -> set[str]:
-    """Return the packages of these distributions, and of all they require."""
+    """Return the packages of these distributions and of everything they require."""
     seen: set[str] = set()
     waiting: list[str] = [canonicalize_name(name) for name in distributions]
     while waiting:
@@ -122,7 +122,7 @@ def _packages(distributions: Iterable[str]) -> set[str]:
 
 
 def _required(distribution: str) -> list[str]:
-    """Return the names of what a distribution requires, without its extras."""
+    """Return the distributions that a distribution requires, without its extras."""
     for found in importlib.metadata.distributions(name=distribution):
         lines = [line for line in found.requires or () if "extra ==" not in line]
         return [canonicalize_name(Requirement(line).name) for line in lines]
@@ -131,11 +131,11 @@ def _required(distribution: str) -> list[str]:
 
 @check(*SUITE_KINDS, alone=True)
 def metadata(ctx: CheckContext) -> str:
-    """The entry point leads to a class of its kind and name; its distribution says what it needs."""
+    """The entry point is a class of its kind and name, and its distribution requires accelerate-core."""
     record = _record_of(ctx)
     plugin = record.load()
     said = getattr(plugin, "name", None)
-    ctx.equal(said, ctx.name, f"name of {record.target}, which the entry point calls {ctx.name!r}")
+    ctx.equal(said, ctx.name, f"name of {record.target}, whose entry point is {ctx.name!r}")
     _check_form(ctx.kind, plugin, record)
     foreign = record.distribution not in ("unknown", OWN_DISTRIBUTION)
     assert not foreign or OWN_DISTRIBUTION in _required(record.distribution), (
@@ -147,38 +147,40 @@ def metadata(ctx: CheckContext) -> str:
     named = [one for one in points if one.dist and one.dist.name == record.distribution]
     mine = [one.name for one in named if one.value not in targets]
     assert not mine, (
-        f"the triggers {listing(mine)} of {record.distribution} name what no plugin is: their "
-        f"value has to be that of the plugin's own entry point, {record.target!r}"
+        f"the triggers {listing(mine)} of {record.distribution} do not point to a plugin: their value "
+        f"must be that of the plugin's entry point, {record.target!r}"
     )
     return f"{record.distribution} {record.version}, {record.target}"
 
 
 def _check_form(kind: str, plugin: Any, record: PluginRecord) -> None:
-    """A plugin is a class: of some kinds a subclass, of others of the form of a Protocol."""
-    assert isinstance(plugin, type), f"{record.target} is {plugin!r}, and no class"
+    """Fail unless a plugin is a class with the base class or the methods for its kind."""
+    assert isinstance(plugin, type), f"{record.target} is {plugin!r}, not a class"
     forms = {"launcher": Launcher, "checkpointer": Checkpointer, "loaders": LoaderFactory}
     if kind in forms:
         for method in vars(forms[kind]):
             needed = not method.startswith("_")
-            assert not needed or hasattr(plugin, method), f"{record.target} has no {method!r}"
+            assert not needed or hasattr(plugin, method), (
+                f"{record.target} has no method {method!r}"
+            )
         return
     from accelerate_core.backend import Backend
     from accelerate_core.backend.precision import Precision
     from accelerate_tracking import GeneralTracker
 
     base = {"backend": Backend, "precision": Precision, "tracker": GeneralTracker}.get(kind, object)
-    assert issubclass(plugin, base), f"{record.target} is no subclass of {base.__name__}"
+    assert issubclass(plugin, base), f"{record.target} is not a subclass of {base.__name__}"
 
 
 @check(*SUITE_KINDS, alone=True)
 def api_version(ctx: CheckContext) -> str | None:
-    """The class itself states the version of the contract it was written for, and this core speaks it."""
+    """The class states the version of the contract that it was written for, and this core supports it."""
     record = _record_of(ctx)
     plugin = record.load()
     states = any("api_version" in vars(cls) for cls in own_classes(plugin) or [plugin])
     assert states or record.distribution == OWN_DISTRIBUTION, (
-        f"{record.label} states no api_version of its own: write api_version = (1, 0) into "
-        "the class; what it inherits is that of whichever core is installed"
+        f"{record.label} does not state an api_version: add api_version = (1, 0) to the class. The "
+        "inherited one is that of the installed core"
     )
     if getattr(plugin, "api_version", None) is None:
         return None
@@ -188,31 +190,44 @@ def api_version(ctx: CheckContext) -> str | None:
 
 @check("backend", "precision", "extension", alone=True)
 def hooks(ctx: CheckContext) -> str:
-    """Its hooks are hooks of the contract, with arguments those have."""
+    """Its hooks exist in the contract, with the arguments that they have there."""
     from accelerate_core.backend import Backend
     from accelerate_core.backend.precision import Precision
     from accelerate_core.plugins.manager import ActivePlugins
 
     record = _record_of(ctx)
-    plugin = record.load()
     active = ActivePlugins({"backend": Backend, "precision": Precision})
-    try:
-        made = plugin()
-    except Exception as error:
-        error.add_note(f"making one: {record.label}, no arguments")
-        raise
+    made = ctx.create()
     active.add(made, record, "plugins check")
     if ctx.kind == "backend":
         active.owner_methods(made, record, Backend)
-    own = own_hooks(plugin)
+    own = own_hooks(record.load())
     untried = [name for name in own if name in _UNTRIED]
     more = f"; no check calls {' and '.join(untried)}" if untried else ""
     return f"implements {', '.join(own) or 'none'}{more}"
 
 
+@check("backend", "precision", "extension", alone=True, hooks="state_attributes")
+def attributes(ctx: CheckContext) -> str:
+    """It serves no attribute that the Accelerator or its state already has."""
+    accelerator = ctx.accelerator()
+    own = {*dir(type(accelerator)), *dir(type(accelerator.state)), *vars(accelerator)}
+    served: list[str] = []
+    for one in accelerator._shared_hooks.implementations("state_attributes"):
+        if one.key == f"{ctx.kind}:{ctx.name}":
+            answer: Any = accelerator._shared_hooks.call(one)
+            served += answer or {}
+    hidden = sorted({*served} & own)
+    assert not hidden, (
+        f"it serves {listing(hidden)}, which the Accelerator has itself, so scripts never get the "
+        "plugin's: choose another name"
+    )
+    return ", ".join(served) or "it serves none"
+
+
 @check("backend", "extension", alone=True)
 def selection(ctx: CheckContext) -> str | None:
-    """It is chosen by name and by its triggers, without a tie, and stays out where they are false."""
+    """Its name and its triggers select it, without a tie, and false triggers don't."""
     from accelerate_core.config.provenance import SourcedValue
     from accelerate_core.contract.topology import Topology
     from accelerate_core.plugins.selection import Request, select, trigger_hits
@@ -222,7 +237,9 @@ def selection(ctx: CheckContext) -> str | None:
     chosen = select(
         ctx.kind, Request({}, {}, one), SourcedValue(ctx.name, "plugins check")
     ).or_raise()
-    ctx.equal([its.record.name for its in chosen.active], [ctx.name], "what its name chooses")
+    ctx.equal(
+        [its.record.name for its in chosen.active], [ctx.name], "plugins selected by its name"
+    )
     if not record.triggers:
         return "by name only: it has no triggers"
     found = []
@@ -231,7 +248,7 @@ def selection(ctx: CheckContext) -> str | None:
         environ = {trigger: "1"} if trigger == trigger.upper() else {}
         request = Request({}, environ, topology)
         if trigger not in trigger_hits(request):
-            continue  # a constructor argument or a key of a file: it takes a value of its own
+            continue  # a constructor argument or a key of the config file, with its own values
         claim = record.load().detect(request)
         found.append(f"{trigger}: {claim.priority if claim else 'no claim'}")
         if ctx.kind == "backend" and claim is not None:

@@ -1,4 +1,4 @@
-"""What a launcher keeps: it starts each rank once, hands everything on, and tells the outcome."""
+"""What a launcher must do: start each rank once, pass everything on, and report the result."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ total = accelerator.reduce(torch.ones(1), "sum").item()
 accelerator.print("TOTAL", accelerator.num_processes, total)
 accelerator.end_training()
 """
-#: A program of its own, as a notebook is: FOLDER LAUNCHER COUNT START_METHOD.
+#: A separate program, like a notebook. Arguments: FOLDER LAUNCHER COUNT START_METHOD.
 _FUNCTIONS = """
 import json, os, sys
 from pathlib import Path
@@ -96,7 +96,7 @@ if __name__ == "__main__":
 def _plan(
     ctx: CheckContext, script: str, *arguments: str, counts: tuple[int, ...] = (2,), **fields: Any
 ) -> LaunchPlan | None:
-    """Return a plan of the first of these numbers of processes that it takes; None where it takes none."""
+    """Return a plan with the first of these numbers of processes that it accepts, None if it accepts none."""
     path = ctx.scratch(f"script_{abs(hash(script)) % 10**8}.py")
     path.write_text(script, encoding="utf-8")
     for count in counts:
@@ -107,8 +107,8 @@ def _plan(
             environment={"ACCELERATE_MIXED_PRECISION": "bf16"},
             provenance={"launcher": SourcedValue(ctx.name, "plugins check")},
         )
-        answer = ctx.found().accepts(plan)
-        assert isinstance(answer, bool), f"accepts answers with {answer!r}, and no bool"
+        answer = ctx.create().accepts(plan)
+        assert isinstance(answer, bool), f"accepts returned {answer!r}, not a bool"
         if answer:
             return plan
     return None
@@ -123,32 +123,32 @@ def _run(
 ) -> CompletedRun:
     command = choose_launcher(plan).launch_command(plan)
     words = isinstance(command, list) and all(isinstance(word, str) for word in command)
-    assert words, f"launch_command gives {command!r}, and no list of words"
+    assert words, f"launch_command returned {command!r}, not a list of strings"
     environ = child_environment(plan, clean_environment(OF_THE_USER="untouched", **more))
     others = [name for name, value in environ.items() if not isinstance(value, str)]
-    ctx.equal(others, [], "variables that are no text")
+    ctx.equal(others, [], "variables that are not strings")
     return _whole(run_command(command, environ, timeout, meanwhile=meanwhile))
 
 
 def _whole(run: CompletedRun) -> CompletedRun:
     left = "; ".join(run.left)
-    assert not left, f"the launch has ended, and processes it started still run: {left}"
+    assert not left, f"the launch has ended, but processes that it started still run: {left}"
     return run
 
 
 @check("launcher", alone=True)
 def plans(ctx: CheckContext) -> str:
-    """It answers whether it takes a plan, and makes a command without starting anything."""
+    """`accepts` returns a bool, and `launch_command` returns a command without side effects."""
     taken = []
     for count in (1, 2):
         plan = _plan(ctx, _SCRIPT, counts=(count,))
         if plan:
             taken.append(str(count))
             before = dict(os.environ)
-            ctx.found().launch_command(plan)
-            ctx.equal(changed(os.environ, before), [], "variables launch_command changes")
+            ctx.create().launch_command(plan)
+            ctx.equal(changed(os.environ, before), [], "variables that launch_command changes")
     if not taken:
-        ctx.skip("it takes neither one process nor two of one machine, without more being said")
+        ctx.skip("it accepts neither one process nor two of one machine, without more being said")
     return f"takes {' and '.join(taken)} process(es)"
 
 
@@ -178,15 +178,15 @@ def ranks(ctx: CheckContext) -> str:
             ctx.equal(bool(one["MASTER_ADDR"]), True, "there is a MASTER_ADDR")
         taken.append(str(count))
     if not taken:
-        ctx.skip("it takes neither two processes nor three")
+        ctx.skip("it accepts neither two processes nor three")
     return f"{' and '.join(taken)} ranks"
 
 
 @check("launcher", alone=True)
 def functions(ctx: CheckContext) -> str:
-    """Each rank calls a function once, with its variables; what one raises is an error that names it."""
+    """Every rank calls a function once, with its variables; if one raises, the error names the rank."""
     if not hasattr(ctx.found, "launch_function"):
-        ctx.skip("it has no launch_function: it starts programs only")
+        ctx.skip("it has no launch_function, so it only starts programs")
     taken = []
     script = ctx.scratch("functions.py")
     script.write_text(_FUNCTIONS, encoding="utf-8")
@@ -203,9 +203,9 @@ def functions(ctx: CheckContext) -> str:
         run = _whole(run_command(command, environ, 90))
         assert run.ok, f"launching a function by {method} failed: {run.story}"
         told = json.loads((folder / "told").read_text())
-        ctx.equal(told["changed"], [], f"variables that are not as before the launch, by {method}")
+        ctx.equal(told["changed"], [], f"variables that have changed after the launch, by {method}")
         ranks = [str(rank) for rank in range(plan.num_processes)]
-        alone = plan.num_processes == 1  # of one process nobody need say who it is
+        alone = plan.num_processes == 1  # then the variables of ranks are optional
         ctx.equal(
             [alone or one["RANK"] for one in told["calls"]], [alone or rank for rank in ranks],
             f"ranks that called the function, by {method}",
@@ -224,23 +224,23 @@ def functions(ctx: CheckContext) -> str:
                 ctx.equal(one[name], value, f"{name} of rank {rank} of {size}, by {method}")
         raised = told.get("raised", "")
         assert raised, (
-            f"a function raised on rank {ranks[-1]}, and the launch by {method} ended well"
+            f"a function raised on rank {ranks[-1]}, but the launch by {method} succeeded"
         )
         named = alone or re.search(rf"(?i)\b(rank|process)\D{{0,12}}{ranks[-1]}\b", raised)
         assert named, (
             f"the error by {method} does not name rank {ranks[-1]}, which failed: {raised}"
         )
         seen = "this rank gives up" in raised + run.stderr + run.stdout
-        assert seen, f"what the function raised is lost, by {method}: {run.story}"
+        assert seen, f"the exception of the function is not shown, by {method}: {run.story}"
         taken.append(f"{size} by {method}")
     if not taken:
-        ctx.skip("it takes neither one process nor two")
+        ctx.skip("it accepts neither one process nor two")
     return ", ".join(taken)
 
 
 @check("launcher", alone=True)
 def targets(ctx: CheckContext) -> str:
-    """A module and a program are run as such, where it takes them."""
+    """If it accepts modules and programs, it runs them as such."""
     (ctx.folder / "suites_module.py").write_text(
         "import sys; print('a module', __name__, __spec__ is not None, sys.argv[1:])"
     )
@@ -254,19 +254,19 @@ def targets(ctx: CheckContext) -> str:
         if plan:
             run = _run(ctx, plan, PYTHONPATH=path)
             seen = any(said in line for line in run.stdout.splitlines())
-            assert seen, f"a {kind} is not run as one: {run.story}"
+            assert seen, f"a {kind} does not run as one: {run.story}"
             taken.append(f"a {kind}")
     if not taken:
-        ctx.skip("it takes scripts only")
+        ctx.skip("it only accepts scripts")
     return ", ".join(taken)
 
 
 @check("launcher", alone=True)
 def training(ctx: CheckContext) -> None:
-    """The ranks find each other and run a collective."""
+    """The ranks connect to each other and run a collective."""
     plan = _plan(ctx, _TRAINING)
     if plan is None:
-        ctx.skip("it does not take two processes")
+        ctx.skip("it does not accept two processes")
     ctx.need_several()
     run = _run(ctx, plan, 90)
     assert "TOTAL 2 2.0" in run.stdout, f"two ranks did not add up: {run.story}"
@@ -274,26 +274,26 @@ def training(ctx: CheckContext) -> None:
 
 @check("launcher", alone=True)
 def failure(ctx: CheckContext) -> str:
-    """Where any rank fails, the others are ended, and the exit status and the reason are seen."""
+    """If a rank fails, the others are ended, and the exit status and the reason are shown."""
     told = []
     for rank in ("0", "1"):
         plan = _plan(ctx, _FAILING, rank)
         if plan is None:
-            ctx.skip("it does not take two processes")
+            ctx.skip("it does not accept two processes")
         run = _run(ctx, plan)
-        assert not run.timed_out, f"rank {rank} failed, and the launch waits for ever for the other"
-        ctx.equal(run.returncode != 0, True, f"a launch whose rank {rank} failed has a status")
-        ctx.equal("this rank gives up" in run.stderr + run.stdout, True, "the reason is seen")
+        assert not run.timed_out, f"rank {rank} failed, but the launch waits for the other forever"
+        ctx.equal(run.returncode != 0, True, f"the launch fails if rank {rank} fails")
+        ctx.equal("this rank gives up" in run.stderr + run.stdout, True, "the reason is shown")
         told.append(f"status {run.returncode} after {run.seconds:.1f} s")
     return "; ".join(told)
 
 
 @check("launcher", alone=True)
 def terminated(ctx: CheckContext) -> str:
-    """SIGTERM to the launch, by which a cluster ends a job, ends it and all of its ranks."""
+    """SIGTERM, with which a cluster ends a job, ends the launch and all of its ranks."""
     plan: Any = _plan(ctx, _WAITING, str(ctx.folder), counts=(2, 1))
     if plan is None:
-        ctx.skip("it takes neither one process nor two")
+        ctx.skip("it accepts neither one process nor two")
     before = _children()
     told: list[psutil.Process] = []
 
@@ -305,8 +305,8 @@ def terminated(ctx: CheckContext) -> str:
 
     run = _run(ctx, plan, 60, send)
     assert told, f"the ranks did not start: {run.story}"
-    assert not run.timed_out, "the launch goes on after SIGTERM"
-    ctx.equal(run.returncode != 0, True, "exit status of a launch that was terminated")
+    assert not run.timed_out, "the launch keeps running after SIGTERM"
+    ctx.equal(run.returncode != 0, True, "the launch fails after SIGTERM")
     return f"status {run.returncode} after {run.seconds:.1f} s"
 
 
@@ -316,13 +316,13 @@ def _children() -> set[psutil.Process]:
 
 @check("launcher", alone=True)
 def one_process(ctx: CheckContext) -> None:
-    """A launch of one process runs the script, and its exit status is the script's."""
+    """A launch of one process runs the script and returns its exit status."""
     plan = _plan(ctx, "import sys; sys.exit(7)", counts=(1,))
     good = _plan(ctx, "print('fine', __name__)", counts=(1,))
     if plan is None or good is None:
-        ctx.skip("it does not take one process")
+        ctx.skip("it does not accept one process")
     ctx.equal(_run(ctx, plan).returncode, 7, "exit status of a script that left with 7")
     run = _run(ctx, good)
-    # A launcher may say in each line whose it is.
+    # A launcher may put a prefix before each line.
     fine = any("fine __main__" in line for line in run.stdout.splitlines())
-    assert fine, f"what the script printed is lost: {run.story}"
+    assert fine, f"the output of the script is not shown: {run.story}"

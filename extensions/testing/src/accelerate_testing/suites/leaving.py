@@ -1,4 +1,4 @@
-"""What a plugin leaves behind: threads, processes, files and prints."""
+"""What a plugin leaves behind: threads, processes, files and output."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from accelerate_testing.checks import SUITE_KINDS, check
 if TYPE_CHECKING:
     from accelerate_testing.context import CheckContext
 
-#: Seconds in which what was told to end may do so.
+#: Seconds in which threads and processes may end after they were asked to.
 _GRACE = 2.0
-#: Folders of caches and settings, of whichever library wrote them, and of no files at all.
+#: Folders of caches and settings, in which any library may write.
 _CACHES = {"__pycache__", ".cache", ".config", ".local"}
 _DEVICES = ("/dev/", "/proc/", "/sys/")
-#: Whose frames say nothing of who writes.
+#: Packages whose frames are skipped in the search for the package that writes a file.
 _NOBODY = {*sys.stdlib_module_names, "accelerate_core", "accelerate_tracking", "accelerate_testing"}
 
 
 def held_now(whose: str = "") -> list[str]:
-    """Return the threads and processes this one has started, and the files it has open.
+    """Return the threads, child processes and open files of this process.
 
     Args:
-        whose: the package whose threads count; default: those of any.
+        whose: the package whose threads count; default: all packages.
     """
     own = psutil.Process()
     mine = {whose, *sys.stdlib_module_names}
@@ -51,12 +51,12 @@ def held_now(whose: str = "") -> list[str]:
 
 
 def _code(thread: threading.Thread) -> str:
-    """Return the module whose code a thread runs."""
+    """Return the module of the code that a thread runs."""
     return str((getattr(thread, "_target", None) or type(thread)).__module__)
 
 
 def still_held(earlier: Sequence[str], whose: str = "") -> list[str]:
-    """Return what is held that was not earlier; what was told to end has a little time for it."""
+    """Return what exists now but did not earlier, after a short time in which it may end."""
     until = time.monotonic() + _GRACE
     while True:
         left = [one for one in held_now(whose) if one not in earlier]
@@ -65,12 +65,12 @@ def still_held(earlier: Sequence[str], whose: str = "") -> list[str]:
         time.sleep(0.05)
 
 
-#: While a later life lasts: path -> the package that had Python write there.
+#: During a later life: path -> the package that wrote there.
 _written: dict[str, str] | None = None
 
 
 def _hear(event: str, arguments: tuple[Any, ...]) -> None:
-    """Keep who opens what for writing; of other programs' files in these places nothing is seen."""
+    """Record which package of this process opens a file for writing."""
     if _written is None or event not in ("open", "os.mkdir", "os.rename"):
         return
     path = arguments[event == "os.rename"]
@@ -81,7 +81,7 @@ def _hear(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _save(save: Any, what: Any, target: Any, *arguments: Any, **options: Any) -> Any:
-    """Save as torch does, whose own code opens the file."""
+    """Call `torch.save`, which opens files without an audit event."""
     _hear("open", (target, None, os.O_WRONLY))
     return save(what, target, *arguments, **options)
 
@@ -99,14 +99,14 @@ _heard = False
 
 
 class Lives:
-    """Watches Accelerators that begin and end one after the other: a later one leaves nothing.
+    """Watches Accelerators that start and end one after another: later ones must leave nothing.
 
-    What a library does where it is first used is its own: the first life is the measure.
+    A library may create something when it is first used, so later lives are compared with the first.
 
     Args:
-        measure: so many lives are the measure of what is held.
+        measure: the number of lives with which the later ones are compared.
         places: where files may be left; default: the folder of the checks.
-        whose: the package whose threads and files count; default: those of any.
+        whose: the package whose threads and files count; default: all packages.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Lives:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Live once; the check's Accelerators end with it."""
+        """Run one life; the Accelerators of the check end with it."""
         import torch
 
         global _written
@@ -145,13 +145,13 @@ class Lives:
         self._held.append(held_now(self.whose))
 
     def check(self) -> None:
-        """Fail where a later life has left anything."""
+        """Fail if a later life has left anything."""
         if not self.ctx.options.get("prints", False):
             said = self._printed.getvalue()
-            self.ctx.equal(said, "", "what it prints where the script prints (options: prints)")
+            self.ctx.equal(said, "", "its output to stdout (option: prints)")
         left = still_held(self._held[self.measure - 1], self.whose)
         left += [f"file {path}" for path in self._left_files()]
-        assert not left, f"left of an Accelerator that has ended: {', '.join(left)}"
+        assert not left, f"left behind by an Accelerator that has ended: {', '.join(left)}"
 
     def _left_files(self) -> list[str]:
         return [
@@ -165,18 +165,18 @@ class Lives:
 
 
 class Started:
-    """The threads that would hold this process, its processes, and after which check each was there."""
+    """Non-daemon threads and child processes, with the check after which each was first seen."""
 
     def __init__(self) -> None:
         self._since: dict[Any, str] = dict.fromkeys(self._running(), "")
 
     def note(self, name: str) -> None:
-        """Keep what is there after a check for the first time."""
+        """Record what exists after a check for the first time."""
         for one in self._running():
             self._since.setdefault(one, name)
 
     def left(self) -> dict[str, Any]:
-        """Return the threads that do not end, and the processes, each with its check."""
+        """Return the threads that don't end, and the processes, each with its check."""
         until = time.monotonic() + _GRACE
         threads, processes = {}, {}
         for one, name in self._since.items():
@@ -188,7 +188,7 @@ class Started:
                 continue
             one.join(max(0.0, until - time.monotonic()))
             if one.is_alive():
-                threads[f"thread {one.name!r} of {_code(one)}, which is no daemon"] = name
+                threads[f"thread {one.name!r} of {_code(one)}, which is not a daemon"] = name
         return {"threads": threads, "processes": processes}
 
     @staticmethod
@@ -197,16 +197,16 @@ class Started:
         with contextlib.suppress(AttributeError):  # not on macOS
             try:
                 os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:  # there is none; to look for them takes milliseconds
+            except ChildProcessError:  # there are none; searching for them would take milliseconds
                 return threads
         return [*threads, *psutil.Process().children(recursive=True)]
 
 
 def _ends(thread: threading.Thread) -> bool:
-    """Tell whether the interpreter itself ends a thread: those of executors."""
+    """Tell whether the interpreter itself ends a thread, as it does with those of executors."""
     return thread is threading.main_thread() or _code(thread) == "concurrent.futures.thread"
 
 
 @check(*SUITE_KINDS, after=True)
 def exits(ctx: CheckContext) -> None:
-    """The processes of the checks end by themselves, and nothing they have started goes on."""
+    """The processes of the checks end by themselves, and nothing that they started keeps running."""

@@ -1,4 +1,4 @@
-"""What a loader factory keeps: every sample once, the same order again, no batch twice."""
+"""What a loader factory must do: read every sample once, in a reproducible order, and resume exactly."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from accelerate_testing.checks import check
 from accelerate_testing.context import CheckContext
 from accelerate_testing.suites.leaving import Lives
 
-#: Samples per batch of a rank, and of an epoch: neither a multiple of one nor of two batches.
+#: Samples per batch and per epoch; an epoch is a multiple of neither one nor two batches.
 BATCH, SAMPLES = 4, 26
 EVERY = list(range(SAMPLES))
 Ids = list[list[int]]
 
 
 class LoaderCase:
-    """One Accelerator and one prepared loader of `SAMPLES` numbers."""
+    """One Accelerator and one prepared loader with `SAMPLES` numbers."""
 
     def __init__(
         self, ctx: CheckContext, *, shuffle: bool = False, drop_last: bool = False, **arguments: Any
     ) -> None:
         if "make" not in ctx.options:
-            ctx.skip("options say no 'make', a function module:name that returns a loader")
+            ctx.skip("the option 'make', a function module:name that returns a loader, is not set")
         make = pkgutil.resolve_name(str(ctx.options["make"]))
         self.accelerator: Accelerator = ctx.accelerator(**arguments)
         folder = ctx.scratch("samples")
-        for turn in (True, False):  # the main process writes what the others read
+        for turn in (True, False):  # the main process may write data that the others read
             if self.accelerator.is_main_process is turn:
                 self.given = make(folder, SAMPLES, BATCH, shuffle, drop_last)
             self.accelerator.wait_for_everyone()
         self.loader: Any = self.accelerator.prepare(self.given)
         of_core = self.loader.__class__.__module__.startswith("accelerate_core.")
         left = of_core and isinstance(self.loader, DataLoader)
-        assert not left, f"{ctx.name} left the loader that 'make' returned to the core"
+        assert not left, f"make_loader of {ctx.name} returned None for the loader of 'make'"
 
     def epoch(self) -> Ids:
-        """Return the samples of this rank's batches."""
+        """Return the samples of each of this rank's batches."""
         return [ids_of(batch) for batch in self.loader]
 
     def epoch_of_ranks(self) -> list[Ids]:
-        """Return the samples of the batches of every rank."""
+        """Return the samples of each batch of every rank."""
         return list(self.accelerator.communicator.gather_object(self.epoch()))
 
 
 def ids_of(batch: Any) -> list[int]:
-    """Return the numbers of a batch's samples; what goes with them has to be theirs."""
+    """Return the numbers of the samples in a batch."""
     ids: list[int] = batch["id"].flatten().tolist()
     return ids
 
 
 def _saved(loader: Any) -> Any:
-    """Return a loader's position, through a file that holds plain data only."""
+    """Return a loader's position after writing it to a file that only holds plain data."""
     buffer = io.BytesIO()
     torch.save(loader.state_dict(), buffer)
     buffer.seek(0)
@@ -72,7 +72,7 @@ def _flat(batches: Ids) -> list[int]:
 
 @check("loaders", alone=True)
 def every_sample(ctx: CheckContext) -> None:
-    """One process reads every sample once, in order, and knows where the data ends."""
+    """One process reads every sample once, in order, and knows which batch is the last."""
     reading = LoaderCase(ctx)
     for _ in range(2):
         ends, got = [], []
@@ -90,7 +90,7 @@ def every_sample(ctx: CheckContext) -> None:
 
 @check("loaders")
 def every_sample_on_ranks(ctx: CheckContext) -> None:
-    """The ranks read every sample, none twice but to fill the end up, and equally many batches."""
+    """The ranks read every sample and equally many batches; only padding at the end repeats samples."""
     for shuffle in (False, True):
         reading = LoaderCase(ctx, shuffle=shuffle)
         ranks = reading.epoch_of_ranks()
@@ -107,11 +107,11 @@ def every_sample_on_ranks(ctx: CheckContext) -> None:
 
 @check("loaders")
 def uneven(ctx: CheckContext) -> None:
-    """With even_batches=False nothing is filled up, and with drop_last=True the end is left out."""
+    """With even_batches=False there is no padding, and with drop_last=True the end is left out."""
     reading = LoaderCase(ctx)
     reading.loader.even_batches = False
     together = [number for batches in reading.epoch_of_ranks() for number in _flat(batches)]
-    ctx.equal(sorted(together), EVERY, "samples without filling up")
+    ctx.equal(sorted(together), EVERY, "samples without padding")
     ctx.end()
     reading = LoaderCase(ctx, drop_last=True)
     together = [number for batches in reading.epoch_of_ranks() for number in _flat(batches)]
@@ -122,10 +122,10 @@ def uneven(ctx: CheckContext) -> None:
 
 @check(
     "loaders", alone=True,
-    on_ranks="`gather_for_metrics` gives every sample once: what fills the end up is cut off.",
+    on_ranks="`gather_for_metrics` returns every sample once, without padding.",
 )  # fmt: skip
 def metrics(ctx: CheckContext) -> None:
-    """`gather_for_metrics` gives every sample once."""
+    """`gather_for_metrics` returns every sample once."""
     for shuffle in (False, True):
         reading = LoaderCase(ctx, shuffle=shuffle)
         gather = reading.accelerator.gather_for_metrics
@@ -137,7 +137,7 @@ def metrics(ctx: CheckContext) -> None:
 
 @check("loaders", alone=True)
 def order(ctx: CheckContext) -> None:
-    """A shuffled order changes with the epoch; `set_epoch` brings one back, also in another run."""
+    """The shuffled order depends on the epoch, and `set_epoch` reproduces it, also in another run."""
     reading = LoaderCase(ctx, shuffle=True)
     epochs = []
     for epoch in range(3):
@@ -158,28 +158,28 @@ def order(ctx: CheckContext) -> None:
 
 @check("loaders", alone=True)
 def abandoned(ctx: CheckContext) -> None:
-    """A loop that is left has ended; the next one begins the epoch anew."""
+    """After `break`, the next loop starts the epoch again."""
     reading = LoaderCase(ctx, shuffle=True)
     first = [ids_of(batch) for batch in islice(reading.loader, 3)]
     for batch in reading.loader:
-        ctx.equal(ids_of(batch), first[0], "the first batch after a loop that was left")
+        ctx.equal(ids_of(batch), first[0], "the first batch after break")
         break
     del batch
     ctx.equal(reading.accelerator.gradient_state.in_dataloader, False, "in_dataloader, after break")
     whole = reading.epoch()
-    ctx.equal(whole[:3], first, "the epoch after loops that were left")
+    ctx.equal(whole[:3], first, "the epoch after break")
     ctx.equal(len(_flat(whole)), SAMPLES, "samples of that epoch")
 
 
 @check("loaders", alone=True)
 def skipping(ctx: CheckContext) -> None:
-    """`skip_first_batches` leaves out the first batches of the epoch, and nothing else."""
+    """`skip_first_batches` skips the first batches of the epoch, and nothing else."""
     reading = LoaderCase(ctx)
     whole = reading.epoch()
     part = reading.accelerator.skip_first_batches(reading.loader, 2)
     ctx.equal([ids_of(batch) for batch in part], whole[2:], "batches after the first two")
-    ctx.equal(len(part), len(whole) - 2, "len of what is left")
-    ctx.equal(reading.epoch(), whole, "the loader itself, afterwards")
+    ctx.equal(len(part), len(whole) - 2, "len of the rest")
+    ctx.equal(reading.epoch(), whole, "the loader itself afterwards")
 
 
 def _rest(loader: Any, state: Any) -> Ids:
@@ -188,10 +188,10 @@ def _rest(loader: Any, state: Any) -> Ids:
 
 
 @check(
-    "loaders", alone=True, on_ranks="Every rank goes on with the very batches it would have read."
+    "loaders", alone=True, on_ranks="Every rank continues with the batches that it would have read."
 )
 def resume(ctx: CheckContext) -> str:
-    """A position of any moment goes on with the very batches of the uninterrupted run."""
+    """A position saved at any time continues with the batches of the uninterrupted run."""
     reading = LoaderCase(ctx, shuffle=True)
     reading.epoch()
     saved, batches = [_saved(reading.loader)], []
@@ -205,18 +205,18 @@ def resume(ctx: CheckContext) -> str:
         again = LoaderCase(ctx, shuffle=True)
         torch.rand(3 + ctx.rank)
         where = f"after batch {number} of {len(batches)}"
-        ctx.equal(_rest(again.loader, state), batches[number:], f"the rest, resumed {where}")
-        ctx.equal(again.epoch(), following, f"the epoch after one that was resumed {where}")
+        ctx.equal(_rest(again.loader, state), batches[number:], f"the rest after resuming {where}")
+        ctx.equal(again.epoch(), following, f"the epoch after one resumed {where}")
         ctx.end()
     again = LoaderCase(ctx, shuffle=True)
     again.epoch()
-    ctx.equal(_rest(again.loader, between), following, "the epoch, resumed before it began")
-    return f"{len(saved)} moments"
+    ctx.equal(_rest(again.loader, between), following, "the epoch resumed before it started")
+    return f"{len(saved)} positions"
 
 
 @check("loaders", alone=True)
 def resume_twice(ctx: CheckContext) -> None:
-    """A run that was resumed, and is left again, is resumed where it was left."""
+    """A resumed run that is interrupted again continues from there."""
     reading = LoaderCase(ctx, shuffle=True)
     whole = reading.epoch()
     ctx.end()
@@ -235,7 +235,7 @@ def resume_twice(ctx: CheckContext) -> None:
 
 @check("loaders", alone=True)
 def accumulation(ctx: CheckContext) -> None:
-    """The last batch of the data ends an accumulation cycle."""
+    """The last batch of an epoch ends an accumulation cycle."""
     reading = LoaderCase(ctx, gradient_accumulation_steps=3)
     model = torch.nn.Linear(2, 1)
     accelerator = reading.accelerator
@@ -251,7 +251,7 @@ def accumulation(ctx: CheckContext) -> None:
 
 @check("loaders", alone=True)
 def slots(ctx: CheckContext) -> None:
-    """A listener is called whenever the body of the loop has run."""
+    """`loop_body_end` is called after each run of the loop's body."""
     reading = LoaderCase(ctx)
     calls = list[str]()
     state = reading.accelerator.gradient_state
@@ -259,7 +259,7 @@ def slots(ctx: CheckContext) -> None:
     for _ in reading.loader:
         calls.append("body")
     wanted = ["body", "end"] * len(reading.loader)
-    ctx.equal(calls, wanted, "calls around the loop's body")
+    ctx.equal(calls, wanted, "calls after the loop's body")
 
 
 def _watched(feed: Any, fed: list[int], batches: Any, non_blocking: bool) -> Iterator[Any]:
@@ -270,7 +270,7 @@ def _watched(feed: Any, fed: list[int], batches: Any, non_blocking: bool) -> Ite
 
 @check("loaders", alone=True)
 def placing(ctx: CheckContext) -> None:
-    """Batches come through the backend's `feed_device`, unless they are to stay where they are."""
+    """Batches pass through the backend's `feed_device`, unless device_placement is False."""
     for place in (True, False):
         reading = LoaderCase(ctx, device_placement=place)
         accelerator = reading.accelerator
@@ -280,7 +280,7 @@ def placing(ctx: CheckContext) -> None:
         object.__setattr__(accelerator.hooks, "feed_device", partial(_watched, feed, fed))
         count = len(list(reading.loader))
         assert len(fed) == (count if place else 0), (
-            f"{len(fed)} of {count} batches came through the backend's feed_device, with "
+            f"{len(fed)} of {count} batches passed through the backend's feed_device, with "
             f"device_placement={place}"
         )
         ctx.end()
@@ -288,7 +288,7 @@ def placing(ctx: CheckContext) -> None:
 
 @check("loaders", alone=True)
 def ending(ctx: CheckContext) -> None:
-    """After `end_training` no thread, process or file is left, also of a loop that was not finished."""
+    """After `end_training` no thread, process or file is left, even after an unfinished loop."""
     lives = Lives(ctx)
     for _ in range(3):
         with lives.one():
@@ -304,7 +304,7 @@ def ending(ctx: CheckContext) -> None:
 
 @check("loaders", alone=True)
 def others(ctx: CheckContext) -> None:
-    """What it has no better way to read is read as ever: a loader of numbers gives these."""
+    """An ordinary loader of numbers still returns them."""
     accelerator = ctx.accelerator()
     numbers: Any = range(10)
     loader = accelerator.prepare(DataLoader(numbers, batch_size=4))

@@ -1,4 +1,4 @@
-"""What a precision keeps, in one process and around whatever backend takes several."""
+"""What a precision must do, in one process and on ranks with the installed backend."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def _train(ctx: CheckContext, steps: int = 12) -> tuple[Trainer, list[float]]:
             skipped.append(index)
     ctx.alike(accelerator, losses, "losses")
     autocast = torch.is_autocast_enabled(accelerator.device.type)
-    ctx.equal(autocast, False, "autocast, outside of the model's forward")
-    # A loss scale comes down in the first few.
-    said = f"the optimizer's steps {skipped} of {steps} were skipped"
+    ctx.equal(autocast, False, "autocast outside the model's forward")
+    # A loss scale may be too high in the first steps.
+    said = f"the optimizer skipped the steps {skipped} of {steps}"
     assert len(skipped) <= steps // 3, said
     batches = (whole * steps)[:steps]
     optimizer = optimizer_of(ctx)
@@ -34,8 +34,8 @@ def _train(ctx: CheckContext, steps: int = 12) -> tuple[Trainer, list[float]]:
     tolerance = float(ctx.options.get("tolerance", 0.2))
     for index, (one, other) in enumerate(zip(losses, expected, strict=True)):
         assert abs(one - other) <= tolerance * max(abs(other), expected[0] / 10), (
-            f"loss {index} is {one:.4g}, in full precision {other:.4g}: off by more than "
-            f"{tolerance:.0%} (options: tolerance)"
+            f"loss {index} is {one:.4g}, but {other:.4g} in full precision: it differs by more than "
+            f"{tolerance:.0%} (option: tolerance)"
         )
     return trainer, losses
 
@@ -48,7 +48,7 @@ def one_process(ctx: CheckContext) -> str:
 
 
 def _inner(ctx: CheckContext, net: nn.Module) -> nn.Module:
-    """Return what becomes of a model that is prepared with its optimizer."""
+    """Return the inner model after preparing it with an optimizer."""
     trainer = Trainer.begin(ctx, net=net)
     inner: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
     trainer.accelerator.end_training()
@@ -57,7 +57,7 @@ def _inner(ctx: CheckContext, net: nn.Module) -> nn.Module:
 
 @check("precision", alone=True, hooks="convert")
 def names_stay(ctx: CheckContext) -> None:
-    """Parameters keep names, shapes and dtypes, and what is tied stays tied."""
+    """Parameters keep their names, shapes and dtypes, and tied ones stay tied."""
     trainer = Trainer.begin(ctx)
     accelerator = trainer.accelerator
     inner = accelerator.unwrap_model(trainer.model)
@@ -71,17 +71,17 @@ def names_stay(ctx: CheckContext) -> None:
     inner = _inner(ctx, tied)
     names = [name for name, _ in inner.named_parameters()]
     ctx.equal(names, ["0.weight"], "parameters of a tied model")
-    # An engine that owns the precision casts by itself.
+    # An engine that owns the precision may cast parameters itself.
     if not {"parameters", "precision"} & {*accelerator.precision.needs, *accelerator.backend.owns}:
         for dtype in (torch.bfloat16, torch.float64):
             inner = _inner(ctx, Net(0).to(dtype))
             dtypes = {p.dtype for p in inner.parameters()}
-            ctx.equal(dtypes, {dtype}, "dtypes of parameters (its `needs` lack 'parameters')")
+            ctx.equal(dtypes, {dtype}, "dtypes of parameters (its `needs` don't have 'parameters')")
 
 
 @check("precision", alone=True, hooks="convert")
 def modes_stay(ctx: CheckContext) -> None:
-    """What is frozen stays frozen, what trains still trains, and neither mode of a model is changed."""
+    """Frozen parameters stay frozen, others stay trainable, and the model keeps its train or eval mode."""
     for training in (True, False):
         model = Net(0).train(training)
         model.inner.requires_grad_(False)
@@ -89,26 +89,26 @@ def modes_stay(ctx: CheckContext) -> None:
         inner = _inner(ctx, model)
         mode = f"a model in {'train' if training else 'eval'} mode"
         now = {name: p.requires_grad for name, p in inner.named_parameters()}
-        ctx.equal(now, its, f"parameters of {mode} that want gradients")
+        ctx.equal(now, its, f"requires_grad of the parameters of {mode}")
         modes = {module.training for module in inner.modules()}
-        ctx.equal(modes, {training}, f"training, of the modules of {mode}")
+        ctx.equal(modes, {training}, f"training of the modules of {mode}")
 
 
 @check("precision", alone=True, hooks=SAVE)
 def save_and_load(ctx: CheckContext) -> None:
-    """A checkpoint brings back in another Accelerator all it takes to go on, of several models."""
+    """Another Accelerator loads a checkpoint of several models and continues exactly."""
     if ctx.options.get("one_model", False):
         _one_goes_on(ctx)
         return
     both = pair(ctx, 0)
     batches, _ = both[0].batches(3)
     for trainer in both:
-        trainer.train(batches * 4)  # a loss scale comes down in the first few
+        trainer.train(batches * 4)  # until a loss scale fits
     goes_on(ctx, both, batches, "precision")
 
 
 def _one_goes_on(ctx: CheckContext) -> None:
-    """The same of one model, with a precision that takes no more."""
+    """The same with one model, for precisions that can train only one."""
     first = Trainer.begin(ctx, adam)
     batches, _ = first.batches(3)
     first.train(batches * 4)
@@ -119,12 +119,12 @@ def _one_goes_on(ctx: CheckContext) -> None:
     again = Trainer.begin(ctx, adam, seed=5)
     again.accelerator.load_state(path)
     again.train(batches)
-    ctx.close(again.weights(), after, "the model, steps after load_state", 1e-6)
+    ctx.close(again.weights(), after, "the model some steps after load_state", 1e-6)
 
 
 @check("precision", alone=True, hooks="convert autocast")
 def evaluation(ctx: CheckContext) -> None:
-    """A model for evaluation gives finite outputs in float32, or wider."""
+    """A model for evaluation returns finite outputs in float32 or float64."""
     accelerator = ctx.accelerator()
     model = accelerator.prepare_model(Net(0), evaluation_mode=True)
     with torch.no_grad():
@@ -136,7 +136,7 @@ def evaluation(ctx: CheckContext) -> None:
 
 @check("precision", hooks="convert autocast scaler on_start on_step_end")
 def two_processes(ctx: CheckContext) -> str:
-    """Two processes train nearly as in full precision, and end with the same model."""
+    """Two processes train nearly as in full precision and end with the same model."""
     trainer, losses = _train(ctx)
     trainer.same_everywhere("the trained model")
     trainer.weights()

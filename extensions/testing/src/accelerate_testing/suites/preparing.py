@@ -1,4 +1,4 @@
-"""What `prepare` of a backend returns, object by object."""
+"""What a backend makes of each object in `prepare`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from accelerate_testing.training import (
 
 @check("backend", alone=True, hooks=f"prepare_model {STEP} {STATE} convert on_start on_step_end")
 def one_process(ctx: CheckContext) -> str:
-    """One process trains as plain PyTorch does, saves and loads."""
+    """One process trains as plain PyTorch does, and can save and load."""
     trainer = Trainer.begin(ctx)
     accelerator = trainer.accelerator
     ctx.equal(accelerator.num_processes, 1, "number of processes")
@@ -48,7 +48,7 @@ def one_process(ctx: CheckContext) -> str:
 
 @check("backend", hooks="prepare prepare_model prepare_optimizer prepare_scheduler")
 def prepare(ctx: CheckContext) -> None:
-    """Models, optimizers, schedulers and loaders come back in order and belong together."""
+    """Models, optimizers, schedulers and loaders are returned in order and belong together."""
     accelerator = ctx.accelerator()
     model = Net(accelerator.process_index)
     optimizer: Any = sgd(model.parameters())
@@ -56,9 +56,9 @@ def prepare(ctx: CheckContext) -> None:
     data = DataLoader(TensorDataset(torch.randn(4 * BATCH, 6)), batch_size=BATCH)
     other = {"any": "object"}
     made = accelerator.prepare(data, scheduler, model, other, optimizer)
-    ctx.equal(len(made), 5, "objects that come back")
+    ctx.equal(len(made), 5, "number of returned objects")
     loader, scheduler, model, same, optimizer = made
-    ctx.equal(same is other, True, "another object comes back as it is")
+    ctx.equal(same is other, True, "another object is returned unchanged")
     ctx.equal(isinstance(model, nn.Module), True, "the model is a module")
     for what, thing, words in (
         ("optimizer", optimizer, ("step", "zero_grad", "param_groups")),
@@ -75,14 +75,14 @@ def prepare(ctx: CheckContext) -> None:
     ctx.equal(tuple(out.shape), (BATCH, 1), "shape of the model's output")
     again = accelerator.prepare(model, optimizer)
     ctx.equal([a is b for a, b in zip(again, (model, optimizer), strict=True)], [True, True],
-              "what is prepared is returned as it is")  # fmt: skip
+              "prepared objects are returned unchanged")  # fmt: skip
     if accelerator.device.type != "meta":
         places = {p.device.type for p in accelerator.unwrap_model(model).parameters()}
         ctx.equal(places <= {accelerator.device.type, "cpu"}, True, f"parameters are on {places}")
 
 
 _MAKES = "prepare prepare_model prepare_optimizer prepare_scheduler convert"
-#: What was done before a number is drawn -> the hooks that are called in it.
+#: What happens before a number is drawn -> the hooks that are called there.
 _DRAWN_AFTER = {
     "the start": "on_start device mesh init_process_group",
     "prepare": _MAKES,
@@ -93,13 +93,13 @@ _DRAWN_AFTER = {
 @check("precision", "extension", alone=True, hooks=f"on_start {_MAKES}")
 @check("backend", hooks=f"on_start {_MAKES}")
 def randomness(ctx: CheckContext) -> str:
-    """What is drawn at random depends on the script: on its seed, and on what it has drawn since."""
+    """Random numbers depend on the script's seed, and on how many were drawn since."""
     runs = []
     for number, drawn in (
         (1, 0),
         (2, 0),
         (1, 1),
-    ):  # who sets the seed of before again is seen by the last
+    ):  # the last one shows whether the seed is set again
         seed(number, drawn)
         accelerator = ctx.accelerator()
         told = draw("the start")
@@ -125,7 +125,7 @@ def randomness(ctx: CheckContext) -> str:
 
 @check("backend", hooks="prepare_model")
 def same_start(ctx: CheckContext) -> None:
-    """Ranks whose weights and buffers differ start from those of the main process."""
+    """Ranks with different weights and buffers start from those of the main process."""
     trainer = Trainer.begin(ctx)
     x = torch.ones(2, 6, device=trainer.accelerator.device)
     trainer.model.eval()
@@ -135,9 +135,9 @@ def same_start(ctx: CheckContext) -> None:
 
 
 class _Wide(nn.Module):
-    """A model with arguments of all kinds, and dropout: in evaluation it is `w * (a - b) * scale`.
+    """A model with arguments of all kinds and dropout; in evaluation it is `w * (a - b) * scale`.
 
-    Who drops an argument is told by the output.
+    Its output shows which arguments arrive.
     """
 
     def __init__(self) -> None:
@@ -154,27 +154,62 @@ class _Wide(nn.Module):
 
 @check("backend", hooks="prepare prepare_model")
 def calls_of_models(ctx: CheckContext) -> None:
-    """A prepared model takes what the user's takes, answers as it does, and stays in its mode."""
+    """A prepared model takes the same arguments as the user's, returns the same, and keeps its mode."""
     accelerator = ctx.accelerator()
     a = torch.ones(2, 6, device=accelerator.device)
     for training in (False, True):
         model = accelerator.prepare_model(_Wide().train(training), evaluation_mode=not training)
         modes = {one.training for one in accelerator.unwrap_model(model).modules()}
-        ctx.equal(modes, {training}, f"training, of a model prepared with training={training}")
+        ctx.equal(modes, {training}, f"training of a model that had training={training}")
         model.eval()
         with torch.no_grad():
             got = model(a, 3 * a, "third", scale=0.5, word="named")
-        ctx.equal(sorted(got), ["out", "told"], "keys of the dict that the model answers with")
+        ctx.equal(sorted(got), ["out", "told"], "keys of the dict that the model returns")
         ctx.close(got["out"], -a, "output for two tensors and a keyword")
         ctx.equal(got["told"], [1, ["word"]], "other arguments that reach the model")
         model.train()
         inner: Any = accelerator.unwrap_model(model)
-        ctx.equal(inner.drop.training, True, "training, after train()")
+        ctx.equal(inner.drop.training, True, "training after train()")
+
+
+class _Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.first = nn.Linear(6, 6, bias=False)
+            self.second = nn.Linear(6, 6, bias=False)
+            self.out = nn.Linear(6, 1)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Samples [batch, 6] in, numbers [batch, 1] out."""
+        return self.out(self.second(torch.tanh(self.first(x))))
+
+
+@check("backend", hooks=f"prepare prepare_model {STEP}")
+def ties(ctx: CheckContext) -> None:
+    """A weight that two layers share stays one weight, and trains as in one process."""
+    accelerator = ctx.accelerator()
+    net = _Tied(accelerator.process_index)
+    trainer = Trainer.begin(ctx, no_momentum, net=net, accelerator=accelerator)
+    inner: Any = accelerator.unwrap_model(trainer.model)
+    ctx.equal(inner.second.weight is inner.first.weight, True, "both layers have the same weight")
+    mine, whole = trainer.batches(3)
+    trainer.train(mine)
+    ctx.equal(inner.second.weight is inner.first.weight, True, "the same weight after training")
+    got = trainer.weights()
+    ctx.close(got["second.weight"], got["first.weight"], "the weight of the second layer", 0.0)
+    if trainer.exact:
+        expected = plain_training(whole, net=_Tied(0), optimizer=no_momentum)[1]
+        ctx.close(got, {name: expected[name] for name in got}, "weights")
 
 
 @check("backend", hooks="prepare_model")
 def kinds_of_models(ctx: CheckContext) -> None:
-    """Models for evaluation, frozen ones and ones without parameters pass through `prepare`."""
+    """`prepare` accepts models for evaluation, frozen models and models without parameters."""
     accelerator = ctx.accelerator()
     x = torch.ones(2, 6, device=accelerator.device)
     for what, model, evaluation in (
@@ -190,7 +225,7 @@ def kinds_of_models(ctx: CheckContext) -> None:
 
 
 def pair(ctx: CheckContext, weights: int) -> list[Trainer]:
-    """Return two models that were prepared together, with an Adam for each."""
+    """Return two models that were prepared together, each with an Adam optimizer."""
     accelerator = ctx.accelerator()
     models: list[Any] = [Net(weights + accelerator.process_index) for _ in range(2)]
     made = accelerator.prepare(*models, *(adam(model.parameters()) for model in models))
@@ -199,7 +234,7 @@ def pair(ctx: CheckContext, weights: int) -> list[Trainer]:
 
 @check("backend", needs="several_models", hooks=f"prepare_model {STEP} {STATE}")
 def several_models(ctx: CheckContext) -> None:
-    """Two models with an optimizer each train side by side, and both are saved and loaded."""
+    """Two models, each with an optimizer, train side by side, and both are saved and loaded."""
     both = pair(ctx, 0)
     accelerator = both[0].accelerator
     mine, whole = both[0].batches(4)
@@ -221,7 +256,7 @@ def several_models(ctx: CheckContext) -> None:
 
 
 def goes_on(ctx: CheckContext, both: list[Trainer], batches: Any, name: str) -> None:
-    """Save, and let another Accelerator load and go on: two models, and one no optimizer has."""
+    """Save two models and one without an optimizer, load them with another Accelerator, and continue."""
     accelerator = both[0].accelerator
     ctx.hooks = SAVE
     average = _average_of(ctx, accelerator, 7)
@@ -235,18 +270,18 @@ def goes_on(ctx: CheckContext, both: list[Trainer], batches: Any, name: str) -> 
     accelerator = both[0].accelerator
     another = _average_of(ctx, accelerator, 9)
     accelerator.load_state(path)
-    ctx.close(another.weights(), kept, "a model that no optimizer has, after load_state", 1e-7)
-    ctx.close(_trained(both, batches), after, "models, steps after load_state", 1e-6)
+    ctx.close(another.weights(), kept, "a model without an optimizer, after load_state", 1e-7)
+    ctx.close(_trained(both, batches), after, "models some steps after load_state", 1e-6)
 
 
 def _average_of(ctx: CheckContext, accelerator: Any, weights: int) -> Trainer:
-    """Prepare a model that a script keeps beside those that it trains, such as their average."""
+    """Prepare a model that a script keeps but does not train, such as an average of weights."""
     model = accelerator.prepare_model(Net(weights).requires_grad_(False))
     return Trainer(ctx, accelerator, model, None)
 
 
 def _trained(both: list[Trainer], batches: Any) -> list[dict[str, torch.Tensor]]:
-    """Train each model on all batches; return the weights of all."""
+    """Train each model on all batches; return the weights of each."""
     for trainer in both:
         trainer.train(batches)
     return [trainer.weights() for trainer in both]
@@ -269,7 +304,7 @@ def _on_all(both: list[Trainer], batch: Any) -> None:
     ctx.hooks = "scale_gradients"
     accelerator.hooks.scale_gradients(models, torch.tensor(0.5))
     ratios = [one / other for one, other in zip(largest(), before, strict=True) if other > 1e-6]
-    # Less, where it divides by ranks.
+    # The ratios are smaller if the backend divides by the number of ranks.
     halved = max(ratios) <= 0.51 and max(ratios) - min(ratios) <= 1e-3
     assert halved, f"scale_gradients by 0.5 scales the gradients of two models by {ratios}"
     ctx.hooks = "clip_grad"
@@ -282,7 +317,7 @@ def _on_all(both: list[Trainer], batch: Any) -> None:
 
 @check("backend", needs="no_sync", hooks="no_sync trigger_sync_in_backward backward")
 def one_of_two(ctx: CheckContext) -> None:
-    """`no_sync` of one model leaves the other alone, and `trigger_sync_in_backward` ends it."""
+    """`no_sync` of one model does not affect the other, and `trigger_sync_in_backward` ends it."""
     if not ctx.supports.get("several_models", True):
         ctx.skip("it does not declare 'several_models'")
     first, second = pair(ctx, 0)
@@ -293,7 +328,7 @@ def one_of_two(ctx: CheckContext) -> None:
         accelerator.backward(loss_of(first.model, mine[0]))
     if first.exact:
         second.optimizer.step()
-        second.same_everywhere("the model beside one under no_sync")
+        second.same_everywhere("the model next to one under no_sync")
     with accelerator.no_sync(first.model):
         loss = loss_of(first.model, mine[1])
     with accelerator.trigger_sync_in_backward(first.model):
@@ -305,13 +340,13 @@ def one_of_two(ctx: CheckContext) -> None:
 
 @check("backend", hooks="init_model_context new_group")
 def contexts(ctx: CheckContext) -> None:
-    """Models can be made inside of `init_model_context`, and groups of ranks are those asked for."""
+    """Models can be created in `init_model_context`, and `new_group` returns the group it was asked for."""
     accelerator = ctx.accelerator()
     with accelerator.hooks.init_model_context():
         net = Net(accelerator.process_index)
     trainer = Trainer.begin(ctx, no_momentum, net=net, accelerator=accelerator)
     trainer.train(trainer.batches(1)[0])
-    if ctx.rank == ctx.size - 1:  # only members ask for a group
+    if ctx.rank == ctx.size - 1:  # only members of a group ask for it
         alone = accelerator.hooks.new_group([ctx.rank], None)
         if alone is not None:
             ctx.equal(torch.distributed.get_world_size(alone), 1, "ranks of a group of one")
@@ -320,27 +355,27 @@ def contexts(ctx: CheckContext) -> None:
 
 @check("backend", hooks="unwrap_model prepare_model")
 def unwrap(ctx: CheckContext) -> None:
-    """`unwrap_model` gives the user's own model: its class, attributes and names."""
+    """`unwrap_model` returns the user's own model, with its class and the names of its parameters."""
     trainer = Trainer.begin(ctx)
     trainer.train(trainer.batches(1)[0])
     inner = trainer.accelerator.unwrap_model(trainer.model)
-    ctx.equal(isinstance(inner, Net), True, f"{type(inner).__name__} is the user's class")
+    ctx.equal(isinstance(inner, Net), True, f"the class {type(inner).__name__} is the user's")
     names, its = ([name for name, _ in one.named_parameters()] for one in (inner, Net(0)))
     ctx.equal(names, its, "names of the parameters")
     twice = trainer.accelerator.unwrap_model(inner)
-    ctx.equal(twice is inner, True, "unwrapping twice is unwrapping once")
+    ctx.equal(twice is inner, True, "unwrapping twice returns the same model")
 
 
 @check("backend", hooks="consolidate")
 def state_dict(ctx: CheckContext) -> str:
-    """`get_state_dict` gives whole tensors under the user's own names."""
+    """`get_state_dict` returns whole tensors with the user's own names."""
     trainer = Trainer.begin(ctx)
     mine, whole = trainer.batches(2)
     trainer.train(mine)
     _, expected, _ = plain_training(whole)
     state = trainer.accelerator.get_state_dict(trainer.model)
     if trainer.accelerator.is_main_process:
-        # What the weights of one that is not exact are is its affair; here they are numbers.
+        # If the backend is not exact, its weights may have any values.
         ctx.close(state, expected, "state dict", 1e-5 if trainer.exact else 1e3)
         for name, value in expected.items():
             ctx.equal(state[name].dtype, value.dtype, f"dtype of {name}")

@@ -1,4 +1,4 @@
-"""Checkpoints of a backend: what is saved, loaded, and gone on from."""
+"""Checkpoints of a backend: saving, loading, and continuing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from accelerate_testing.checks import SAVE, check
 from accelerate_testing.context import CheckContext, raised
 from accelerate_testing.training import Net, ResumableTrainer, Trainer, adam, held_threads, sgd
 
-#: Micro-batches; two make a step, so the save is inside of a cycle.
+#: Micro-batches before the save. Two make a step, so the save is inside a cycle.
 SAVED_AFTER = 5
 
 
 @check("backend", hooks=SAVE)
 def save_and_load(ctx: CheckContext) -> None:
-    """What `save_state` wrote brings weights, buffers and optimizer state back."""
+    """`load_state` restores the weights, buffers and optimizer state that `save_state` wrote."""
     trainer = Trainer.begin(ctx, adam)
     accelerator, model = trainer.accelerator, trainer.model
     mine, _ = trainer.batches(4)
@@ -39,23 +39,23 @@ def save_and_load(ctx: CheckContext) -> None:
     ctx.close(trainer.weights(), after, "weights two steps later", 1e-6)
     if "checkpoint" not in accelerator.backend.owns:
         state = dict(accelerator.hooks.model_state(model))
-        if state:  # one that writes shards of its own hands the core nothing
+        if state:  # empty if the backend writes its own shards
             _is_strict(trainer, state)
 
 
 def _is_strict(trainer: Trainer, state: dict[str, Any]) -> None:
-    """A state that lacks a tensor is refused, unless `strict` is False."""
+    """A state without one of the tensors is refused, unless `strict` is False."""
     accelerator, model = trainer.accelerator, trainer.model
     load = accelerator.hooks.load_model_state
     lacking = dict(list(state.items())[1:])
     load(model, lacking, False)
     refused = raised(Exception, lambda: load(model, lacking, True))
-    assert refused, f"load_model_state(strict=True) takes a state without {next(iter(state))!r}"
+    assert refused, f"load_model_state(strict=True) accepts a state without {next(iter(state))!r}"
 
 
 @check("backend", hooks=SAVE)
 def save_later(ctx: CheckContext) -> None:
-    """`save_state(blocking=False)` keeps the state of the call, whatever training does meanwhile."""
+    """`save_state(blocking=False)` saves the state at the time of the call while training continues."""
     trainer = Trainer.begin(ctx, adam)
     mine, _ = trainer.batches(6)
     trainer.train(mine[:2])
@@ -76,7 +76,7 @@ def _run(ctx: CheckContext, seed: int) -> ResumableTrainer:
 
 
 def _never_stopped(ctx: CheckContext, name: str) -> dict[str, torch.Tensor]:
-    """Train to the middle of a cycle and save, then train on; return the weights in the end."""
+    """Train to the middle of a cycle, save, and train on; return the final weights."""
     run = _run(ctx, ctx.rank)
     run.go_on(SAVED_AFTER)
     if run.accelerator.backend.supports.get("gradients", True) is False:
@@ -91,25 +91,25 @@ def _never_stopped(ctx: CheckContext, name: str) -> dict[str, torch.Tensor]:
 
 
 def _resumed(ctx: CheckContext, name: str) -> dict[str, torch.Tensor]:
-    """Load in new objects and train to where the other run stopped; return the weights there."""
+    """Load into new objects and train to the end; return the final weights."""
     run = _run(ctx, 10 + ctx.rank)
-    run.load(str(ctx.scratch(name)))  # a backend may go back to its last step
+    run.load(str(ctx.scratch(name)))  # a backend may continue from its last step
     run.go_on(run.END)
     return run.weights()
 
 
 @check("backend", hooks=SAVE)
 def resume(ctx: CheckContext) -> str:
-    """New objects that load a checkpoint end where the run would have, were it never stopped."""
+    """A run that loads a checkpoint into new objects ends with the weights of an uninterrupted run."""
     expected = _never_stopped(ctx, "resume")
     ctx.end()
     ctx.close(_resumed(ctx, "resume"), expected, "weights at the end", 1e-6)
-    return f"saved after {SAVED_AFTER} micro-batches of {ResumableTrainer.END}, inside of a cycle"
+    return f"saved after {SAVED_AFTER} of {ResumableTrainer.END} micro-batches, inside a cycle"
 
 
 @check("backend", hooks=SAVE)
 def save_fails(ctx: CheckContext) -> None:
-    """Where one rank cannot save, every rank is told, nothing is left, and training goes on."""
+    """If one rank cannot save, every rank raises an error, nothing is left, and training can continue."""
     trainer = Trainer.begin(ctx)
     accelerator = trainer.accelerator
 
@@ -118,7 +118,7 @@ def save_fails(ctx: CheckContext) -> None:
 
         def state_dict(self) -> dict[str, int]:
             if self.fails and accelerator.process_index == ctx.size - 1:
-                raise OSError("nothing left to write on")
+                raise OSError("no space left on device")
             return {"fine": 1}
 
         def load_state_dict(self, state: dict[str, int]) -> None: ...
@@ -128,8 +128,8 @@ def save_fails(ctx: CheckContext) -> None:
     target = ctx.scratch("save_fails")
     told = raised(CheckpointError, lambda: accelerator.save_state(str(target)))
     assert told, "save_state returned, although a rank could not save"
-    ctx.equal("nothing left to write on" in str(told), True, f"the reason is told: {told}")
-    ctx.equal(target.exists(), False, "a checkpoint is there that no rank completed")
+    ctx.equal("no space left on device" in str(told), True, f"the error has the reason: {told}")
+    ctx.equal(target.exists(), False, "an incomplete checkpoint exists")
     faulty.fails = False
     trainer.train(trainer.batches(2)[0])
     accelerator.save_state(str(target))
@@ -137,7 +137,7 @@ def save_fails(ctx: CheckContext) -> None:
 
 
 def _loaded(ctx: CheckContext, path: str) -> Trainer:
-    """Load a checkpoint in new objects."""
+    """Load a checkpoint into new objects."""
     trainer = Trainer.begin(ctx, adam, seed=5)
     trainer.accelerator.load_state(path)
     return trainer
@@ -145,11 +145,11 @@ def _loaded(ctx: CheckContext, path: str) -> Trainer:
 
 @check("backend", hooks=SAVE)
 def another_size(ctx: CheckContext) -> str:
-    """One process loads what several saved, they load what it saves, and both go on as those would have."""
+    """One process loads a checkpoint of several, several load one of one, and both continue correctly."""
     trainer = Trainer.begin(ctx, adam)
     mine, whole = trainer.batches(4)
     device = trainer.accelerator.device
-    # Where each rank is somewhere else, one that was not there can be anywhere.
+    # If ranks may have different weights, a rank that did not save can have any.
     near, size = 1e-5 if trainer.exact else 1e3, ctx.size
     trainer.train(mine[:2])
     saved = trainer.weights()
@@ -159,14 +159,14 @@ def another_size(ctx: CheckContext) -> str:
     del trainer
     with ctx.each_alone():
         trainer = _loaded(ctx, path)
-        what = f"in one process, of a checkpoint of {size} ranks"
+        what = f"in one process, from a checkpoint of {size} ranks"
         ctx.close(trainer.weights(), saved, f"weights {what}", near)
         path = trainer.accelerator.save_state(str(ctx.scratch(f"of_one_{ctx.rank}")))
         trainer.train([(x.to(device), y.to(device)) for x, y in whole[2:]])
         ctx.close(trainer.weights(), after, f"weights two steps later, {what}", near)
         del trainer
     trainer = _loaded(ctx, str(ctx.scratch("of_one_0")))
-    what = f"on {ctx.size} ranks, of a checkpoint of one process"
+    what = f"on {ctx.size} ranks, from a checkpoint of one process"
     ctx.close(trainer.weights(), saved, f"weights {what}", near)
     trainer.train(mine[2:])
     ctx.close(trainer.weights(), after, f"weights two steps later, {what}", near)
@@ -174,7 +174,7 @@ def another_size(ctx: CheckContext) -> str:
 
 
 def _die(ctx: CheckContext) -> None:
-    """Train past a checkpoint, keep what came out, and die without a word."""
+    """Save, train on, keep the final weights, and end with SIGKILL."""
     expected = _never_stopped(ctx, "kill")
     if ctx.rank == 0:
         torch.save(expected, ctx.scratch("never_killed.pt"))
@@ -186,6 +186,6 @@ def _die(ctx: CheckContext) -> None:
 
 @check("backend", before=_die, hooks=SAVE)
 def kill(ctx: CheckContext) -> None:
-    """After SIGKILL on every rank, new processes load and end with the weights of a run never killed."""
+    """After SIGKILL on every rank, new processes load and end with the weights of an uninterrupted run."""
     expected = torch.load(ctx.scratch("never_killed.pt"), weights_only=True)
     ctx.close(_resumed(ctx, "kill"), expected, "weights at the end", 1e-6)

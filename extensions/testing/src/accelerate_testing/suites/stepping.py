@@ -1,4 +1,4 @@
-"""The training step of a backend, held against plain PyTorch on the batches of all ranks."""
+"""The training step of a backend, compared with plain PyTorch on the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accelerate_core.config.handlers import AutocastKwargs, GradScalerKwargs
 from accelerate_core.contract.capabilities import lacking
 from accelerate_core.errors import AccelerateError, ConfigurationError, listing
 from accelerate_testing.checks import STEP, check
-from accelerate_testing.context import CheckContext
+from accelerate_testing.context import CheckContext, raised
 from accelerate_testing.counting import count_communication
 from accelerate_testing.training import (
     BATCH,
@@ -33,20 +33,20 @@ from accelerate_testing.training import (
     sgd,
 )
 
-#: Steps in which ranks have to meet: those of an exact backend in the first few.
+#: Steps in which the ranks must have learned from each other; for an exact backend the first of these.
 _MEET = (4, 16, 256)
 
 
 @check("backend", hooks=f"prepare_model {STEP}")
 def training(ctx: CheckContext) -> str:
-    """Losses and weights of six steps are those of one process on the whole batches."""
+    """Losses and weights of six steps equal those of one process on the whole batches."""
     trainer = Trainer.begin(ctx)
     if not trainer.exact:
         _, whole = trainer.batches(6)
         device = trainer.accelerator.device
         trainer.train([(x[:BATCH].to(device), y[:BATCH].to(device)) for x, y in whole])
         trainer.same_everywhere("the model, trained on the same samples on all ranks")
-        return "not exact: ranks that have the same samples stay together"
+        return "not exact: ranks with the same samples stay equal"
     losses, _ = trainer.train_as_plain(6)
     ctx.alike(trainer.accelerator, losses, "losses")
     trainer.same_everywhere("the trained model")
@@ -55,38 +55,39 @@ def training(ctx: CheckContext) -> str:
 
 @check("backend", hooks=f"prepare_model {STEP}")
 def learning(ctx: CheckContext) -> str:
-    """Thirty steps bring the loss down, and what a rank learns reaches the others."""
+    """Thirty steps reduce the loss, and what a rank learns reaches the others."""
     trainer = Trainer.begin(ctx)
     accelerator = trainer.accelerator
     losses = trainer.train(trainer.batches(3)[0] * 10)
     ctx.alike(accelerator, losses, "losses")
     first, last = sum(losses[:3]), sum(losses[-3:])
     line = f"{first / 3:.3g} to {last / 3:.3g}"
-    assert last < 0.8 * first, f"the loss went from {line}"  # how fast is the algorithm's affair
+    assert last < 0.8 * first, f"the loss went from {line}"  # how fast depends on the algorithm
     _, shares = accelerator.hooks.data_shard()
     accelerator.end_training()
     if shares == 1:  # all ranks work on the same samples
         return f"loss {line}"
-    return f"loss {line}; what another rank learns is here in step {_reaches_others(ctx)}"
+    return f"loss {line}; what a rank learns reaches the others in step {_reaches_others(ctx)}"
 
 
 def _reaches_others(ctx: CheckContext) -> int:
-    """Train, and again with other targets on one rank; return the step in which all others show it.
+    """Train twice, once with other targets on one rank; return the step in which all others show it.
 
-    First on the last rank, then on the main one: what goes one way only is seen by one of them.
+    The targets change on the last rank and then on the main one, because averaging may work in one
+    direction only.
     """
     for count in _MEET[:1] if ctx.supports.get("exact", True) else _MEET:
         unheard, latest = _heard(ctx, count)
         if not unheard:
             return latest
     raise AssertionError(
-        f"after {count} steps {unheard}: the ranks train apart (where they meet less often, let the "
-        "settings say so for the checks)"
+        f"after {count} steps, {unheard}: the ranks train separately. If they synchronise less often, "
+        "set that for the checks with the backend's settings."
     )
 
 
 def _heard(ctx: CheckContext, count: int) -> tuple[str, int]:
-    """Return who hears nothing of whom in so many steps, and the step in which the last has heard."""
+    """Return which rank learns nothing from another one, "" if none, and the step in which all have."""
     usual = _outputs(ctx, count, -1)
     latest = 0
     for rank in (ctx.size - 1, 0):
@@ -95,13 +96,13 @@ def _heard(ctx: CheckContext, count: int) -> tuple[str, int]:
             both = zip(usual[other], disturbed[other], strict=True)
             heard = [step for step, (one, its) in enumerate(both, 1) if not torch.equal(one, its)]
             if not heard:
-                return f"rank {other} is what it was, whatever rank {rank} learned", latest
+                return f"rank {other} does not depend on what rank {rank} learned", latest
             latest = max(latest, heard[0])
     return "", latest
 
 
 def _outputs(ctx: CheckContext, count: int, disturbed: int) -> list[list[torch.Tensor]]:
-    """Train with other targets on one rank; return of each rank what its model answers after each step."""
+    """Train with other targets on one rank; return the outputs of every rank's model after each step."""
     trainer = Trainer.begin(ctx)
     accelerator = trainer.accelerator
     ((x, y),), _ = trainer.batches(1)
@@ -119,44 +120,70 @@ def _outputs(ctx: CheckContext, count: int, disturbed: int) -> list[list[torch.T
 
 @check("backend", needs="gradients", hooks="backward clip_grad")
 def gradients_meet(ctx: CheckContext) -> str:
-    """Ranks have the same gradients when `reduces_gradients` says so."""
+    """All ranks have the same gradients at the time that `reduces_gradients` declares."""
     accelerator = ctx.accelerator()
     if ctx.supports.get("gradients", True) is not True:
         ctx.skip("gradients are in buffers of the backend")
     said = accelerator.backend.reduces_gradients
     when = {"backward": "after backward", "step": "after clipping"}.get(said or "")
     if when is None:
-        ctx.skip(f"it says reduces_gradients={said!r}")
+        ctx.skip(f"it declares reduces_gradients={said!r}")
     trainer = Trainer.begin(ctx, accelerator=accelerator)
     accelerator.backward(loss_of(trainer.model, trainer.batches(1)[0][0]))
     parameters = list(trainer.model.parameters())
     if said == "step":
         accelerator.clip_grad_norm_(parameters, 1e9)
     if any(hasattr(parameter.grad, "placements") for parameter in parameters):
-        ctx.skip("gradients are sharded: each rank has another part")
+        ctx.skip("gradients are sharded: each rank has a different part")
     gradients = [None if p.grad is None else p.grad.tolist() for p in parameters]
     ctx.alike(accelerator, gradients, f"gradients {when}")
     return when
 
 
+class _Fails(torch.autograd.Function):
+    """Passes a loss on, and cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ArithmeticError(_NO_BACKWARD)
+
+
+_NO_BACKWARD = "this loss cannot be differentiated"
+
+
+@check("backend", hooks="backward")
+def backward_errors(ctx: CheckContext) -> None:
+    """An exception in backward reaches the script."""
+    trainer = Trainer.begin(ctx)
+    apply: Any = _Fails.apply
+    loss = apply(loss_of(trainer.model, trainer.batches(1)[0][0]))
+    error = raised(Exception, lambda: trainer.accelerator.backward(loss))
+    assert error is not None, "backward returned, although an exception was raised in it"
+    ctx.equal(_NO_BACKWARD in str(error), True, f"the exception of the script: {error}")
+
+
 @check("backend", hooks=STEP)
 def accumulation(ctx: CheckContext) -> str:
-    """Two micro-batches per step, of any sizes, give what a big batch gives; so does one at the end."""
+    """Two micro-batches of any sizes give the same step as one large batch, also at the end of an epoch."""
     trainer = Trainer.begin(ctx, gradient_accumulation_steps=2)
     backend = trainer.accelerator.backend
     start = trainer.weights()
     fixed = trainer.accelerator.hooks.fixed_batch()
     mine, whole = trainer.batches(6, BATCH, BATCH if fixed else BATCH - 1)
     trainer.train(mine[:1])
-    ctx.close(trainer.weights(), start, "weights inside of the first cycle", 0.0)
+    ctx.close(trainer.weights(), start, "weights inside the first cycle", 0.0)
     trainer.train(mine[1:])
     if not _reduces_sums(trainer):
-        return "not exact: no step inside of a cycle"
+        return "not exact: no step inside a cycle"
     got = trainer.weights()
     ctx.close(
         got,
         trainer.reference(mine, whole, 2),
-        "weights, the last of two micro-batches being smaller",
+        "weights, with a smaller second micro-batch",
     )
     trainer.accelerator.end_training()
     if "accumulation" in backend.owns:
@@ -175,14 +202,14 @@ def accumulation(ctx: CheckContext) -> str:
 
 
 def _reduces_sums(trainer: Trainer) -> bool:
-    """Whether what ranks reduce is the sum of a cycle's gradients, and not each micro-batch's own."""
+    """Tell whether ranks reduce the sum of a cycle's gradients, and not those of each micro-batch."""
     backend = trainer.accelerator.backend
     each = backend.reduces_gradients == "backward" and not backend.supports.get("no_sync")
     return trainer.exact or not each
 
 
 class Branches(nn.Module):
-    """Two parts of one size, of which a forward uses one, and a third that no forward uses."""
+    """Two parts of the same size, one of which each forward uses, and a third that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +222,7 @@ class Branches(nn.Module):
 
 @check("backend", hooks="backward")
 def branches(ctx: CheckContext) -> str | None:
-    """Ranks that use different parts of a model train all of them, or all refuse to."""
+    """If ranks use different parts of a model, all ranks train all parts, or all ranks raise an error."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         expected = Branches()
@@ -205,14 +232,14 @@ def branches(ctx: CheckContext) -> str | None:
     mine, whole = trainer.batches(3)
     refused = ""
     try:
-        for x, y in mine:  # some notice only in the step after
+        for x, y in mine:  # some backends notice it one step later
             trainer.step(nn.functional.mse_loss(trainer.model(x, index % 2).float(), y))
     except Exception as error:
         refused = f"{type(error).__name__}: {str(error).strip().partition('. ')[0]}"
     told = accelerator.communicator.gather_object(refused)
     if all(told):
         return f"refused: {refused}"
-    assert not any(told), f"refused on some ranks, and on others not: {told}"
+    assert not any(told), f"some ranks raised an error and others did not: {told}"
     if not trainer.exact:
         return "not exact: no rank refuses"
     plain = no_momentum(expected.parameters())
@@ -226,17 +253,17 @@ def branches(ctx: CheckContext) -> str | None:
     with torch.no_grad():
         x = torch.ones(BATCH, 6, device=accelerator.device)
         sums = [round(float(trainer.model(x, which).float().sum()), 4) for which in range(3)]
-    ctx.alike(accelerator, sums, "what each part computes")
+    ctx.alike(accelerator, sums, "the output of each part")
     try:
         ctx.close(trainer.weights(), dict(expected.state_dict()), "weights")
     except AssertionError as error:
-        return f"alike, but not of mean gradients: {error}"
+        return f"equal on all ranks, but not the result of mean gradients: {error}"
     return None
 
 
 @check("backend", needs="num_items", hooks="scale_gradients loss_shard backward")
 def counted_items(ctx: CheckContext) -> str:
-    """`accumulate(num_items=...)` over ragged micro-batches gives the mean over all items."""
+    """`accumulate(num_items=...)` over micro-batches of different sizes gives the mean over all items."""
     trainer = Trainer.begin(ctx, gradient_accumulation_steps=2)
     accelerator = trainer.accelerator
     mine, whole = trainer.batches(2)
@@ -246,7 +273,7 @@ def counted_items(ctx: CheckContext) -> str:
         return [BATCH - rank % 2, 1 + rank % 2]
 
     if not trainer.exact:
-        return _cut_otherwise(trainer, mine)
+        return _split_differently(trainer, mine)
     _count(trainer, [(x[:n], y[:n]) for (x, y), n in zip(mine, lengths(index), strict=True)])
     expected = Net(0)
     plain = sgd(expected.parameters())
@@ -263,14 +290,14 @@ def counted_items(ctx: CheckContext) -> str:
 
 
 def _count(trainer: Trainer, batches: Sequence[Batch]) -> None:
-    """Train on sums of losses, telling how many items they are of."""
+    """Train on sums of losses, with the number of their items."""
     for x, y in batches:
         with trainer.accelerator.accumulate(trainer.model, num_items=len(x)):
             trainer.step(nn.functional.mse_loss(trainer.model(x), y, reduction="sum"))
 
 
-def _cut_otherwise(trainer: Trainer, mine: Sequence[Batch]) -> str:
-    """How items are cut into micro-batches makes no difference, also to one that is not exact."""
+def _split_differently(trainer: Trainer, mine: Sequence[Batch]) -> str:
+    """How items are split into micro-batches makes no difference, even if the backend is not exact."""
     if not _reduces_sums(trainer):
         trainer.ctx.skip("it is not exact, and reduces the gradients of each micro-batch")
     ctx, seen = trainer.ctx, []
@@ -282,12 +309,12 @@ def _cut_otherwise(trainer: Trainer, mine: Sequence[Batch]) -> str:
         seen.append(trainer.weights())
     what = f"weights after {BATCH} and {BATCH} items, and after 1 and {2 * BATCH - 1}"
     ctx.close(seen[0], seen[1], what)
-    return "not exact: the same items, cut in two ways"
+    return "not exact: the same items, split in two ways"
 
 
 @check("backend", needs="no_sync", hooks="no_sync backward")
 def no_sync(ctx: CheckContext) -> None:
-    """A backward under `no_sync` reduces nothing; the next one outside brings in all gradients."""
+    """A backward under `no_sync` reduces nothing, and the next one outside reduces all gradients."""
     trainer = Trainer.begin(ctx)
     accelerator, model = trainer.accelerator, trainer.model
     mine, whole = trainer.batches(2)
@@ -302,12 +329,12 @@ def no_sync(ctx: CheckContext) -> None:
         raise KeyError("of the script")
     accelerator.backward(loss_of(model, mine[0]))
     trainer.optimizer.step()
-    trainer.same_everywhere("a model whose no_sync was left by an exception")
+    trainer.same_everywhere("the model after an exception inside no_sync")
 
 
 @check("backend", hooks="clip_grad")
 def clip_norm(ctx: CheckContext) -> str:
-    """Clipping uses the norm of the gradients of all ranks together, and returns it as it was."""
+    """Clipping uses the norm of the gradients of all ranks together, and returns the norm from before."""
     trainer = Trainer.begin(ctx)
     accelerator, model = trainer.accelerator, trainer.model
     norms: list[float] = []
@@ -331,16 +358,16 @@ def clip_norm(ctx: CheckContext) -> str:
         accelerator.backward(loss_of(model, mine[0]))
         try:
             told = float(accelerator.clip_grad_norm_(model.parameters(), 0.5, kind))
-        except ConfigurationError:  # in so many words
+        except ConfigurationError:  # the backend refuses it
             return f"{line}; the 2-norm only"
-        ctx.close([told / other], [1.0], f"norm_type={kind}, as part of the right one", 1e-4)
+        ctx.close([told / other], [1.0], f"norm_type={kind}, as a fraction of the right one", 1e-4)
         trainer.optimizer.zero_grad()
     return line
 
 
 @check("backend", hooks="clip_grad")
 def small_gradients(ctx: CheckContext) -> None:
-    """Gradients within the bounds of clipping stay as they are."""
+    """Clipping does not change gradients below the limit."""
     trainer = Trainer.begin(ctx)
     accelerator, model = trainer.accelerator, trainer.model
 
@@ -357,7 +384,7 @@ def small_gradients(ctx: CheckContext) -> None:
 
 @check("backend", hooks="clip_grad")
 def clip_value(ctx: CheckContext) -> str | None:
-    """Clipping by value cuts each element of the ranks' common gradients."""
+    """Clipping by value limits each element of the reduced gradients."""
     trainer = Trainer.begin(ctx)
     if not trainer.exact:
         return _bounds_values(trainer, 0.001)
@@ -367,21 +394,19 @@ def clip_value(ctx: CheckContext) -> str | None:
 
 
 def _bounds_norm(trainer: Trainer, limit: float) -> str:
-    """Clipping leaves no larger norm, whatever the gradients are of, and tells what it was."""
+    """Clipping respects the limit of the norm, and returns the norm from before."""
     parameters = _with_gradients(trainer)
     norm: Any = trainer.accelerator.clip_grad_norm_(parameters, limit)
     kind = type(norm).__name__, norm.ndim
     trainer.ctx.equal(kind, ("Tensor", 0), "what clip_grad_norm_ returns")
     left = float(torch.stack([grad.norm() for grad in local_gradients(parameters)]).norm())
-    line = (
-        f"a norm of {float(norm):.3g} before, as it tells, is {left:.3g} after clipping to {limit}"
-    )
+    line = f"a norm of {float(norm):.3g}, as it returns, is {left:.3g} after clipping to {limit}"
     assert left <= 1.01 * limit < float(norm), line
     return f"not exact: {line}"
 
 
 def _bounds_values(trainer: Trainer, limit: float) -> str:
-    """Clipping leaves no larger element, whatever the gradients are of."""
+    """Clipping respects the limit of each element."""
     parameters = _with_gradients(trainer)
     trainer.accelerator.clip_grad_value_(parameters, limit)
     left = max(float(grad.abs().max()) for grad in local_gradients(parameters) if grad.numel())
@@ -399,7 +424,7 @@ def _with_gradients(trainer: Trainer) -> list[nn.Parameter]:
 
 @check("backend", hooks="optimizer_step prepare_scheduler")
 def schedule(ctx: CheckContext) -> None:
-    """A scheduler moves with the steps that were taken, alike on all ranks."""
+    """A scheduler moves with the steps that the optimizer takes, in the same way on all ranks."""
     slow = partial(torch.optim.SGD, lr=1e-3)
     halving = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
     trainer = Trainer.begin(ctx, slow, schedule=halving, gradient_accumulation_steps=2)
@@ -409,35 +434,35 @@ def schedule(ctx: CheckContext) -> None:
     ctx.equal(accelerator.optimizer_step_was_skipped, False, "optimizer_step_was_skipped")
     rates = trainer.scheduler.get_last_lr()
     ctx.alike(accelerator, rates, "learning rates")
-    # It counts the steps one process would have taken; an engine steps schedulers itself.
+    # It counts the steps that one process would have taken; an engine steps schedulers itself.
     moves = 2 if "optimizer" in accelerator.backend.owns else 2 * count
     ctx.close(rates, [1e-3 * 0.5**moves], "learning rate", 1e-12)
     accelerator.end_training()
-    # One that is told a metric gets it.
+    # A scheduler that takes a metric gets it.
     plateau = partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0)
     trainer = Trainer.begin(ctx, slow, schedule=plateau)
     rates = []
     for batch, metric in zip(trainer.batches(3)[0], (2.0, 1.0, 3.0), strict=True):
         trainer.step(loss_of(trainer.model, batch), metric)
         rates.append(trainer.optimizer.param_groups[0]["lr"])
-    what = "where ReduceLROnPlateau, told 2, 1, 3, makes steps smaller"
+    what = "steps in which ReduceLROnPlateau, with the metrics 2, 1, 3, has reduced the rate"
     ctx.equal([rate < 1e-3 for rate in rates], [False, False, True], what)
     ctx.alike(trainer.accelerator, rates, "learning rates")
 
 
 @check("backend", hooks="autocast scale_loss unscale_gradients")
 def precisions(ctx: CheckContext) -> str:
-    """Under each precision it declares, layers compute in it, and the loss comes down."""
+    """Under each precision that it declares, layers compute in it, and the loss decreases."""
     tried = {BFloat16: torch.bfloat16, Float16: torch.float16}
     tried = {one: dtype for one, dtype in tried.items() if not _lacking(ctx, one)}
     if not tried:
-        ctx.skip("it accepts no mixed precision of torch's")
+        ctx.skip("it accepts none of torch's mixed precisions")
     done, refused = [], []
     for precision, dtype in tried.items():
         name = precision.name
         try:
             accelerator = ctx.accelerator(mixed_precision=name)
-        except ConfigurationError as error:  # on this device, in so many words
+        except ConfigurationError as error:  # the backend refuses it on this device
             refused.append(f"{name} refused: {error}")
             continue
         model: Any = Net(accelerator.process_index)
@@ -458,7 +483,7 @@ def precisions(ctx: CheckContext) -> str:
             ctx.equal(out.dtype, torch.float32, "dtype under AutocastKwargs(enabled=False)")
         accelerator.end_training()
         done.append(name)
-    if refused:  # told at the end of the tests, as what did not run
+    if refused:  # pytest lists it at the end, because it did not run
         ctx.skip("; ".join([*(f"{name} passed" for name in done), *refused]))
     return ", ".join(done)
 
@@ -469,10 +494,10 @@ def _lacking(ctx: CheckContext, precision: type[Precision]) -> list[str]:
 
 @check("backend", hooks="unscale_gradients optimizer_step")
 def overflow(ctx: CheckContext) -> None:
-    """Where one rank's gradients overflow, every rank skips the step and says so."""
+    """If the gradients of one rank overflow, every rank skips the step and reports it."""
     if _lacking(ctx, Float16):
         ctx.skip(f"it does not accept what 'fp16' needs: {listing(_lacking(ctx, Float16))}")
-    # A small scale, so that nothing overflows by itself.
+    # A small scale, so that nothing overflows without being made to.
     scaling = GradScalerKwargs(init_scale=8.0)
     try:
         accelerator = ctx.accelerator(mixed_precision="fp16", kwargs_handlers=[scaling])
@@ -483,7 +508,7 @@ def overflow(ctx: CheckContext) -> None:
     factor = float("inf") if accelerator.process_index == ctx.size - 1 else 1.0
     accelerator.backward(loss_of(trainer.model, trainer.batches(1)[0][0]) * factor)
     trainer.optimizer.step()
-    if trainer.exact or factor != 1.0:  # one that is not exact may step where nothing overflowed
+    if trainer.exact or factor != 1.0:  # otherwise a rank without an overflow may step
         ctx.equal(accelerator.optimizer_step_was_skipped, True, "optimizer_step_was_skipped")
     trainer.optimizer.zero_grad()
     ctx.close(
@@ -494,7 +519,7 @@ def overflow(ctx: CheckContext) -> None:
 
 
 class Image(nn.Module):
-    """A convolution and a layer, of 6 numbers; a kernel's channels and rows can be stored in two orders."""
+    """A convolution and a linear layer, for 6 numbers; its kernels can be stored in two memory formats."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -509,7 +534,7 @@ class Image(nn.Module):
         return self.out(torch.tanh(self.conv(x)).flatten(1))
 
 
-#: What a model is changed to -> how, and how near its training is to that in one process.
+#: Form of a model -> arguments of `to`, and how closely training must match that in one process.
 _FORMS: dict[str, tuple[dict[str, Any], float]] = {
     "bfloat16": ({"dtype": torch.bfloat16}, 0.03),
     "float64": ({"dtype": torch.float64}, 1e-9),
@@ -519,7 +544,7 @@ _FORMS: dict[str, tuple[dict[str, Any], float]] = {
 
 @check("backend", hooks=f"prepare_model {STEP} model_state consolidate")
 def forms_of_models(ctx: CheckContext) -> str:
-    """Models in bfloat16, in float64 and in channels_last train as in plain PyTorch, and keep their dtype."""
+    """Models in bfloat16, float64 and channels_last train as in plain PyTorch, and keep their dtype."""
     done = []
     for form, (change, tolerance) in _FORMS.items():
         net = Image().to(**change)
@@ -528,7 +553,7 @@ def forms_of_models(ctx: CheckContext) -> str:
             continue
         try:
             trainer = Trainer.begin(ctx, net=net, accelerator=ctx.made[0])
-        except (AccelerateError, NotImplementedError) as error:  # in so many words
+        except (AccelerateError, NotImplementedError) as error:  # the backend refuses it
             done.append(f"{form} refused: {str(error).strip().splitlines()[0]}")
             ctx.made[0].end_training()
             ctx.end()
@@ -552,7 +577,7 @@ def _keeps_form(trainer: Trainer, form: str, expected: Image, tolerance: float) 
     ctx = trainer.ctx
     backend = trainer.accelerator.backend
     dtype = expected.out.weight.dtype
-    # An engine, and one that brings about full precision by itself, may train in their own.
+    # An engine, or a backend that implements full precision itself, may train in another dtype.
     own = bool({"precision", "optimizer"} & {*backend.owns})
     own = own or "no" in (backend.supports.get("precisions") or ())
 
@@ -579,8 +604,8 @@ def _keeps_form(trainer: Trainer, form: str, expected: Image, tolerance: float) 
 
 @check("backend", needs="join", hooks="join_uneven_inputs")
 def join(ctx: CheckContext) -> str:
-    """Ranks may run out of batches at different steps."""
-    # Without momentum: who is out of batches does not step, and has none of the others' steps.
+    """Ranks may run out of batches in different steps."""
+    # Without momentum, because a rank without batches does not step, and would lack that state.
     trainer = Trainer.begin(ctx, no_momentum)
     accelerator = trainer.accelerator
     mine, _ = trainer.batches(2 + accelerator.process_index)

@@ -1,4 +1,4 @@
-"""What a tracker keeps: a run is opened, gets all that is logged, and is closed."""
+"""What a tracker must do: open a run, store everything that is logged, and close it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ CONFIG = {
     "suite_note": "kept_in_the_config",
 }
 STEPS = 5
-#: A number that nobody else writes, the same in a float32.
+#: A number that nothing else writes, and that float32 represents exactly.
 NUMBER = 27182.75
-#: What is logged to be found again: key -> value and step, words that nobody else writes.
+#: Values that are searched for later: key -> value and step. Nothing else writes these words.
 MARKS: dict[str, tuple[Any, int | None]] = {
     "suite_number": (NUMBER, 0),
     "suite_text": ("a_text_of_the_suite", 1),
@@ -43,21 +43,21 @@ MARKS: dict[str, tuple[Any, int | None]] = {
 
 @check("tracker", alone=True)
 def declarations(ctx: CheckContext) -> str:
-    """It has all a tracker must have, and tells without an import whether it can run here."""
+    """It has everything that a tracker needs, and knows without imports whether it can run here."""
     cls = ctx.found
     said = isinstance(getattr(cls, "requires_logging_directory", None), bool)
-    assert said, "requires_logging_directory is to be True or False"
+    assert said, "requires_logging_directory must be True or False"
     ctx.equal(callable(getattr(cls, "log", None)), True, "it has a method log")
     ctx.equal("tracker" in dir(cls), True, "it has a property tracker")
     why = cls.unusable(dict(os.environ))
-    ctx.equal(why is None or isinstance(why, str), True, "unusable gives None or a text")
+    ctx.equal(why is None or isinstance(why, str), True, "unusable returns None or a string")
     verbs = ", ".join(sorted(cls.supports))
     return f"verbs: {verbs or 'none'}" + (f"; {why}" if why else "")
 
 
 @contextmanager
 def _in(ctx: CheckContext, name: str) -> Iterator[dict[str, Any]]:
-    """Work in a directory of one's own: libraries write beside the script, and look around there.
+    """Work in a separate directory, because libraries write to the working directory.
 
     Yields the arguments of an Accelerator that logs there.
     """
@@ -71,9 +71,9 @@ def _in(ctx: CheckContext, name: str) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _run(ctx: CheckContext, name: str, resume: str = "") -> Iterator[Any]:
-    """Open a run in a directory of its own, or go on in that of a checkpoint.
+    """Open a run in a separate directory, or resume that of a checkpoint.
 
-    Complaints about the tracker are failures.
+    Warnings about the tracker are failures.
     """
     with _in(ctx, name) as arguments, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -95,12 +95,12 @@ def _init(ctx: CheckContext) -> dict[str, Any]:
 def _runs(ctx: CheckContext, accelerator: Any, after: str, caught: list[Any]) -> None:
     said = [str(one.message) for one in caught if ctx.name in str(one.message)]
     on = type(accelerator.get_tracker(ctx.name)).__name__ != "BlankTracker"
-    assert on, f"it was switched off after {after}: {' '.join(said) or 'no reason'}"
+    assert on, f"it was switched off after {after}: {' '.join(said) or 'without a reason'}"
 
 
 @check("tracker", alone=True)
 def values(ctx: CheckContext) -> None:
-    """Numbers, texts and nested values are logged, with steps and without, and the run is closed."""
+    """Numbers, strings and nested values are logged, with and without steps, and the run is closed."""
     import torch
 
     with _run(ctx, "values") as accelerator:
@@ -110,11 +110,11 @@ def values(ctx: CheckContext) -> None:
         accelerator.log({"not_finite": float("nan"), "beside_it": float("inf")}, step=STEPS + 1)
         accelerator.log({"without_a_step": 1})
         own = accelerator.get_tracker(ctx.name, unwrap=True)
-        ctx.equal(own is not None, True, "the library's own run object is reached")
+        ctx.equal(own is not None, True, "get_tracker(unwrap=True) returns the library's object")
 
 
 def _marked(ctx: CheckContext) -> Path:
-    """Return the directory of a run that got a series and all marks, which two checks look at."""
+    """Return the directory of a run with a series and all marks, which two checks use."""
     folder = ctx.scratch("kept")
     if not folder.exists():
         with _run(ctx, "kept") as accelerator:
@@ -132,13 +132,13 @@ def _log_series(accelerator: Any, step: int | None) -> None:
 
 
 def _lost(folder: Path, words: Iterable[str]) -> list[str]:
-    """Return the words of which there is no trace in the files of a directory."""
+    """Return the words that are not in any file of a directory."""
     texts = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
     return [word for word in words if not any(word.encode() in text for text in texts)]
 
 
 def _has_number(folder: Path, number: float) -> bool:
-    """Tell whether a number is in the files of a directory: as a text, a double or a float."""
+    """Tell whether a number is in the files of a directory, as a text, a double or a float."""
     forms = [str(number)[:-1].encode(), f"{number:e}"[:7].encode()]
     forms += [struct.pack(form, number) for form in ("<d", ">d", "<f", ">f")]
     texts = (path.read_bytes() for path in folder.rglob("*") if path.is_file())
@@ -147,26 +147,26 @@ def _has_number(folder: Path, number: float) -> bool:
 
 def _skip_elsewhere(ctx: CheckContext) -> None:
     if ctx.options.get("elsewhere", False):
-        ctx.skip("options say that it writes elsewhere")
+        ctx.skip("the option elsewhere is set")
 
 
 @check("tracker", alone=True)
 def kept(ctx: CheckContext) -> str:
-    """Numbers, texts, bools, what has no step, and the config leave traces in the run's directory."""
+    """Numbers, strings, bools, values without a step and the config are in the run's directory."""
     _skip_elsewhere(ctx)
     folder = _marked(ctx)
     reader = ctx.options.get("read")
     words = {*MARKS, str(MARKS["suite_text"][0]), "suite_note", str(CONFIG["suite_note"])}
     if reader:
-        with suppress(Exception):  # which `read_back` tells
+        with suppress(Exception):  # `read_back` reports it
             words -= set(_read(ctx, folder))
     lost = _lost(folder, sorted(words))
     if reader and len(lost) == len(words):
-        ctx.skip("what it writes is packed, or elsewhere: the reader is asked what it kept")
+        ctx.skip("its files are compressed or elsewhere; `read_back` uses the reader instead")
     assert not lost, (
-        f"no trace of {listing(lost)} in the files of the run's directory; where it writes "
-        "somewhere else, or packed, give the suite a reader, the option 'read': a function "
-        '`module:name` of the directory; or say {"elsewhere": true}, and nobody looks'
+        f"no trace of {listing(lost)} in the files of the run's directory. If it writes somewhere else, "
+        "or compressed files, set the option 'read', a function `module:name` that reads the "
+        'directory, or {"elsewhere": true}, to skip this check'
     )
     assert reader or _has_number(folder, NUMBER), (
         f"the name 'suite_number' is in the files of the run's directory, and its value {NUMBER} "
@@ -178,7 +178,7 @@ def kept(ctx: CheckContext) -> str:
 
 @check("tracker", alone=True)
 def flushed(ctx: CheckContext) -> str | None:
-    """After `flush` a crash loses nothing: it is in the files, unless `flush` says False."""
+    """After `flush` the files have everything that was logged, unless `flush` returns False."""
     _skip_elsewhere(ctx)
     answers: list[Any] = []
     with _run(ctx, "flushed") as accelerator:
@@ -194,19 +194,47 @@ def flushed(ctx: CheckContext) -> str | None:
         accelerator.flush_trackers()
         lost = _lost(ctx.scratch("flushed"), ["suite_number"])
     if _lost(ctx.scratch("flushed"), ["suite_number"]):
-        ctx.skip("what it writes is packed, or elsewhere")
+        ctx.skip("its files are compressed or elsewhere")
     assert not lost or answers[-1:] == [False], (
-        "what was logged is in no file after flush, and is there after finish: bring it to the "
-        "disk in flush(), or let it return False"
+        "logged values are not in the files after flush, but they are after finish. Write them in flush(), "
+        "or return False from it"
     )
-    return "only at the end of a run, as it says" if lost else None
+    return "only at the end of a run, as flush returns False" if lost else None
+
+
+#: A step whose number nothing else writes.
+_STEP = 30_561_287
+
+
+@check("tracker", alone=True)
+def step_numbers(ctx: CheckContext) -> str:
+    """The step in the run's files is the step that was logged, and not one beside it."""
+    _skip_elsewhere(ctx)
+    with _run(ctx, "step_numbers") as accelerator:
+        accelerator.log({"suite_step": 0.5}, step=_STEP)
+    folder = ctx.scratch("step_numbers")
+    found = [step for step in (_STEP - 1, _STEP, _STEP + 1) if _has_integer(folder, step)]
+    if not found:
+        ctx.skip("its files have the step in another form; the option 'read' compares it")
+    ctx.equal(found, [_STEP], f"steps in the files after log(..., step={_STEP})")
+    return "as logged"
+
+
+def _has_integer(folder: Path, number: int) -> bool:
+    """Tell whether an integer is in the files of a directory: as a text, or in four or eight bytes."""
+    forms = [
+        str(number).encode(),
+        *(struct.pack(form, number) for form in ("<i", ">i", "<q", ">q")),
+    ]
+    texts = (path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    return any(form in text for text in texts for form in forms)
 
 
 @check("tracker", alone=True)
 def read_back(ctx: CheckContext) -> str:
-    """What was logged is read back from what the tracker wrote: values, steps, order, config."""
+    """The reader finds the values, steps, order and config that were logged."""
     if not ctx.options.get("read"):
-        ctx.skip("options have no 'read', a function `module:name` of a directory")
+        ctx.skip("the option 'read', a function `module:name` of a directory, is not set")
     series = {
         "loss": [[step, 1.0 / (step + 1)] for step in range(STEPS)],
         "nested/value": [[step, float(step)] for step in range(STEPS)],
@@ -215,7 +243,7 @@ def read_back(ctx: CheckContext) -> str:
     folder = _marked(ctx)
     try:
         got = _read(ctx, folder)
-    except Exception as error:  # a reader of numbers with steps, perhaps: the traces have to do
+    except Exception as error:  # perhaps the reader only reads numbers with steps
         with _run(ctx, "read_back") as accelerator:
             for step in range(STEPS):
                 _log_series(accelerator, step)
@@ -224,7 +252,7 @@ def read_back(ctx: CheckContext) -> str:
     for key, expected in series.items():
         pairs = [[step, _number(value)] for step, value in got.get(key, [])]
         ctx.close(pairs, expected, key, 1e-6)
-    for key in set(MARKS) & set(got):  # of the others `kept` has to find traces
+    for key in set(MARKS) & set(got):  # `kept` searches for the others
         _is_mark(ctx, key, got[key])
         seen.append(key)
     if read_config := ctx.options.get("read_config"):
@@ -236,7 +264,7 @@ def read_back(ctx: CheckContext) -> str:
 
 
 def _read(ctx: CheckContext, folder: Path) -> dict[str, list[list[Any]]]:
-    """Call the author's reader."""
+    """Call the plugin author's reader."""
     got = pkgutil.resolve_name(str(ctx.options["read"]))(folder)
     return {key: [list(pair) for pair in pairs] for key, pairs in got.items()}
 
@@ -254,7 +282,7 @@ def _is_mark(ctx: CheckContext, key: str, pairs: list[list[Any]]) -> None:
 
 
 def _number(value: Any) -> float:
-    """Return a number as a reader has it, who may have read a text."""
+    """Return the number that a reader returned, perhaps as text."""
     words = {"true": 1.0, "false": 0.0}
     text = str(value).lower()
     return words[text] if text in words else float(value)
@@ -262,12 +290,12 @@ def _number(value: Any) -> float:
 
 @check("tracker", alone=True)
 def verbs(ctx: CheckContext) -> str:
-    """Each verb it has takes what the documentation promises."""
+    """Each method that it supports accepts the documented arguments."""
     import torch
 
     supports = ctx.found.supports
     if not supports:
-        ctx.skip("it has none of the verbs beside log")
+        ctx.skip("it supports no method besides log")
     with _run(ctx, "verbs") as accelerator:
         if "images" in supports:
             accelerator.log_images({"picture": torch.rand(2, 8, 8, 3)}, step=0)
@@ -285,7 +313,7 @@ def verbs(ctx: CheckContext) -> str:
 
 @check("tracker", alone=True)
 def failed_run(ctx: CheckContext) -> str | None:
-    """A script that raises ends its run, and its exception is seen."""
+    """If the script raises, the run is closed and the exception is not changed."""
     with _in(ctx, "failed_run") as arguments:
         try:
             with ctx.accelerator(**arguments) as made:
@@ -304,7 +332,7 @@ def _log_once(ctx: CheckContext, word: str) -> None:
 
 @check("tracker", alone=True)
 def once_more(ctx: CheckContext) -> str | None:
-    """A second run works as the first, leaves what that wrote, and nothing beside the run's own files."""
+    """A second run works like the first, keeps its files, and leaves nothing else behind."""
     words = ("suite_first", "suite_second")
     place = ctx.scratch("once_more")
     if ctx.found.requires_logging_directory:
@@ -315,19 +343,19 @@ def once_more(ctx: CheckContext) -> str | None:
             _log_once(ctx, word)
     lives.check()
     if ctx.options.get("overwrites", False):
-        return "options say that a run replaces the one before"
+        return "the option overwrites is set"
     gone = _lost(ctx.scratch("once_more"), words) == ["suite_first"]
-    assert not gone, "a second run into the same directory has removed what the first wrote"
+    assert not gone, "a second run in the same directory removed the files of the first"
     return None
 
 
 @check("tracker", alone=True)
 def resumed(ctx: CheckContext) -> str:
-    """One that says it resumes goes on in the run of a checkpoint, which keeps what it had."""
+    """If it declares that it resumes, it continues the run of a checkpoint and keeps its values."""
     if not ctx.found.resumes:
         ctx.skip("it does not declare that it resumes")
     if not ctx.options.get("resumes", True):
-        ctx.skip("options say that it cannot resume where the checks run")
+        ctx.skip("the option resumes is False")
     saved = str(ctx.scratch("resumed_checkpoint"))
     words = ("suite_before", "suite_after")
     runs = []
@@ -337,19 +365,19 @@ def resumed(ctx: CheckContext) -> str:
             accelerator.log({word: 0.5}, step=step)
             if step == 0:
                 accelerator.save_state(saved)
-    assert runs[0], "it declares resumes = True, and has no run_id that a checkpoint could keep"
-    ctx.equal(runs[1], runs[0], "run_id of the run that goes on in the one of a checkpoint")
+    assert runs[0], "it declares resumes = True, but has no run_id for the checkpoint"
+    ctx.equal(runs[1], runs[0], "run_id of the resumed run")
     if ctx.options.get("read"):
         got = _read(ctx, ctx.scratch("resumed"))
         for step, word in enumerate(words):
             pairs = [[its, _number(value)] for its, value in got.get(word, [])]
-            ctx.close(pairs, [[step, 0.5]], f"{word} of a run that was resumed", 1e-6)
+            ctx.close(pairs, [[step, 0.5]], f"{word} of a resumed run", 1e-6)
     return str(runs[0])
 
 
 @check("tracker")
 def two_processes(ctx: CheckContext) -> str | None:
-    """Several processes log; only the main one has a run, unless every rank is to have one."""
+    """On several ranks only the main one has a run, unless the tracker wants one on every rank."""
     from accelerate_tracking import is_for_every_rank
 
     with _in(ctx, "two_processes") as arguments:
@@ -366,5 +394,5 @@ def two_processes(ctx: CheckContext) -> str | None:
         in_files = ctx.found.requires_logging_directory and not ctx.options.get("elsewhere")
         if in_files and not without:
             lost = _lost(ctx.scratch("two_processes"), [word])
-            ctx.equal(lost, [], "what this rank logged, and is in no file")
+            ctx.equal(lost, [], "values that this rank logged and that are in no file")
     return "a run per rank" if everywhere else None

@@ -1,4 +1,4 @@
-"""Training as it is beyond examples: frozen parts, groups of parameters, closures, own optimizers."""
+"""Training as in real scripts: frozen parts, parameter groups, closures, custom optimizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accelerate_testing.training import (
 
 
 class Tuned(nn.Module):
-    """A frozen body, a counter and a head; different for different seeds."""
+    """A frozen body, a counter and a head; all depend on the seed."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Tuned(nn.Module):
 
 @check("backend", hooks=f"prepare_model {STEP}")
 def fine_tuning(ctx: CheckContext) -> None:
-    """A model whose first part is frozen trains as in one process, and its frozen part stays so."""
+    """A model with a frozen part trains as in one process, and the frozen part does not change."""
     accelerator = ctx.accelerator()
     net = Tuned(0 if accelerator.is_main_process else 1 + accelerator.process_index)
     trained = no_momentum([p for p in net.parameters() if p.requires_grad])
@@ -54,9 +54,9 @@ def fine_tuning(ctx: CheckContext) -> None:
     got = trainer.weights()
     ctx.close({name: got[name] for name in got if "body" in name},
               {f"body.{name}": value for name, value in expected.body.state_dict().items()},
-              "what is frozen", 1e-6)  # fmt: skip
+              "the frozen part", 1e-6)  # fmt: skip
     moved = float((got["head.weight"] - expected.head.weight.detach()).abs().max())
-    assert moved > 0, "the head is what it was: nothing is trained"
+    assert moved > 0, "the head did not change, so nothing is trained"
     ctx.alike(accelerator, inner.get_buffer("seen").tolist(), "a buffer of integers")
     if trainer.exact:
         _train_plainly(expected, no_momentum(expected.head.parameters()), whole)
@@ -65,7 +65,7 @@ def fine_tuning(ctx: CheckContext) -> None:
 
 
 def _train_plainly(model: nn.Module, optimizer: Any, batches: Iterable[Batch]) -> None:
-    """Step with nothing but torch."""
+    """Train with plain PyTorch."""
     for batch in batches:
         torch.autograd.backward(loss_of(model, batch))
         optimizer.step()
@@ -73,14 +73,14 @@ def _train_plainly(model: nn.Module, optimizer: Any, batches: Iterable[Batch]) -
 
 
 class Counting(torch.optim.Optimizer):
-    """Smaller steps each time; how many there were is a number, and no tensor."""
+    """Takes smaller steps each time; the number of steps in its state is an int, not a tensor."""
 
     def __init__(self, params: Iterable[Any], lr: float = RATE) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step; there is no closure."""
+        """Take a step; a closure is ignored."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -99,7 +99,7 @@ def _groups(model: Net) -> list[dict[str, Any]]:
 
 @check("backend", hooks=f"prepare_optimizer {STEP} {SAVE}")
 def groups(ctx: CheckContext) -> str:
-    """Groups of parameters keep their rates, also through a checkpoint, with whatever state there is."""
+    """Parameter groups keep their learning rates, and the optimizer its state, also in a checkpoint."""
     accelerator = ctx.accelerator()
     own = "optimizer" not in accelerator.backend.owns
     kind: Any = Counting if own else torch.optim.AdamW
@@ -133,7 +133,7 @@ def groups(ctx: CheckContext) -> str:
 
 @check("backend", hooks="optimizer_step zero_grad backward")
 def calls(ctx: CheckContext) -> None:
-    """`step` calls a closure, `zero_grad` sets to zero or None as told, `backward` keeps its arguments."""
+    """`step` calls a closure, `zero_grad` respects `set_to_none`, and `backward` passes on its arguments."""
     trainer = Trainer.begin(ctx)
     accelerator = trainer.accelerator
     model = trainer.model
@@ -168,5 +168,7 @@ def calls(ctx: CheckContext) -> None:
     try:
         accelerator.backward(loss)
     except RuntimeError as error:
-        raise AssertionError(f"backward(retain_graph=True) has not retained it: {error}") from None
+        raise AssertionError(
+            f"backward(retain_graph=True) did not retain the graph: {error}"
+        ) from None
     optimizer.zero_grad()
