@@ -105,10 +105,6 @@ class PreparedVerbs:
         """The compiler's settings."""
         return self._options.dynamo_plugin
 
-    @dynamo_plugin.setter
-    def dynamo_plugin(self, value: TorchDynamoPlugin) -> None:
-        self._options.dynamo_plugin = value
-
     @property
     def scheduler_steps(self) -> str:
         """How far a scheduler moves with an optimizer step: "per_process" or "per_step"."""

@@ -54,9 +54,7 @@ class SharedHooksView(Protocol):
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of a run that a checkpointer saves and restores.
-
-    `accelerate_checkpoint.TrainingState(run)` does both for you.
+    """What a checkpointer saves and restores of a run; `accelerate_checkpoint.TrainingState` does both.
 
     Attributes:
         accelerator: has the models, optimizers, schedulers, loaders, the scaler and the step in the cycle.

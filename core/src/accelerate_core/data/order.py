@@ -12,13 +12,7 @@ from itertools import cycle, islice, tee
 from typing import Any, ClassVar
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 Run = Any  # of indices: has a length and can be sliced
 
@@ -100,33 +94,8 @@ def draw_as_one(sampler: Any, generator: torch.Generator, drawn_before: bool) ->
     torch.set_rng_state(state)
 
 
-class _Picked:
-    """The entries of `values` that `places` names, in that order."""
-
-    def __init__(self, values: Any, places: torch.Tensor) -> None:
-        self.values = values
-        self.places = places
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, part: slice) -> list[Any]:
-        return [self.values[place] for place in self.places[part].tolist()]
-
-
 def _in_sequence(sampler: Any) -> Iterator[Run]:
     yield range(len(sampler.data_source))
-
-
-def _subset(sampler: Any) -> Iterator[Run]:
-    drawn = torch.randperm(len(sampler.indices), generator=sampler.generator)
-    yield _Picked(sampler.indices, drawn)
-
-
-def _weighted(sampler: Any) -> Iterator[Run]:
-    yield torch.multinomial(
-        sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator
-    )
 
 
 def _shuffled(sampler: Any) -> Iterator[Run]:
@@ -156,8 +125,6 @@ _DRAWS: dict[Any, Callable[[Any], Iterator[Run]]] = {
     SequentialSampler.__iter__: _in_sequence,
     RandomSampler.__iter__: _shuffled,
     SeedableRandomSampler.__iter__: _shuffled,
-    SubsetRandomSampler.__iter__: _subset,
-    WeightedRandomSampler.__iter__: _weighted,
 }
 
 

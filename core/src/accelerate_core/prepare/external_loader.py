@@ -13,6 +13,27 @@ from accelerate_core.plugins.factory import add_plugin_note, attribution
 from accelerate_core.training.gradient_state import GradientState
 
 
+class _OfBase:
+    """An attribute that is read from, and written to, the plugin's loader."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, loader: ExternalLoader | None, owner: type) -> Any:
+        if loader is None:
+            return self
+        with attribution(self._name, loader._record):
+            return getattr(loader.base, self._name)
+
+    def __set__(self, loader: ExternalLoader, value: Any) -> None:
+        with attribution(self._name, loader._record):
+            setattr(loader.base, self._name, value)
+
+
+def _of_base() -> Any:
+    return _OfBase()
+
+
 class ExternalLoader:
     """The members of `PreparedLoader`, answered by a plugin's loader.
 
@@ -25,47 +46,23 @@ class ExternalLoader:
         PluginError: `base` is not a `PreparedLoader`, or it hands out batches without reporting them.
     """
 
+    #: Whether the last global step is padded.
+    even_batches: bool = _of_base()
+    #: Whether batches are moved to the device.
+    put_on_device: bool = _of_base()
+    #: The epoch that the next iteration belongs to.
+    iteration: int = _of_base()
+    #: Real samples in the last global batch if it is not full, 0 if it is, -1 if unknown.
+    remainder: int = _of_base()
+    #: The dataset of the plugin's loader; `AttributeError` if it has none.
+    dataset: Any = _of_base()
+
     def __init__(self, base: PreparedLoader, record: PluginRecord, state: GradientState) -> None:
         what = f"A {type(base).__name__}, which make_loader of {record.label} returned,"
         check_members(base, PreparedLoader, what)
         self.base = base
         self._record = record
         self._state = state
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether the last global step is filled up."""
-        return self.base.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self.base.even_batches = value
-
-    @property
-    def put_on_device(self) -> bool:
-        """Whether batches are moved to the device."""
-        return self.base.put_on_device
-
-    @put_on_device.setter
-    def put_on_device(self, value: bool) -> None:
-        self.base.put_on_device = value
-
-    @property
-    def iteration(self) -> int:
-        """The epoch the next iteration belongs to."""
-        with attribution("iteration", self._record):
-            return self.base.iteration
-
-    @property
-    def remainder(self) -> int:
-        """Real samples in the last global batch if it is not full, 0 if it is, -1 if unknown."""
-        with attribution("remainder", self._record):
-            return self.base.remainder
-
-    @property
-    def dataset(self) -> Any:
-        """The dataset of the plugin's loader; `AttributeError` if it has none."""
-        return cast(Any, self.base).dataset
 
     @property
     def dataset_size(self) -> int | None:
