@@ -1,4 +1,4 @@
-"""Two ranks, or what two ranks saved: verdicts that all share, other numbers of processes."""
+"""Checkpoints of one and two ranks: errors on all ranks, and resuming on another number of ranks."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Box:
 
     def state_dict(self) -> dict[str, int]:
         if self.fails:
-            raise ValueError("nothing to tell")
+            raise ValueError("no state")
         return {"n": 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         if self.fails:
-            raise ValueError("never")
+            raise ValueError("cannot load")
 
 
 def make(folder: Path, steps: int = 4, **more: Any) -> tuple[Accelerator, Any, Any, Any]:
@@ -84,7 +84,7 @@ def straight(folder: Path, counted: bool) -> torch.Tensor:
 
 
 @case
-def a_rank_that_fails_is_everybodys_error() -> None:
+def save_that_fails_on_one_rank_raises_on_all() -> None:
     folder = scratch("fails")
     accelerator, *_ = make(folder)
     box = Box()
@@ -93,7 +93,7 @@ def a_rank_that_fails_is_everybodys_error() -> None:
     for blocking in (True, False):
         box.fails = RANK == SIZE - 1
         begun = time.monotonic()
-        with pytest.raises(CheckpointError, match="nothing to tell") as failure:
+        with pytest.raises(CheckpointError, match="no state") as failure:
             save(accelerator, blocking)
         assert SIZE == 1 or f"rank {SIZE - 1}" in str(failure.value)
         assert time.monotonic() - begun < 20
@@ -109,14 +109,16 @@ def a_rank_that_fails_is_everybodys_error() -> None:
 
 
 @case
-def a_load_that_fails_on_a_rank_is_everybodys_error() -> None:
+def load_that_fails_on_one_rank_raises_on_all() -> None:
     folder = scratch("loads")
     accelerator, *_ = make(folder)
     box = Box()
     accelerator.register_for_checkpointing(box)
     accelerator.save_state()
     box.fails = RANK == SIZE - 1
-    kind, text = (ValueError, "never") if box.fails else (CheckpointError, f"rank {SIZE - 1}: ")
+    kind, text = CheckpointError, f"rank {SIZE - 1}: "
+    if box.fails:
+        kind, text = ValueError, "cannot load"
     with pytest.raises(kind, match=text):
         accelerator.load_state()
     box.fails = False
@@ -125,7 +127,7 @@ def a_load_that_fails_on_a_rank_is_everybodys_error() -> None:
 
 
 @case
-def all_ranks_pass_over_the_same() -> None:
+def all_ranks_skip_the_same_damaged_checkpoint() -> None:
     folder = scratch("fallback")
     accelerator, *_ = make(folder)
     first = accelerator.save_state()
@@ -136,20 +138,18 @@ def all_ranks_pass_over_the_same() -> None:
         data[100] ^= 4
         (second / f"random_states_{SIZE - 1}.pkl").write_bytes(data)
     accelerator.wait_for_everyone()
-    import warnings
-
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert accelerator.load_state() == first
-    texts = [str(one.message) for one in said]
-    passed = [text for text in texts if "passed over checkpoint_1" in text]
-    assert len(passed) == (RANK == 0), texts
+    texts = [str(one.message) for one in caught]
+    skipped = [text for text in texts if "skipped checkpoint_1" in text]
+    assert len(skipped) == (RANK == 0), texts
     accelerator.end_training()
 
 
 @case
-def machines_with_disks_of_their_own() -> None:
-    """A directory per rank stands for a machine per rank."""
+def save_on_each_node_writes_to_each_machines_disk() -> None:
+    """Simulate one machine per rank by one directory per rank."""
     if SIZE == 1:
         return
     shared = scratch("nodes")
@@ -172,13 +172,13 @@ def machines_with_disks_of_their_own() -> None:
 
 
 @case
-def begun_cycles_are_saved_for_another_number_of_processes() -> None:
-    """The first half here; the other half is done by the run of the other size."""
+def save_in_the_middle_of_a_cycle() -> None:
+    """Save here. The run with the other number of ranks resumes from it."""
     folder = Path(sys.argv[1])
     for counted in (False, True):
         mine = folder / f"{SIZE}_{counted}"
         if mine.exists():
-            return  # done by the first run of this size
+            return  # the first run with this number of ranks has saved it
         expected = straight(scratch(f"straight_{counted}"), counted)
         accelerator, *parts = make(mine)
         train(accelerator, *parts, 6, counted)
@@ -187,7 +187,7 @@ def begun_cycles_are_saved_for_another_number_of_processes() -> None:
         accelerator, *parts = make(mine)
         accelerator.load_state()
         train(accelerator, *parts, 8, counted)
-        assert torch.equal(flat(parts[0]), expected), "the same number: bit for bit"
+        assert torch.equal(flat(parts[0]), expected), "bit for bit on the same number of ranks"
         assert same_on_ranks(flat(parts[0]))
         accelerator.end_training()
         if RANK == 0:
@@ -195,22 +195,22 @@ def begun_cycles_are_saved_for_another_number_of_processes() -> None:
 
 
 @case
-def another_number_of_processes_goes_on() -> None:
+def resume_in_the_middle_of_a_cycle_on_another_number_of_processes() -> None:
     folder = Path(sys.argv[1])
     other = 3 - SIZE
     for counted in (False, True):
         theirs = folder / f"{other}_{counted}"
         if not theirs.exists():
-            return  # the run of the other size comes later
+            return  # the run with the other number of ranks comes later
         copy = scratch(f"of_other_{counted}") / "run"
         if RANK == 0:
             shutil.copytree(theirs, copy)
         accelerator, *parts = make(copy)
         accelerator.wait_for_everyone()
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             accelerator.load_state()
-        texts = [str(one.message) for one in said]
+        texts = [str(one.message) for one in caught]
         assert sum("was saved by" in text for text in texts) == (RANK == 0), texts
         train(accelerator, *parts, 8, counted)
         expected = torch.load(folder / f"{other}_{counted}.pt")
@@ -219,24 +219,24 @@ def another_number_of_processes_goes_on() -> None:
 
 
 @contextmanager
-def told() -> Iterator[list[warnings.WarningMessage]]:
-    """Collect what is said about saves that not all ranks make."""
-    with warnings.catch_warnings(record=True) as said:
+def main_process_warnings() -> Iterator[list[warnings.WarningMessage]]:
+    """Collect the warnings about saves that not all ranks make."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         every: list[warnings.WarningMessage] = []
         yield every
-    every += [one for one in said if "main process" in str(one.message)]
+    every += [one for one in caught if "main process" in str(one.message)]
 
 
 @case
-def the_main_process_saves_alone() -> None:
+def main_process_can_save_alone() -> None:
     if SIZE == 1:
         return
     rendezvous.ALONE, folder = 1.0, scratch("alone")
     accelerator, *parts = make(folder, steps=1)
     hooked: list[str] = []
     accelerator.register_save_state_pre_hook(lambda *a: hooked.append(a[2]))
-    with told() as said:
+    with main_process_warnings() as said:
         for number in range(3):
             train(accelerator, *parts, 2, counted=False)
             begun = time.monotonic()
@@ -249,17 +249,17 @@ def the_main_process_saves_alone() -> None:
     if RANK == 0:
         (one,) = said
         assert (one.filename, one.lineno) == (__file__, line), one
-        assert "not by rank 1 within 1 s" in str(one.message)
+        assert "rank 1 did not within 1 s" in str(one.message)
     weights, draws = flat(parts[0]), torch.get_rng_state()
-    # All of them, at once, at another line: the numbers go on.
-    with told() as said:
+    # All ranks save at another line. The numbering continues.
+    with main_process_warnings() as said:
         directory = accelerator.save_state()
     assert not said
     assert Path(directory).name == "checkpoint_3"
     assert (Path(directory) / "random_states_1.pkl").exists()
-    # One that the main process makes alone, and one of all behind it, with nothing in between.
+    # A save by the main process alone, directly followed by one on all ranks.
     accelerator.project_configuration.automatic_checkpoint_naming = False
-    with told() as said:
+    with main_process_warnings() as said:
         if accelerator.is_main_process:
             accelerator.save_state(folder / "own")
         accelerator.save_state(folder / "all")
@@ -282,30 +282,30 @@ def the_main_process_saves_alone() -> None:
 
 
 @case
-def a_rank_that_comes_late_is_told() -> None:
+def rank_that_calls_save_late_gets_a_warning() -> None:
     if SIZE == 1:
         return
     rendezvous.ALONE = 0.5
     folder = scratch("late")
     accelerator, *parts = make(folder, steps=1)
     accelerator.project_configuration.automatic_checkpoint_naming = False
-    with told() as said:
+    with main_process_warnings() as caught:
         for number in range(3):
             train(accelerator, *parts, 2, counted=False)
             time.sleep(2 * RANK * (number < 2))
             directory = accelerator.save_state(folder / f"{number}")
             assert directory == str(folder / f"{number}")
-    assert [(one.filename, "alone" in str(one.message)) for one in said] == [(__file__, True)]
+    assert [(one.filename, "alone" in str(one.message)) for one in caught] == [(__file__, True)]
     accelerator.wait_for_everyone()
     there = [(folder / f"{number}" / "random_states_1.pkl").exists() for number in range(3)]
-    assert there == [False, True, True], "it waits longer at a line where they were only late"
+    assert there == [False, True, True], "waits longer at a line where the rank was late before"
     assert same_on_ranks(flat(parts[0]))
     accelerator.end_training()
 
 
 @case
-def a_part_of_the_state_is_not_saved_alone() -> None:
-    if SIZE == 1 or torch.__version__ < "2.11":  # fsdp2 needs that
+def sharded_state_cannot_be_saved_by_one_rank() -> None:
+    if SIZE == 1 or torch.__version__ < "2.11":  # fsdp2 needs 2.11
         return
     rendezvous.SHARDED, folder = 0.5, scratch("sharded")
     accelerator = Accelerator(
@@ -313,8 +313,8 @@ def a_part_of_the_state_is_not_saved_alone() -> None:
     )
     model = accelerator.prepare(nn.Linear(4, 4))
     for save in (accelerator.save_state, partial(accelerator.save_model, model)):
-        time.sleep(1.5 * RANK)  # it comes when the main process has given up
-        with pytest.raises(CheckpointError, match=r"checkpoint_worker.py:\d+ .*not by rank 1"):
+        time.sleep(1.5 * RANK)  # calls after the main process has given up
+        with pytest.raises(CheckpointError, match=r"checkpoint_worker.py:\d+, but rank 1 did not"):
             save(folder / "state")
         assert not (folder / "state").exists()
         accelerator.wait_for_everyone()

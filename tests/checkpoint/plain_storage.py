@@ -1,4 +1,4 @@
-"""A store of the simplest kind: files in a folder that can be replaced, but not moved as one."""
+"""The simplest store: files in a folder, where one file can be replaced but folders cannot move."""
 
 from __future__ import annotations
 

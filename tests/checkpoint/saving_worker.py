@@ -1,4 +1,4 @@
-"""One or more ranks: saving, resuming, unwrapping, copying."""
+"""Saving, resuming, unwrapping and copying, on one or more ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def accelerate(**arguments: Any) -> Accelerator:
 
 
 class Counter:
-    """Something of the user's own with a state."""
+    """A user's own object with a state."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -59,7 +59,7 @@ def train(
     resume: bool,
     seedable: bool = False,
 ) -> tuple[list[Any], torch.Tensor]:
-    """Train two epochs of six batches, saving once; or go on from there. Return what followed."""
+    """Train two epochs of six batches and save once, or resume. Return what followed the save."""
     set_seed(99 if resume else 5, device_specific=True)
     with accelerate(
         mixed_precision=precision,
@@ -67,7 +67,7 @@ def train(
         kwargs_handlers=[GradScalerKwargs(init_scale=2.0**10, growth_interval=2)],
     ) as accelerator:
         accelerator.dataloader_config.use_seedable_sampler = seedable
-        # Another start: whatever is not restored shows.
+        # Resuming starts from other values, so that anything not restored is noticed.
         net = make_net(7 if resume else 0, dropout=0.2)
         set_seed(98 if resume else 6, device_specific=True)
         adam = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -111,12 +111,12 @@ def check_resumes(precision: str, save_at: tuple[int, int], **more: Any) -> None
 
 
 @case
-def resuming_in_the_first_epoch_is_bitwise() -> None:
+def resuming_in_the_first_epoch_is_bitwise_equal() -> None:
     check_resumes("no", (0, 2))
 
 
 @case
-def resuming_in_a_later_epoch_is_bitwise() -> None:
+def resuming_in_a_later_epoch_is_bitwise_equal() -> None:
     check_resumes("bf16", (1, 4))
 
 
@@ -126,13 +126,13 @@ def resuming_restores_the_scaler() -> None:
 
 
 @case
-def resuming_a_seedable_shuffle_is_bitwise() -> None:
+def resuming_a_seedable_shuffle_is_bitwise_equal() -> None:
     check_resumes("no", (1, 2), seedable=True)
 
 
 @case
-def the_scale_is_settled_before_it_is_saved() -> None:
-    """With two optimizers the scale waits for the second; a state saved before must not lose it."""
+def pending_scale_update_is_applied_before_saving() -> None:
+    """With two optimizers, the update waits for the second one. A save in between must apply it."""
     folder = scratch("scale")
     with accelerate(mixed_precision="fp16") as accelerator:
         nets = [make_net(0), make_net(1)]
@@ -153,7 +153,7 @@ def the_scale_is_settled_before_it_is_saved() -> None:
 
 
 @case
-def numbered_checkpoints_are_kept_up_to_a_limit() -> None:
+def total_limit_deletes_old_numbered_checkpoints() -> None:
     folder = scratch("numbered")
     config = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
     with accelerate(project_config=config) as accelerator:
@@ -177,7 +177,7 @@ def numbered_checkpoints_are_kept_up_to_a_limit() -> None:
 
 
 @case
-def hooks_see_and_may_take_the_models() -> None:
+def hooks_may_save_and_load_models_themselves() -> None:
     folder = scratch("hooks")
     calls: list[Any] = []
 
@@ -207,7 +207,7 @@ def hooks_see_and_may_take_the_models() -> None:
         accelerator.load_state(str(folder))
         assert torch.equal(flat(model), start)
         assert [call[:3] for call in calls] == [("save", 1, True), ("load", 1, True)]
-        assert Path(calls[0][3]).parent == folder.parent, "beside, until it is whole"
+        assert Path(calls[0][3]).parent == folder.parent, "next to it until complete"
         assert calls[1][3] == str(folder)
         for handle in handles:
             handle.remove()
@@ -217,7 +217,7 @@ def hooks_see_and_may_take_the_models() -> None:
         assert accelerator.models == [model], "hooks change copies of the lists"
 
 
-# --- models for others ------------------------------------------------------------------------
+# --- models for other programs ----------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -260,7 +260,7 @@ def tied_weights_stay_tied() -> None:
 
 
 @case
-def a_saved_model_loads_elsewhere() -> None:
+def saved_model_loads_into_a_new_model() -> None:
     with accelerate() as accelerator:
         model = accelerator.prepare(make_net(3))
         for name, safe, size in (("safe", True, "10GB"), ("bin", False, "10GB"), ("s", True, 8000)):
@@ -274,7 +274,7 @@ def a_saved_model_loads_elsewhere() -> None:
 
 
 class Pretrained(nn.Linear):
-    """Saves itself as models of foreign libraries do."""
+    """Has `save_pretrained`, as models of other libraries do."""
 
     def save_pretrained(
         self, directory: Path, save_function: Any, state_dict: dict[str, Any], is_main_process: bool
@@ -284,7 +284,7 @@ class Pretrained(nn.Linear):
 
 
 @case
-def the_save_pretrained_pattern() -> None:
+def save_pretrained_pattern_works() -> None:
     folder = scratch("pretrained")
     for dynamo in (None, WHOLE):
         with accelerate(mixed_precision="bf16", dynamo_plugin=dynamo) as accelerator:
@@ -306,7 +306,7 @@ def the_save_pretrained_pattern() -> None:
 
 
 @case
-def state_dicts_have_the_users_keys() -> None:
+def state_dict_keys_have_no_prefixes() -> None:
     for dynamo in (None, WHOLE, REGIONAL):
         with accelerate(dynamo_plugin=dynamo) as accelerator:
             model = accelerator.prepare(make_net())
@@ -325,7 +325,7 @@ def _compiled(module: nn.Module) -> bool:
 
 
 @case
-def unwrapping_takes_off_what_is_asked() -> None:
+def unwrap_model_removes_the_requested_wrappers() -> None:
     x = digits(4).tensors[0]
     for dynamo in (None, WHOLE, REGIONAL):
         with accelerate(mixed_precision="bf16", dynamo_plugin=dynamo) as accelerator:
@@ -364,7 +364,7 @@ def prepared_models_can_be_copied_and_pickled() -> None:
             with torch.no_grad():
                 twin.head.weight.zero_()
                 twin.head.bias.fill_(7)
-            assert torch.equal(twin(x), torch.full((4, 10), 7.0)), "forward is the copy's own"
+            assert torch.equal(twin(x), torch.full((4, 10), 7.0)), "forward uses the copy's weights"
             assert torch.equal(model(x), before)
         if SIZE > 1:
             assert isinstance(model, DistributedDataParallel)

@@ -1,4 +1,4 @@
-"""Stores with one fault each, beside the checks of the suite that have to find it."""
+"""Stores with one fault each, and the check of the suite that must find it."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class ForgetsEmptyFiles(PlainStorage):
 
 
 @caught_by("appears_whole")
-class TellsNoProgress(PlainStorage):
+class ReportsNoProgress(PlainStorage):
     def write(self, place, name, source, progress):
         super().write(place, name, source, lambda count: None)
 
 
 @caught_by("appears_whole")
 class Buffers(PlainStorage):
-    """Writes what it was given when it publishes, and only if that is the same object."""
+    """Writes files only when it publishes, and only if the same object does both."""
 
     def __init__(self):
         self.waiting = []
@@ -92,7 +92,7 @@ class DeletesTheOldOneFirst(PlainStorage):
 
 @caught_by("replaces_whole")
 class SavesOverEachOther(PlainStorage):
-    """Keeps the files of all saves of a place in one folder."""
+    """Keeps the files of all saves to a place in one folder."""
 
     def folder(self, name):
         return "save-000000000000/" + name.partition("/")[2] if name.startswith("save-") else name
@@ -131,8 +131,8 @@ class FetchesOneByteMore(PlainStorage):
 
 
 @caught_by("many_at_once")
-class SharesAPosition(PlainStorage):
-    """Its threads write through one name."""
+class SharesNames(PlainStorage):
+    """Gives two files that are written at once the same name."""
 
     def write(self, place, name, source, progress):
         if "part_" in name:
@@ -143,7 +143,7 @@ class SharesAPosition(PlainStorage):
 
 
 @caught_by("lists_checkpoints")
-class ListsWhatWasDeleted(PlainStorage):
+class ListsDeletedNames(PlainStorage):
     seen: dict[str, dict[str, int | None]] = {}
 
     def list(self, place, folder=""):
@@ -165,7 +165,7 @@ class DeletesThePlaceForASave(PlainStorage):
 
 
 @caught_by("deletes")
-class FailsWhereNothingIs(PlainStorage):
+class FailsToDeleteAbsentNames(PlainStorage):
     def delete(self, place, name=""):
         if not Path(place, name).exists():
             raise FileNotFoundError(name)
@@ -173,13 +173,13 @@ class FailsWhereNothingIs(PlainStorage):
 
 
 @caught_by("absent_files")
-class ReturnsNothingForWhatIsAbsent(PlainStorage):
+class ReturnsNothingForAbsentFiles(PlainStorage):
     def fetch(self, place, name, start, stop):
         return super().fetch(place, name, start, stop) if Path(place, name).exists() else b""
 
 
 @caught_by("absent_files")
-class TriesEverythingAgain(PlainStorage):
+class RetriesEveryError(PlainStorage):
     def is_transient(self, error):
         return True
 
@@ -203,7 +203,7 @@ class NeverUnlocks(PlainStorage):
 
 
 @caught_by("locks")
-class CleansWhatIsUnderWay(PlainStorage):
+class CleansSavesInProgress(PlainStorage):
     def clean(self, place):
         for name in self.list(place):
             if name.startswith("save-"):

@@ -36,7 +36,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_list_and_verify_tell_whole_from_damaged(project: Path) -> None:
+def test_list_and_verify_report_damaged_checkpoints(project: Path) -> None:
     rows = json.loads(call("checkpoints", "list", project, "--json").stdout)
     assert [(Path(row["path"]).name, row["state"]) for row in rows] == [
         ("checkpoint_0", "whole"),
@@ -73,7 +73,7 @@ def test_list_and_verify_tell_whole_from_damaged(project: Path) -> None:
     assert "There is no checkpoint in" in empty.output
 
 
-def test_show(project: Path) -> None:
+def test_show_prints_the_newest_checkpoint(project: Path) -> None:
     shown = json.loads(call("checkpoints", "show", project, "--json").stdout)
     assert shown["path"].endswith("checkpoint_1")
     assert shown["world_size"] == 1
@@ -82,7 +82,7 @@ def test_show(project: Path) -> None:
     assert "accelerate-core" in text
 
 
-def test_merging_shards(project: Path, tmp_path: Path) -> None:
+def test_merge_weights_merges_shards(project: Path, tmp_path: Path) -> None:
     whole = load_file(project / "checkpoints" / "checkpoint_0" / "model.safetensors")
     sharded = project / "checkpoints" / "checkpoint_1"
     for flags, name in (
@@ -98,7 +98,7 @@ def test_merging_shards(project: Path, tmp_path: Path) -> None:
     for place in (sharded, project / "checkpoints" / "checkpoint_0"):
         refused = call("merge-weights", sharded, place)
         assert refused.exit_code == 2
-        assert "is a checkpoint itself" in refused.output
+        assert "is itself a checkpoint" in refused.output
     refused = call("merge-weights", sharded, sharded / "in", "--remove_checkpoint_dir")
     assert refused.exit_code == 2
     assert "is inside" in refused.output
@@ -108,7 +108,9 @@ def test_merging_shards(project: Path, tmp_path: Path) -> None:
     assert not sharded.exists()
 
 
-def test_merging_a_distributed_checkpoint_runs_no_pickle(tmp_path: Path, monkeypatch: Any) -> None:
+def test_merging_a_distributed_checkpoint_executes_no_pickled_code(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     state = {"model": {"a": torch.randn(5, 3), "b": torch.arange(4)}}
     dcp.save(state, checkpoint_id=tmp_path / "ckpt" / "pytorch_model_fsdp_0", no_dist=True)

@@ -1,4 +1,4 @@
-"""A save in the middle of an accumulation cycle: the backend's gradients are part of it."""
+"""A save in the middle of an accumulation cycle includes the backend's gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accelerate_core.utils import ProjectConfiguration, set_seed
 
 
 class Hoarder(Backend):
-    """Moves gradients into buffers of its own after each backward, as engines do."""
+    """Moves gradients into its own buffers after each backward, as engines do."""
 
     name = "hoarder"
     api_version = (1, 0)
@@ -54,7 +54,7 @@ class Hoarder(Backend):
 
 
 class Reticent(Backend):
-    """Cannot give gradients, and says so."""
+    """Declares that it cannot save gradients."""
 
     name = "reticent"
     api_version = (1, 0)
@@ -63,7 +63,7 @@ class Reticent(Backend):
 
 
 class Counter:
-    """Moves with every micro-batch; counts how often it is copied for a save."""
+    """Changes with every micro-batch, and counts how often its state is read."""
 
     def __init__(self) -> None:
         self.state = {"batches": 0, "mean": torch.zeros(1)}
@@ -78,7 +78,7 @@ class Counter:
 
 
 class Run:
-    """Dropout, a running mean, shuffling, a scheduler and a counter, over epochs of 12 batches."""
+    """Trains with dropout, a running mean, shuffling, a scheduler and a counter, 12 batches an epoch."""
 
     def __init__(self, folder: Path, backend: Any) -> None:
         set_seed(3)
@@ -119,7 +119,7 @@ class Run:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_backend_with_buffers_of_its_own_resumes_from_every_micro_batch(
+def test_backend_with_its_own_gradient_buffers_resumes_from_every_micro_batch(
     tmp_path: Path, blocking: bool
 ) -> None:
     straight = Run(tmp_path / "straight", Hoarder)
@@ -138,10 +138,10 @@ def test_a_backend_with_buffers_of_its_own_resumes_from_every_micro_batch(
         assert torch.equal(resumed.all(), straight.all()), at
 
 
-def test_a_backend_without_gradients_refuses_to_save_inside_of_a_cycle(tmp_path: Path) -> None:
+def test_backend_without_gradients_refuses_to_save_inside_a_cycle(tmp_path: Path) -> None:
     run = Run(tmp_path, Reticent)
     run.train(6)
-    with pytest.raises(CheckpointError, match=r"where accelerator\.sync_gradients is True"):
+    with pytest.raises(CheckpointError, match=r"when accelerator\.sync_gradients is True"):
         run.accelerator.save_state()
     assert not list((tmp_path / "checkpoints").glob("*"))
     run.train(8)
@@ -150,7 +150,7 @@ def test_a_backend_without_gradients_refuses_to_save_inside_of_a_cycle(tmp_path:
 
 
 @pytest.mark.parametrize("backend", [Hoarder, Reticent])
-def test_training_copies_no_registered_object(tmp_path: Path, backend: Any) -> None:
+def test_training_does_not_copy_registered_objects(tmp_path: Path, backend: Any) -> None:
     run = Run(tmp_path, backend)
     run.train(24)
     assert run.counter.asked == 0

@@ -1,4 +1,4 @@
-"""The checkpointer as a part: another one in its place, none at all, and what plugins add."""
+"""The checkpointer as a replaceable part: a custom one, none at all, and files of plugins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from accelerate_core.plugins.discovery import PluginRecord, find
 from accelerate_core.utils import ProjectConfiguration
 
 
-def test_the_package_sees_no_accelerator() -> None:
+def test_package_does_not_import_the_accelerator() -> None:
     seen = {
         (node.module, name.name)
         for path in Path(accelerate_checkpoint.__file__).parent.glob("*.py")
@@ -40,11 +40,11 @@ def test_the_package_sees_no_accelerator() -> None:
     assert ("accelerate_core.plugin", "Accelerator") not in outside
 
 
-# --- another one ----------------------------------------------------------------------------------
+# --- a custom checkpointer ------------------------------------------------------------------------
 
 
 class InMemory:
-    """Keeps checkpoints in a dictionary, with nothing but a `TrainingState`."""
+    """Keeps checkpoints in a dictionary, using only `TrainingState`."""
 
     api_version = (1, 0)
     preemption_requested = False
@@ -100,7 +100,7 @@ class InMemory:
 
 
 class Run:
-    """Dropout, shuffling, a schedule, and cycles of four micro-batches."""
+    """Trains with dropout, shuffling, a scheduler and cycles of four micro-batches."""
 
     def __init__(self, **more: Any) -> None:
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, **more)
@@ -132,7 +132,7 @@ class Run:
 
 
 def _bring(record: PluginRecord, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this be the checkpointer, whatever it is asked for by."""
+    """Make every lookup of a checkpointer find this one."""
 
     def found(kind: str, name: str, **more: Any) -> PluginRecord:
         return record if kind == "checkpointer" else find(kind, name, **more)
@@ -150,8 +150,8 @@ def in_memory(monkeypatch: pytest.MonkeyPatch) -> type[InMemory]:
     return InMemory
 
 
-@pytest.mark.parametrize("saved_after", [4, 6], ids=["between cycles", "inside of one"])
-def test_another_checkpointer_goes_on_bit_for_bit(
+@pytest.mark.parametrize("saved_after", [4, 6], ids=["between cycles", "inside a cycle"])
+def test_custom_checkpointer_resumes_bit_for_bit(
     in_memory: type[InMemory], saved_after: int
 ) -> None:
     straight = Run()
@@ -163,9 +163,9 @@ def test_another_checkpointer_goes_on_bit_for_bit(
     assert resumed.scheduler.get_last_lr() == straight.scheduler.get_last_lr()
 
 
-def test_an_accelerator_asks_its_checkpointer_and_nobody_else(in_memory: type[InMemory]) -> None:
+def test_accelerator_delegates_every_call_to_its_checkpointer(in_memory: type[InMemory]) -> None:
     run = Run()
-    assert in_memory.said == ["made for None, None"], "it was named"
+    assert in_memory.said == ["made for None, None"], "created at once because it was named"
     run.accelerator.wait_for_checkpoint()
     run.accelerator.save_model(run.model, "model")
     run.accelerator.save({"a": 1}, "object")
@@ -179,20 +179,20 @@ def test_an_accelerator_asks_its_checkpointer_and_nobody_else(in_memory: type[In
 
 class Refusing(InMemory):
     def __init__(self, project: Any, signals: str | None) -> None:
-        raise ConfigurationError("there is no shelf on this machine")
+        raise ConfigurationError("no disk on this machine")
 
 
-def test_a_named_checkpointer_refuses_before_anything_is_trained(
+def test_named_checkpointer_is_created_with_the_accelerator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     record = PluginRecord("checkpointer", "refusing", f"{__name__}:Refusing", "tests", "1.0")
     _bring(record, monkeypatch)
-    with pytest.raises(ConfigurationError, match="no shelf") as caught:
+    with pytest.raises(ConfigurationError, match="no disk") as caught:
         Accelerator(cpu=True, checkpointer="refusing")
     assert "plugin refusing (tests 1.0)" in caught.value.__notes__[0]
 
 
-def test_what_asks_for_checkpoints_makes_one_at_once(
+def test_checkpoint_settings_create_the_checkpointer_with_the_accelerator(
     in_memory: type[InMemory], tmp_path: Path
 ) -> None:
     config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
@@ -216,7 +216,7 @@ class OnAShelf(InMemory):
         self.said.append(settings.shelf)
 
 
-def test_a_part_is_made_with_its_settings(
+def test_checkpointer_gets_its_settings(
     in_memory: type[InMemory], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     record = PluginRecord("checkpointer", "shelves", f"{__name__}:OnAShelf", "tests", "1.0")
@@ -224,9 +224,9 @@ def test_a_part_is_made_with_its_settings(
 
     def shelf_of(**arguments: Any) -> tuple[str, str]:
         accelerator = Accelerator(cpu=True, **arguments)
-        told = next(x for x in accelerator.explain().splitlines() if "shelves.shelf" in x)
+        line = next(x for x in accelerator.explain().splitlines() if "shelves.shelf" in x)
         accelerator.end_training()
-        return in_memory.said[-2], told.partition("  ")[2]
+        return in_memory.said[-2], line.partition("  ")[2]
 
     assert shelf_of() == ("lowest", "(default)")
     config = tmp_path / "config.yaml"
@@ -238,12 +238,12 @@ def test_a_part_is_made_with_its_settings(
     assert shelf_of() == ("upper", f"(environment variable {variable})")
     monkeypatch.setattr(
         "accelerate_core.accelerator.arguments.refuse_unclaimed", lambda handlers, active: None
-    )  # the class would be the plugin's own package's
-    told = shelf_of(kwargs_handlers=[Shelf("top")])
-    assert told == ("top", "(constructor argument Shelf)")
+    )  # the class is not in the plugin's package
+    found = shelf_of(kwargs_handlers=[Shelf("top")])
+    assert found == ("top", "(constructor argument Shelf)")
 
 
-# --- none -----------------------------------------------------------------------------------------
+# --- no checkpointer ------------------------------------------------------------------------------
 
 
 def run_python(code: str, *, without: bool) -> Any:
@@ -273,7 +273,7 @@ requested = accelerator.preemption_requested
 """
 
 
-def test_who_never_saves_never_imports_it() -> None:
+def test_script_that_never_saves_does_not_import_the_package() -> None:
     code = TRAIN + (
         "accelerator.free_memory(); accelerator.end_training()\n"
         "names = [m for m in sys.modules if m.startswith('accelerate_checkpoint')]\n"
@@ -282,7 +282,7 @@ def test_who_never_saves_never_imports_it() -> None:
     assert run_python(code, without=False) == [[], False, []]
 
 
-def test_without_one_a_run_trains_and_is_told_once() -> None:
+def test_without_a_checkpointer_training_works_and_warns_once() -> None:
     code = TRAIN + (
         "asked = {'save_state': lambda: accelerator.save_state('x'),\n"
         "         'load_state': lambda: accelerator.load_state('x'),\n"
@@ -309,7 +309,7 @@ def test_without_one_a_run_trains_and_is_told_once() -> None:
         assert "ACCELERATE_DISABLED_PLUGINS keeps out 'directory'" in text
 
 
-def test_without_one_settings_that_need_it_are_refused_at_once() -> None:
+def test_without_a_checkpointer_settings_that_need_one_are_refused() -> None:
     code = (
         "from accelerate_core import Accelerator\n"
         "from accelerate_core.utils import ProjectConfiguration as Project\n"
@@ -330,11 +330,11 @@ def test_without_one_settings_that_need_it_are_refused_at_once() -> None:
         assert "ACCELERATE_DISABLED_PLUGINS keeps out 'directory'" in text
 
 
-# --- what plugins add -----------------------------------------------------------------------------
+# --- files of plugins -----------------------------------------------------------------------------
 
 
 class Contributing(Backend):
-    """Keeps a text of its own in a checkpoint."""
+    """Saves its own file in a checkpoint."""
 
     name = "contributing"
     api_version = (1, 0)
@@ -344,7 +344,7 @@ class Contributing(Backend):
     @hookimpl
     def on_save(self, directory: Path) -> None:
         if self.fails == "save":
-            raise OSError("no room for it")
+            raise OSError("no space")
         (directory / "own.txt").write_text(self.text)
 
     @hookimpl
@@ -354,7 +354,7 @@ class Contributing(Backend):
         self.read = (directory / "own.txt").read_text()
 
 
-def test_a_plugin_keeps_its_own_and_is_named_where_it_fails(tmp_path: Path) -> None:
+def test_plugin_saves_its_own_files_and_is_named_if_it_fails(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, backend=Contributing)
     plugin: Any = accelerator.backend
     where = accelerator.save_state(tmp_path / "one")
@@ -362,16 +362,18 @@ def test_a_plugin_keeps_its_own_and_is_named_where_it_fails(tmp_path: Path) -> N
     accelerator.load_state(where)
     assert plugin.read == "mine"
     plugin.fails = "save"
-    with pytest.raises(CheckpointError, match=r"backend:contributing: OSError: no room") as failure:
+    with pytest.raises(
+        CheckpointError, match=r"backend:contributing: OSError: no space"
+    ) as failure:
         accelerator.save_state(tmp_path / "two")
-    assert blamed(failure.value.__cause__, "on_save")
+    assert has_plugin_note(failure.value.__cause__, "on_save")
     plugin.fails = "load"
     with pytest.raises(ValueError, match="not understood") as refused:
         accelerator.load_state(where)
-    assert blamed(refused.value, "on_load")
+    assert has_plugin_note(refused.value, "on_load")
     accelerator.end_training()
 
 
-def blamed(error: BaseException | None, hook: str) -> bool:
+def has_plugin_note(error: BaseException | None, hook: str) -> bool:
     notes = getattr(error, "__notes__", [])
     return any(f"hook '{hook}' of plugin" in note and "contributing" in note for note in notes)

@@ -1,4 +1,4 @@
-"""Going on in the data: workers that live on, ends of epochs, loaders that do not fit."""
+"""Restoring the position in the data: persistent workers, ends of epochs, and changed data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Run:
         self.loader = self.accelerator.prepare(DataLoader(data, 3, shuffle=True, **loader))
 
     def read(self, loaders: list[Any], save_at: tuple[int, ...] = ()) -> list[list[int]]:
-        """Return what each epoch gave; save after some batches."""
+        """Return the samples of each epoch, and save after some batches."""
         epochs, seen = [], 0
         for loader in loaders:
             epochs.append([])
@@ -37,10 +37,10 @@ class Run:
         return epochs
 
     def end(self) -> None:
-        """Let go of the loader, and so of persistent workers.
+        """Delete the loader and its persistent workers.
 
-        If the garbage collector has to find it, torch waits five seconds for each worker: their
-        queues are closed first, and then nobody tells them to end.
+        If the garbage collector deletes the loader later, torch waits five seconds for each
+        worker, because their queues are closed before they are asked to exit.
         """
         del self.loader
         self.accelerator.free_memory()
@@ -52,7 +52,7 @@ def generator() -> torch.Generator:
 
 @pytest.mark.parametrize("own", [False, True], ids=["global", "own generator"])
 @pytest.mark.parametrize("persistent", [False, True], ids=["new workers", "persistent workers"])
-def test_workers(tmp_path: Path, persistent: bool, own: bool) -> None:
+def test_resumes_with_loader_workers(tmp_path: Path, persistent: bool, own: bool) -> None:
     def make(name: str) -> Run:
         options: dict[str, Any] = {"num_workers": 1, "persistent_workers": persistent}
         if own:
@@ -74,7 +74,7 @@ def test_workers(tmp_path: Path, persistent: bool, own: bool) -> None:
         assert rest == [whole[first][done:], *whole[first + 1 :]], at
 
 
-def test_skipping_none_after_the_end_of_an_epoch_begins_the_next(tmp_path: Path) -> None:
+def test_skipping_no_batches_after_the_end_of_an_epoch_starts_the_next(tmp_path: Path) -> None:
     run = Run(tmp_path)
     whole = run.read([run.loader] * EPOCHS, tuple(range(1, EPOCHS * BATCHES)))
     for at in range(1, EPOCHS * BATCHES):
@@ -87,7 +87,7 @@ def test_skipping_none_after_the_end_of_an_epoch_begins_the_next(tmp_path: Path)
         assert rest == [whole[first][skip * 3 :], *whole[first + 1 :]], at
 
 
-def test_loading_what_was_just_saved_does_not_disturb_the_loop(tmp_path: Path) -> None:
+def test_loading_a_new_checkpoint_does_not_disturb_the_loop(tmp_path: Path) -> None:
     run = Run(tmp_path)
     seen: list[int] = []
     for number, (batch,) in enumerate(run.loader):
@@ -100,13 +100,13 @@ def test_loading_what_was_just_saved_does_not_disturb_the_loop(tmp_path: Path) -
     assert sorted(again) == list(range(12)), "a whole epoch, not the rest of the last one"
 
 
-def test_a_position_in_other_data_is_not_taken_over(tmp_path: Path) -> None:
+def test_position_is_not_restored_for_other_data(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for _ in run.loader:
         run.accelerator.save_state()
         break
     other = Run(tmp_path, samples=7)
-    with pytest.warns(UserWarning, match="Loader 0 had 12 samples .* and has 7 here"):
+    with pytest.warns(UserWarning, match="Loader 0 had 12 samples .* but has 7 now"):
         other.accelerator.load_state()
     assert sorted(other.read([other.loader])[0]) == list(range(7))
     more = Run(tmp_path)
@@ -115,7 +115,7 @@ def test_a_position_in_other_data_is_not_taken_over(tmp_path: Path) -> None:
         more.accelerator.load_state()
 
 
-def test_a_script_that_skips_by_itself_too_is_told(tmp_path: Path) -> None:
+def test_warns_if_a_script_also_skips_batches_itself(tmp_path: Path) -> None:
     def make() -> tuple[Accelerator, torch.nn.Module, Any]:
         accelerator = Accelerator(cpu=True)
         net = torch.nn.Linear(1, 1)
@@ -123,7 +123,7 @@ def test_a_script_that_skips_by_itself_too_is_told(tmp_path: Path) -> None:
         return accelerator, *accelerator.prepare(net, data)
 
     def loop(start: int, stop: int) -> int:
-        """Return how many steps were done; the script counts by itself where it is."""
+        """Return the number of steps. The script itself skips the batches before `start`."""
         done = 0
         for step, batch in enumerate(loader):
             if step < start:
@@ -143,18 +143,18 @@ def test_a_script_that_skips_by_itself_too_is_told(tmp_path: Path) -> None:
         assert loop(4, 6) == 0, "skipped twice"
     (one,) = said
     assert (one.filename, one.lineno) == (__file__, loop.__code__.co_firstlineno + 3)
-    # What fits is not told, and what does not is.
-    for skipped, told in ((4, 0), (3, 1)):
+    # It warns only if the number of skipped batches differs from the position.
+    for skipped, warned in ((4, 0), (3, 1)):
         accelerator.load_state(tmp_path / "s")
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             left = accelerator.skip_first_batches(loader, skipped)
             (accelerator.backward(net(batch).sum()) for batch in left)
-        assert len(said) == told, [str(one.message) for one in said]
-        assert [one.filename for one in said] == [__file__] * told
+        assert len(said) == warned, [str(one.message) for one in said]
+        assert [one.filename for one in said] == [__file__] * warned
     accelerator.load_state(tmp_path / "s")
-    assert loop(0, 6) == 2, "exact resuming asks for no skipping"
-    # Or positions are left alone, as the scripts of others expect it.
+    assert loop(0, 6) == 2, "without skipping, resuming is exact"
+    # With restore_positions=False, the script may skip batches itself.
     config = DataLoaderConfiguration(restore_positions=False)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     net, loader = accelerator.prepare(net, DataLoader(torch.arange(12.0)[:, None], 2))

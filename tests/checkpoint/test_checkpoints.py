@@ -1,4 +1,4 @@
-"""Checkpoints on one process: whole or absent, verified, safe, and what others left behind."""
+"""Checkpoints of one process: atomic, verified, safe to load, and cleaned up after dead runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CPU = {"cpu": True}
 
 
 class Box:
-    """A registered object; its state is whatever it was given."""
+    """A registered object with any state. If the state is an exception, reading it raises that."""
 
     def __init__(self, state: Any = None) -> None:
         self.state = {"n": 1} if state is None else state
@@ -83,7 +83,7 @@ class Run:
                 break
 
     def save(self, blocking: bool) -> None:
-        """Save, and learn how it ended."""
+        """Save and wait for the result."""
         self.accelerator.save_state(blocking=blocking)
         self.accelerator.wait_for_checkpoint()
 
@@ -103,21 +103,22 @@ def folders(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
 
 
-# --- the manifest and damage ----------------------------------------------------------------------
+# --- manifest and damage --------------------------------------------------------------------------
 
 
-def test_the_manifest_tells_what_is_there(run: Run) -> None:
+def test_manifest_lists_files_and_facts(run: Run) -> None:
     run.train(3)
     directory = Path(run.accelerator.save_state())
-    told = json.loads((directory / "manifest.json").read_text())["content"]
-    assert set(told["files"]) == set(folders(directory)) - {"manifest.json"}
-    for name, entry in told["files"].items():
+    content = json.loads((directory / "manifest.json").read_text())["content"]
+    assert set(content["files"]) == set(folders(directory)) - {"manifest.json"}
+    for name, entry in content["files"].items():
         data = (directory / name).read_bytes()
         assert entry == {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}, name
-    assert (told["step"], told["epoch"], told["world_size"], told["format"]) == (3, 0, 1, 1)
-    plugins = {(p["kind"], p["name"]) for p in told["written_by"]["plugins"]}
+    facts = [content[name] for name in ("step", "epoch", "world_size", "format")]
+    assert facts == [3, 0, 1, 1]
+    plugins = {(p["kind"], p["name"]) for p in content["written_by"]["plugins"]}
     assert ("backend", run.accelerator.backend.name) in plugins
-    assert told["objects"] == dict.fromkeys(
+    assert content["objects"] == dict.fromkeys(
         ("models", "optimizers", "schedulers", "loaders", "registered"), 1
     )
 
@@ -136,7 +137,7 @@ DAMAGES = {
 }
 
 
-def test_every_damage_to_every_file_is_refused_by_name(run: Run) -> None:
+def test_damage_to_any_file_is_refused_and_named(run: Run) -> None:
     accelerator = run.accelerator
     run.train(3)
     first = Path(accelerator.save_state())
@@ -157,18 +158,16 @@ def test_every_damage_to_every_file_is_refused_by_name(run: Run) -> None:
             assert torch.equal(run.weights(), before), "nothing was changed"
             shutil.copy(kept / name, second / name)
     flip(second / "optimizer.bin")
-    with pytest.warns(
-        UserWarning, match=r"passed over checkpoint_1: .*optimizer\.bin.*checkpoint_0"
-    ):
+    with pytest.warns(UserWarning, match=r"skipped checkpoint_1: .*optimizer\.bin.*checkpoint_0"):
         assert accelerator.load_state() == str(first)
-    assert accelerator.save_iteration == 1, "on after the one that was loaded"
+    assert accelerator.save_iteration == 1, "numbering continues after the loaded checkpoint"
     shutil.copy(kept / "optimizer.bin", second / "optimizer.bin")
     assert accelerator.load_state() == str(second)
     assert torch.equal(run.weights(), before)
     assert accelerator.save_iteration == 2
 
 
-def test_reading_a_checkpoint_changes_nothing_and_apply_puts_it_back_in_order(run: Run) -> None:
+def test_reading_a_checkpoint_changes_nothing_until_apply(run: Run) -> None:
     run.train(3)
     place = Path(run.accelerator.save_state())
     saved = run.weights()
@@ -202,7 +201,7 @@ def test_reading_a_checkpoint_changes_nothing_and_apply_puts_it_back_in_order(ru
     assert torch.equal(run.weights(), saved)
 
 
-def test_weights_of_another_model_are_refused_before_anything_is_applied(run: Run) -> None:
+def test_weights_of_another_model_are_refused_before_apply(run: Run) -> None:
     place = run.accelerator.save_state()
     run.net[2] = nn.Linear(8, 2)
     applied: list[None] = []
@@ -213,17 +212,17 @@ def test_weights_of_another_model_are_refused_before_anything_is_applied(run: Ru
     assert not applied
 
 
-def test_a_load_hook_may_load_a_model_of_another_form_itself(run: Run) -> None:
+def test_load_hook_may_load_a_changed_model_itself(run: Run) -> None:
     place = run.accelerator.save_state()
     run.net[2] = nn.Linear(8, 2)
     run.accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())
     assert run.accelerator.load_state(place) == place
 
 
-def test_a_damaged_successor_is_replaced_and_a_whole_one_kept(run: Run) -> None:
+def test_damaged_later_checkpoint_is_replaced_and_an_intact_one_kept(run: Run) -> None:
     made = [Path(run.accelerator.save_state()) for _ in range(3)]
     flip(made[2] / "model.safetensors")
-    with pytest.warns(UserWarning, match="passed over checkpoint_2"):
+    with pytest.warns(UserWarning, match="skipped checkpoint_2"):
         run.accelerator.load_state()
     assert run.accelerator.save_state() == str(made[2])
     run.accelerator.load_state(made[0])
@@ -231,12 +230,12 @@ def test_a_damaged_successor_is_replaced_and_a_whole_one_kept(run: Run) -> None:
         assert run.accelerator.save_state().endswith("checkpoint_3")
 
 
-def test_a_new_run_neither_removes_nor_outnumbers_an_earlier_one(tmp_path: Path) -> None:
+def test_new_run_refuses_to_number_among_checkpoints_of_an_earlier_one(tmp_path: Path) -> None:
     first = Run(tmp_path, limit=2)
     for _ in range(4):
         first.accelerator.save_state()
     second = Run(tmp_path, limit=2)
-    with pytest.raises(CheckpointError, match=r"checkpoint_3 is there already.*iteration=4"):
+    with pytest.raises(CheckpointError, match=r"checkpoint_3 already exists.*iteration=4"):
         second.accelerator.save_state()
     kept = tmp_path / "checkpoints"
     assert folders(kept) == ["checkpoint_2", "checkpoint_3"]
@@ -245,7 +244,7 @@ def test_a_new_run_neither_removes_nor_outnumbers_an_earlier_one(tmp_path: Path)
         assert second.accelerator.save_state().endswith("checkpoint_4")
 
 
-def test_what_only_has_the_name_is_not_counted(tmp_path: Path) -> None:
+def test_directory_that_only_has_the_name_of_a_checkpoint_is_not_counted(tmp_path: Path) -> None:
     run = Run(tmp_path, limit=2)
     kept = tmp_path / "checkpoints"
     (kept / "checkpoint_9").mkdir(parents=True)
@@ -253,19 +252,19 @@ def test_what_only_has_the_name_is_not_counted(tmp_path: Path) -> None:
         last = Path(run.accelerator.save_state())
     (last / "manifest.json").unlink()
     assert folders(kept) == ["checkpoint_1", "checkpoint_2", "checkpoint_9"]
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="skipped"):
         assert run.accelerator.load_state().endswith("checkpoint_1")
     assert run.accelerator.save_state() == str(last), "without a manifest it is replaced"
 
 
-def test_a_damaged_one_is_removed_before_a_whole_one(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_removed_before_an_intact_one(tmp_path: Path) -> None:
     run = Run(tmp_path, limit=2)
     made = [Path(run.accelerator.save_state()) for _ in range(2)]
     flip(made[1] / "optimizer.bin")
-    with pytest.warns(UserWarning, match="passed over checkpoint_1"):
+    with pytest.warns(UserWarning, match="skipped checkpoint_1"):
         run.accelerator.load_state()
     again = [Path(run.accelerator.save_state()) for _ in range(2)]
-    assert again[0] == made[1], "the damaged one's number is used again"
+    assert again[0] == made[1], "the number of the damaged checkpoint is reused"
     assert folders(tmp_path / "checkpoints") == ["checkpoint_1", "checkpoint_2"]
     run.accelerator.load_state(again[0])
 
@@ -283,11 +282,13 @@ def test_without_verification_sizes_are_still_compared(run: Run) -> None:
         run.accelerator.load_state(directory, verify=False)
 
 
-def test_other_objects_are_refused_before_anything_changes(run: Run, tmp_path: Path) -> None:
+def test_checkpoint_of_other_objects_is_refused_before_anything_changes(
+    run: Run, tmp_path: Path
+) -> None:
     directory = run.accelerator.save_state()
     other = Run(tmp_path / "other")
     other.accelerator.register_for_checkpointing(Box())
-    with pytest.raises(CheckpointError, match="1 registered, and 2 here"):
+    with pytest.raises(CheckpointError, match=r"holds only 1 registered \(not 2\)"):
         other.accelerator.load_state(directory)
     fresh = Accelerator(**CPU)
     first, second = fresh.prepare(nn.Linear(4, 8), nn.Linear(9, 1))
@@ -296,7 +297,7 @@ def test_other_objects_are_refused_before_anything_changes(run: Run, tmp_path: P
     again = Accelerator(**CPU)
     good, bad = again.prepare(nn.Linear(4, 8), nn.Linear(7, 1))
     before = good.weight.detach().clone()
-    with pytest.raises(CheckpointError, match=r"model_1.*weight has shape \[1, 9\] there"):
+    with pytest.raises(CheckpointError, match=r"model_1.*weight has shape \[1, 9\] in the check"):
         again.load_state(tmp_path / "two")
     assert torch.equal(good.weight, before)
     del bad
@@ -311,7 +312,7 @@ class Planted:
 
 
 def forge(directory: Path) -> None:
-    """Make a manifest that fits whatever is there, as an attacker would."""
+    """Rewrite the manifest so that it matches the changed files, as an attacker would."""
     path = directory / "manifest.json"
     content = json.loads(path.read_text())["content"]
     for name, entry in content["files"].items():
@@ -323,7 +324,7 @@ def forge(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
-def test_a_planted_pickle_runs_nothing(
+def test_planted_pickle_is_not_executed(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -356,7 +357,7 @@ def test_a_planted_pickle_runs_nothing(
     run.accelerator.load_state(directory)
 
 
-def test_a_directory_of_ours_without_its_manifest_is_refused(run: Run) -> None:
+def test_checkpoint_without_its_manifest_is_refused(run: Run) -> None:
     for safe in (True, False):
         directory = Path(run.accelerator.save_state(safe_serialization=safe))
         (directory / "manifest.json").unlink()
@@ -377,9 +378,9 @@ def test_python_objects_need_trust(run: Run) -> None:
     assert run.box.state == {"when": Path("here")}
 
 
-def test_what_is_refused_has_changed_nothing(run: Run, tmp_path: Path) -> None:
+def test_refused_checkpoint_has_changed_nothing(run: Run, tmp_path: Path) -> None:
     run.train(3)
-    run.box.state = {"why": ValueError("told")}
+    run.box.state = {"why": ValueError("reason")}
     directory = run.accelerator.save_state()
     run.train(3)
     before, step = run.weights(), run.accelerator.step
@@ -404,14 +405,14 @@ def test_what_is_refused_has_changed_nothing(run: Run, tmp_path: Path) -> None:
     assert torch.equal(run.optimizer.state_dict()["state"][0]["exp_avg"], moments)
 
 
-def test_what_a_run_does_not_have_is_left_and_said(run: Run, tmp_path: Path) -> None:
+def test_warns_about_objects_that_the_run_does_not_have(run: Run, tmp_path: Path) -> None:
     run.accelerator.register_for_checkpointing(Box())
     directory = run.accelerator.save_state()
     with pytest.warns(UserWarning, match="holds 1 registered more than this run"):
         Run(tmp_path / "other").accelerator.load_state(directory)
 
 
-def test_a_manifest_cannot_name_files_outside(run: Run) -> None:
+def test_manifest_cannot_name_files_outside_the_checkpoint(run: Run) -> None:
     directory = Path(run.accelerator.save_state())
     path = directory / "manifest.json"
     content = json.loads(path.read_text())["content"]
@@ -424,16 +425,14 @@ def test_a_manifest_cannot_name_files_outside(run: Run) -> None:
     own = xxhash.xxh3_128_hexdigest(body.encode())
     whole = {"content": content, "xxh3_128": own}
     path.write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n")
-    with pytest.raises(CheckpointError, match="outside of the checkpoint"):
+    with pytest.raises(CheckpointError, match="outside the checkpoint"):
         run.accelerator.load_state(directory)
 
 
 # --- directories ----------------------------------------------------------------------------------
 
 
-def test_a_named_directory_is_replaced_whole_and_keeps_what_others_put_there(
-    run: Run, tmp_path: Path
-) -> None:
+def test_replacing_a_named_directory_keeps_files_of_others(run: Run, tmp_path: Path) -> None:
     config = run.accelerator.project_configuration
     config.automatic_checkpoint_naming = False
     target = tmp_path / "last"
@@ -445,7 +444,7 @@ def test_a_named_directory_is_replaced_whole_and_keeps_what_others_put_there(
     assert (target / "model.safetensors.index.json").exists()
     run.train(1)
     run.accelerator.save_state(target)
-    assert not (target / "model.safetensors.index.json").exists(), "of the replaced one"
+    assert not (target / "model.safetensors.index.json").exists(), "belonged to the replaced one"
     assert (target / "notes.txt").read_text() == "mine"
     assert (target / "logs" / "a.txt").read_text() == "a"
     run.accelerator.load_state(target)
@@ -462,11 +461,11 @@ def test_a_named_directory_is_replaced_whole_and_keeps_what_others_put_there(
 
 
 @pytest.mark.parametrize("options", [{"safe_serialization": False}, {"max_shard_size": 40}])
-def test_weights_that_were_replaced_never_come_back(run: Run, tmp_path: Path, options: Any) -> None:
+def test_replaced_weights_are_never_loaded_again(run: Run, tmp_path: Path, options: Any) -> None:
     run.accelerator.project_configuration.automatic_checkpoint_naming = False
     place = tmp_path / "named"
     run.accelerator.save_state(place)
-    os.truncate(place / "manifest.json", 5)  # what it listed is not known any more
+    os.truncate(place / "manifest.json", 5)  # the list of its files is lost
     (place / "notes.txt").write_text("mine")
     with torch.no_grad():
         run.net[0].weight.fill_(2.0)
@@ -476,16 +475,16 @@ def test_weights_that_were_replaced_never_come_back(run: Run, tmp_path: Path, op
     with torch.no_grad():
         run.net[0].weight.fill_(3.0)
     run.accelerator.save_state(tmp_path / "x")
-    shutil.copy(tmp_path / "x" / "model.safetensors", place)  # not what the manifest lists
+    shutil.copy(tmp_path / "x" / "model.safetensors", place)  # the manifest does not list it
     run.accelerator.load_state(place)
     assert torch.equal(run.net[0].weight, torch.full_like(run.net[0].weight, 2.0))
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_a_death_between_any_two_steps_of_replacing_loses_nothing(
+def test_kill_between_any_two_renames_loses_nothing(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
-    """Stop before each rename in turn, and look what the next run finds."""
+    """Stop before each rename in turn, and check what the next run finds."""
     run.accelerator.project_configuration.automatic_checkpoint_naming = False
     if not exchange:
         monkeypatch.setattr(directories, "_exchange", lambda one, other: False)
@@ -529,7 +528,7 @@ def test_a_death_between_any_two_steps_of_replacing_loses_nothing(
     assert allowed > (2 if exchange else 3)
 
 
-def test_only_what_dead_runs_left_is_removed(run: Run, tmp_path: Path) -> None:
+def test_only_leftovers_of_dead_runs_are_removed(run: Run, tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     dead = root / ".checkpoint_7.saving-0123456789ab"
     dead.mkdir(parents=True)
@@ -557,7 +556,7 @@ def test_only_what_dead_runs_left_is_removed(run: Run, tmp_path: Path) -> None:
     assert folders(root) == ["checkpoint_0", "checkpoint_1"]
 
 
-def test_a_directory_is_not_taken_before_its_run_has_locked_it(
+def test_new_directory_is_not_removed_before_its_run_has_locked_it(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "checkpoints"
@@ -573,7 +572,7 @@ def test_a_directory_is_not_taken_before_its_run_has_locked_it(
     assert folders(root) == ["checkpoint_0"]
 
 
-def test_the_oldest_goes_only_after_the_new_one_stands(tmp_path: Path) -> None:
+def test_oldest_checkpoint_is_deleted_only_after_the_new_one_is_complete(tmp_path: Path) -> None:
     run = Run(tmp_path, limit=2)
     for _ in range(3):
         run.accelerator.save_state()
@@ -590,7 +589,7 @@ def test_the_oldest_goes_only_after_the_new_one_stands(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def small_disk(path: Path, size: int) -> Iterator[None]:
-    """A disk of `size` bytes; where mounting is not allowed, files that cannot grow beyond that."""
+    """Mount a disk of `size` bytes, or limit the size of files if mounting is not allowed."""
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], capture_output=True
     )
@@ -609,7 +608,7 @@ def small_disk(path: Path, size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, blocking: bool) -> None:
+def test_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path, blocking: bool) -> None:
     with small_disk(tmp_path, 1 << 20):
         run = Run(tmp_path)
         first = run.accelerator.save_state()
@@ -622,7 +621,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, blocking: boo
         assert run.accelerator.load_state() == first
 
 
-def test_a_place_for_reading_only_can_be_read(tmp_path: Path) -> None:
+def test_checkpoint_on_a_read_only_disk_can_be_loaded(tmp_path: Path) -> None:
     with small_disk(tmp_path, 1 << 20):
         run = Run(tmp_path)
         first = Path(run.accelerator.save_state())
@@ -637,7 +636,7 @@ def test_a_place_for_reading_only_can_be_read(tmp_path: Path) -> None:
             subprocess.run(["mount", "-o", "remount,rw", str(tmp_path)], check=True)
 
 
-def test_a_place_that_cannot_be_written_is_named(run: Run, tmp_path: Path) -> None:
+def test_error_for_an_invalid_directory_names_it(run: Run, tmp_path: Path) -> None:
     run.accelerator.project_configuration.automatic_checkpoint_naming = False
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file"):
@@ -648,16 +647,16 @@ def test_a_place_that_cannot_be_written_is_named(run: Run, tmp_path: Path) -> No
         run.accelerator.load_state(tmp_path / "file")
     with pytest.raises(CheckpointError, match="needs the path of a directory, not 3"):
         run.accelerator.save_state(3)
-    with pytest.raises(CheckpointError, match="max_shard_size=0 is no size"):
+    with pytest.raises(CheckpointError, match="max_shard_size=0 is not valid"):
         run.accelerator.save_state(tmp_path / "state", max_shard_size=0)
     with pytest.raises(CheckpointError, match=r"load_state\(\) got no directory"):
         run.accelerator.load_state()
 
 
-# --- beside the training --------------------------------------------------------------------------
+# --- background saves -----------------------------------------------------------------------------
 
 
-def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(tmp_path: Path) -> None:
+def test_background_save_has_the_state_at_the_call(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.box.state = {"tensor": torch.zeros(3), "list": [1]}
     run.train(2)
@@ -668,7 +667,7 @@ def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(tmp_path: Pa
     run.box.state["tensor"].fill_(7)
     run.box.state["list"].append(2)
     second = run.accelerator.save_state(blocking=False)
-    assert Path(first).exists(), "the next save waits for the one before"
+    assert Path(first).exists(), "a save waits for the previous one"
     run.accelerator.wait_for_checkpoint()
     run.accelerator.load_state(second)
     assert run.box.state["list"] == [1, 2]
@@ -679,16 +678,16 @@ def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(tmp_path: Pa
     assert run.box.state["tensor"].eq(0).all()
     third = run.accelerator.save_state(blocking=False)
     run.accelerator.end_training()
-    assert Path(third, "manifest.json").exists(), "the end waits for it"
+    assert Path(third, "manifest.json").exists(), "end_training waits for the save"
 
 
-def test_states_made_for_the_save_are_copied_each(run: Run) -> None:
+def test_states_created_for_the_save_are_copied_separately(run: Run) -> None:
     class Fresh:
         def __init__(self, value: float) -> None:
             self.value = value
 
         def state_dict(self) -> dict[str, torch.Tensor]:
-            return {"value": torch.full((1000,), self.value)}  # freed, and its address reused
+            return {"value": torch.full((1000,), self.value)}  # freed, so its address is reused
 
         def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
             self.value = float(state["value"][0])
@@ -704,7 +703,7 @@ def test_states_made_for_the_save_are_copied_each(run: Run) -> None:
 # --- resuming -------------------------------------------------------------------------------------
 
 
-def test_gradients_of_a_begun_cycle_are_kept(tmp_path: Path) -> None:
+def test_accumulated_gradients_are_restored(tmp_path: Path) -> None:
     set_seed(3)
     straight = Run(tmp_path / "a", steps=4)
     set_seed(4)
@@ -723,7 +722,7 @@ def test_gradients_of_a_begun_cycle_are_kept(tmp_path: Path) -> None:
     assert torch.equal(resumed.weights(), straight.weights())
 
 
-def test_gradients_summed_by_hand_are_kept_too(run: Run) -> None:
+def test_gradients_accumulated_by_hand_are_restored(run: Run) -> None:
     x, y = torch.randn(2, 4), torch.randn(2, 1)
     run.accelerator.backward(mse_loss(run.model(x), y))
     held = [p.grad.clone() for p in run.net.parameters()]
@@ -735,7 +734,7 @@ def test_gradients_summed_by_hand_are_kept_too(run: Run) -> None:
     run.optimizer.step()
     again = Path(run.accelerator.save_state())
     assert "gradients_0.bin" in folders(directory)
-    assert "gradients_0.bin" not in folders(again), "they have been used"
+    assert "gradients_0.bin" not in folders(again), "the optimizer has used them"
 
 
 def test_skipping_after_loading_sees_each_sample_once(tmp_path: Path) -> None:
@@ -765,11 +764,11 @@ def test_skipping_after_loading_sees_each_sample_once(tmp_path: Path) -> None:
         assert batches(loader) == expected[1]
 
 
-# --- Accelerate's directories -----------------------------------------------------------------------
+# --- directories of Accelerate --------------------------------------------------------------------
 
 
-def peers(directory: Path, run: Run, prefix: str = "") -> None:
-    """Write a directory in Accelerate's documented layout."""
+def write_accelerate_checkpoint(directory: Path, run: Run, prefix: str = "") -> None:
+    """Write a checkpoint in the layout that Accelerate documents."""
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True)
@@ -788,9 +787,9 @@ def peers(directory: Path, run: Run, prefix: str = "") -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "module."], ids=["one process", "DDP"])
-def test_the_peers_directories_load(run: Run, tmp_path: Path, prefix: str) -> None:
+def test_loads_directories_of_accelerate(run: Run, tmp_path: Path, prefix: str) -> None:
     run.train(3)
-    peers(tmp_path / "theirs", run, prefix)
+    write_accelerate_checkpoint(tmp_path / "theirs", run, prefix)
     drawn = (random.random(), numpy.random.rand(), torch.rand(1).item())
     weights = run.weights()
     other = Run(tmp_path / "other")
@@ -802,11 +801,11 @@ def test_the_peers_directories_load(run: Run, tmp_path: Path, prefix: str) -> No
     assert (random.random(), numpy.random.rand(), torch.rand(1).item()) == drawn
     assert other.accelerator.step == 3
     (tmp_path / "theirs" / "random_states_0.pkl").unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         other.accelerator.load_state(tmp_path / "theirs")
 
 
-def test_an_ordinary_save_and_load_say_nothing(run: Run) -> None:
+def test_ordinary_save_and_load_do_not_warn(run: Run) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run.accelerator.save_state()

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: the cases are in `checkpoint_worker.py`."""
+"""Checkpoints of several ranks. The cases are in `checkpoint_worker.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One rank, two, and one again, which finds what two have saved."""
+    """Run the cases on one rank, on two, and again on one, which loads what two saved."""
     shared = tmp_path_factory.mktemp("shared")
     return [run_workers(WORKER, count, [shared], timeout=150) for count in (1, 2, 1)]
 

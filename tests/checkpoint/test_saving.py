@@ -1,4 +1,4 @@
-"""Saving, resuming, unwrapping and copying: the cases are in `saving_worker.py`."""
+"""Saving, resuming, unwrapping and copying. The cases are in `saving_worker.py`."""
 
 from __future__ import annotations
 

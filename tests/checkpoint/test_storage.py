@@ -1,4 +1,4 @@
-"""Checkpoints in a store that files are uploaded to: attempts, names, kills, retention."""
+"""Checkpoints in a store that files are uploaded to: retries, names, kills, retention."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def storage(monkeypatch: pytest.MonkeyPatch) -> PlainStorage:
-    """The store of the checkpointer "plain", which is chosen."""
+    """Select the checkpointer "plain", and return its store."""
     made = PlainStorage()
 
     class Plain(DirectoryCheckpointer):
@@ -72,7 +72,7 @@ def objects(place: str | Path) -> list[str]:
 
 
 class Failing(PlainStorage):
-    """Fails some attempts to write or fetch after a part of them."""
+    """Fails some attempts to write or fetch, after transferring a part of the file."""
 
     def __init__(self, error: Exception, times: int) -> None:
         self.error, self.left = error, times
@@ -112,13 +112,13 @@ def sources(folder: Path, count: int = 12) -> dict[str, Path]:
     return made
 
 
-def test_files_are_sent_at_the_same_time_and_again_after_a_passing_failure(tmp_path: Path) -> None:
-    store, files = Failing(ConnectionResetError("reset by peer"), 4), sources(tmp_path)
-    told: list[int] = []
+def test_files_are_sent_in_parallel_and_retried_after_transient_errors(tmp_path: Path) -> None:
+    store, files = Failing(ConnectionResetError("connection reset"), 4), sources(tmp_path)
+    counts: list[int] = []
     place = str(tmp_path / "place")
-    transfer.upload(store, place, files, told.append)
+    transfer.upload(store, place, files, counts.append)
     assert store.most > 3
-    assert sum(told) == 12_000, "what a failed attempt has sent is taken back"
+    assert sum(counts) == 12_000, "the bytes of failed attempts are subtracted"
     store.left = 4
     fetched = {name: (tmp_path / "fetched" / name, 1000) for name in files}
     transfer.download(store, place, fetched, lambda count: None)
@@ -126,7 +126,7 @@ def test_files_are_sent_at_the_same_time_and_again_after_a_passing_failure(tmp_p
         assert path.read_bytes() == files[name].read_bytes()
 
 
-def test_a_large_file_is_fetched_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_file_is_fetched_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PART", 1000)
     asked: list[tuple[int, int]] = []
 
@@ -144,25 +144,25 @@ def test_a_large_file_is_fetched_in_parts(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("error", "attempts", "said"),
+    ("error", "attempts", "message"),
     [
         (TimeoutError("slow"), 5, "cannot be written after 5 attempts: TimeoutError: slow"),
         (PermissionError(13, "not yours"), 1, "cannot be written: PermissionError: .*not yours"),
         (ValueError("no such region"), 1, "cannot be written: ValueError: no such region"),
     ],
 )
-def test_only_passing_failures_are_tried_again_and_the_object_is_named(
-    tmp_path: Path, error: Exception, attempts: int, said: str
+def test_only_transient_errors_are_retried_and_errors_name_the_object(
+    tmp_path: Path, error: Exception, attempts: int, message: str
 ) -> None:
     store, files = Failing(error, 1000), sources(tmp_path, 1)
-    told: list[int] = []
-    with pytest.raises(CheckpointError, match=f"{tmp_path}/place/{SAVE}/0 {said}"):
-        transfer.upload(store, f"{tmp_path}/place", files, told.append)
+    counts: list[int] = []
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/place/{SAVE}/0 {message}"):
+        transfer.upload(store, f"{tmp_path}/place", files, counts.append)
     assert 1000 - store.left == attempts
-    assert sum(told) == 0
+    assert sum(counts) == 0
 
 
-# --- what the checkpointer makes of a store -------------------------------------------------------
+# --- checkpoints in a store -----------------------------------------------------------------------
 
 
 def save(accelerator: Accelerator, place: str, blocking: bool) -> None:
@@ -170,7 +170,7 @@ def save(accelerator: Accelerator, place: str, blocking: bool) -> None:
     accelerator.wait_for_checkpoint()
 
 
-def test_a_save_that_fails_leaves_the_earlier_checkpoint_and_no_object(
+def test_failed_save_keeps_the_earlier_checkpoint_and_deletes_its_objects(
     storage: PlainStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accelerator, model = prepared(tmp_path)
@@ -197,7 +197,7 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoint_and_no_object(
     accelerator.end_training()
 
 
-def test_what_is_fetched_and_what_was_staged_is_deleted(
+def test_temporary_files_are_deleted(
     storage: PlainStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "temporary").mkdir()
@@ -206,7 +206,7 @@ def test_what_is_fetched_and_what_was_staged_is_deleted(
     for blocking in (True, False):
         accelerator.save_state(tmp_path / "place", blocking=blocking)
         accelerator.load_state(tmp_path / "place")
-    with pytest.raises(CheckpointError, match="has no manifest"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
         accelerator.load_state(tmp_path / "nothing")
     accelerator.save_model(model, tmp_path / "model")
     accelerator.save({"a": 1}, tmp_path / "objects" / "a.bin")
@@ -216,7 +216,7 @@ def test_what_is_fetched_and_what_was_staged_is_deleted(
     accelerator.end_training()
 
 
-def test_weights_of_an_earlier_save_model_do_not_stay(
+def test_save_model_deletes_weights_of_an_earlier_call(
     storage: PlainStorage, tmp_path: Path
 ) -> None:
     accelerator, model = prepared(tmp_path)
@@ -228,7 +228,7 @@ def test_weights_of_an_earlier_save_model_do_not_stay(
     accelerator.end_training()
 
 
-def test_as_many_are_kept_as_asked_for_and_a_damaged_one_is_passed_over(
+def test_total_limit_is_kept_and_a_damaged_checkpoint_is_skipped(
     storage: PlainStorage, tmp_path: Path
 ) -> None:
     accelerator, _ = prepared(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
@@ -246,7 +246,7 @@ def test_as_many_are_kept_as_asked_for_and_a_damaged_one_is_passed_over(
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "changed"])
-def test_a_damaged_object_is_refused_by_its_name_in_the_store(
+def test_error_for_a_damaged_object_has_its_name_in_the_store(
     storage: PlainStorage, tmp_path: Path, damage: str
 ) -> None:
     accelerator, model = prepared(tmp_path)
@@ -258,23 +258,21 @@ def test_a_damaged_object_is_refused_by_its_name_in_the_store(
         path.unlink()
     else:
         path.write_bytes(changed[damage])
-    said = {"gone": "is missing", "cut": "bytes, but", "changed": "is damaged"}[damage]
+    problem = {"gone": "is missing", "cut": "bytes, but", "changed": "is damaged"}[damage]
     with torch.no_grad():
         model.weight.fill_(3)
-    with pytest.raises(CheckpointError, match=f"{re.escape(str(path))} {'.*' + said}"):
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(path))} .*{problem}"):
         accelerator.load_state(place)
     assert bool((model.weight == 3).all())
     accelerator.end_training()
 
 
-def test_a_missing_manifest_never_makes_a_load_delete_anything(
-    storage: PlainStorage, tmp_path: Path
-) -> None:
+def test_loading_without_a_manifest_deletes_nothing(storage: PlainStorage, tmp_path: Path) -> None:
     accelerator, _ = prepared(tmp_path)
     place = Path(accelerator.save_state(tmp_path / "place"))
     manifest = (place / "manifest.json").read_bytes()
     (place / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="has no manifest"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
         accelerator.load_state(place)
     (place / "manifest.json").write_bytes(manifest)
     accelerator.load_state(place)
@@ -282,7 +280,7 @@ def test_a_missing_manifest_never_makes_a_load_delete_anything(
 
 
 @pytest.mark.parametrize("took_effect", [True, False])
-def test_a_request_to_publish_may_fail_and_have_succeeded(
+def test_publish_request_that_fails_may_still_have_succeeded(
     storage: PlainStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, took_effect: bool
 ) -> None:
     accelerator, model = prepared(tmp_path)
@@ -310,7 +308,7 @@ def test_a_request_to_publish_may_fail_and_have_succeeded(
     accelerator.end_training()
 
 
-def test_a_store_that_cannot_be_reached_is_named(
+def test_error_for_an_unreachable_store_names_it(
     storage: PlainStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accelerator, _ = prepared(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
@@ -320,10 +318,10 @@ def test_a_store_that_cannot_be_reached_is_named(
         raise ConnectionRefusedError("refused")
 
     monkeypatch.setattr(storage, "list", unreachable)
-    said = f"{tmp_path}/checkpoints cannot be listed after 5 attempts"
-    with pytest.raises(CheckpointError, match=said):
+    message = f"{tmp_path}/checkpoints cannot be listed after 5 attempts"
+    with pytest.raises(CheckpointError, match=message):
         accelerator.save_state()
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         accelerator.load_state()
     accelerator.end_training()
 
@@ -339,7 +337,7 @@ with PlainStorage().lock(sys.argv[1], sys.argv[2]):
 """
 
 
-def test_a_lease_of_another_machine_holds_until_it_runs_out(
+def test_lease_of_another_machine_holds_until_it_expires(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environ = clean_environment(PYTHONPATH=str(Path(__file__).parent))
@@ -359,12 +357,12 @@ def test_a_lease_of_another_machine_holds_until_it_runs_out(
         assert locked
     file.write_text(json.dumps(held))
     with store.lock(str(tmp_path), SAVE) as locked:
-        assert locked, "on its own machine a killed process is seen at once"
+        assert locked, "on the same machine, the lease of a killed process ends at once"
         assert json.loads(file.read_text())["pid"] == os.getpid()
     assert not file.exists()
 
 
-def test_a_lease_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "RENEWED", 0.02)
     store = PlainStorage()
     with store.lock(str(tmp_path), SAVE):

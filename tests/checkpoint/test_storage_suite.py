@@ -1,4 +1,4 @@
-"""The suite for stores: sound ones pass all of it, and each fault is found by the check it is about."""
+"""The conformance suite for stores: correct stores pass, and each fault fails the intended check."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class TestPlain(StorageSuite):
 
 
 @pytest.mark.parametrize("mutant", storage_mutants.MUTANTS)
-def test_a_fault_is_found(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suite_finds_the_fault(
+    mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(storage_suite, "_RELEASED", 1.0)
     check = storage_mutants.MUTANTS[mutant]
     shelf = Shelf(f"storage_mutants:{mutant}", "{path}", tmp_path)
@@ -28,5 +30,5 @@ def test_a_fault_is_found(mutant: str, tmp_path: Path, monkeypatch: pytest.Monke
         STORAGE_CHECKS[check](shelf)
 
 
-def test_every_check_finds_a_fault() -> None:
+def test_every_check_of_the_suite_has_a_fault() -> None:
     assert {*storage_mutants.MUTANTS.values()} == {*STORAGE_CHECKS}
