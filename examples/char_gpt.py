@@ -1,12 +1,12 @@
-"""Train a small GPT, letter by letter, on the source text of Python's own standard library.
+"""Train a small character-level GPT on the source code of Python's standard library.
 
     python examples/char_gpt.py
     accelerate-core launch --num_processes 2 examples/char_gpt.py
     accelerate-core launch --num_processes 2 examples/char_gpt.py --resume
 
-Shown on the way: gradient accumulation, clipping, a cosine schedule with warm-up, a checkpoint of
-everything (`save_state`), and going on from it (`--resume`). The text is on every machine that
-has Python: nothing is downloaded.
+The script shows gradient accumulation, clipping, a cosine schedule with warm-up, saving everything
+with `save_state`, and resuming (`--resume`). Python's source code is already on your machine, so
+nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch.utils.data import DataLoader, Dataset
 from accelerate_core import Accelerator
 from accelerate_core.utils import DataLoaderConfiguration, set_seed
 
-ALPHABET = "\n" + string.printable[:95]  # the line end, letters, digits, punctuation, space
+ALPHABET = "\n" + string.printable[:95]  # newline, letters, digits, punctuation, space
 NOT_READ = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 
 
 def standard_library(megabytes: float) -> torch.Tensor:
-    """The first so many million letters of the standard library, as numbers into ALPHABET."""
+    """The first `megabytes` million letters of the standard library, as indices into ALPHABET."""
     root = Path(sysconfig.get_path("stdlib"))
     number = {letter: index for index, letter in enumerate(ALPHABET)}
     wanted = int(megabytes * 1e6)
@@ -49,7 +49,7 @@ def standard_library(megabytes: float) -> torch.Tensor:
 
 
 class Windows(Dataset):
-    """Pieces of `length` letters, one after the other, each with the letters that come next."""
+    """Consecutive pieces of `length` letters, each with the letters that follow."""
 
     def __init__(self, text: torch.Tensor, length: int) -> None:
         self.text, self.length = text, length
@@ -93,7 +93,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.out = nn.Linear(width, len(ALPHABET), bias=False)
         self.apply(self._first_weights)
-        for block in self.blocks:  # keeps the sum over all layers as large as its first term
+        for block in self.blocks:  # so that adding all layers doesn't increase the activations
             for layer in (block.mix, block.think[2]):
                 nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * layers))
 
@@ -105,7 +105,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, letters: torch.Tensor) -> torch.Tensor:
-        """Letters [batch, length] in, scores for each next letter [batch, length, alphabet] out."""
+        """Return scores [batch, length, alphabet] of the next letters for letters [batch, length]."""
         x = self.letter(letters) + self.position[: letters.shape[1]]
         return self.out(self.norm(self.blocks(x)))
 
@@ -122,7 +122,7 @@ class GPT(nn.Module):
 
 
 class Position:
-    """How far the training is. Registered for checkpointing, so it is saved and restored too."""
+    """The progress of the training. It is registered for checkpointing, so it is saved too."""
 
     def __init__(self) -> None:
         self.step = 0  # optimizer steps done
@@ -136,7 +136,7 @@ class Position:
 
 
 def cosine(step: int, warmup: int, total: int) -> float:
-    """The learning rate at `step`, as a part of the highest: up, and then down to a tenth."""
+    """The factor of the learning rate: it rises to 1 during warm-up, and then falls to 0.1."""
     if step < warmup:
         return (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, total - warmup))
@@ -148,9 +148,9 @@ def train(args: argparse.Namespace) -> None:
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         cpu=args.cpu,
-        # The order of the batches depends on the seed and the epoch only: --resume finds it again.
+        # The order of the batches then only depends on the seed and the epoch, as --resume needs.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
-        # The scheduler counts optimizer steps, however many processes share the work.
+        # The scheduler counts optimizer steps, independent of the number of processes.
         step_scheduler_with_optimizer=False,
     )
     set_seed(args.seed)
@@ -173,7 +173,7 @@ def train(args: argparse.Namespace) -> None:
     checkpoint = args.output_dir / "checkpoint"
     if args.resume:
         accelerator.load_state(checkpoint)
-        accelerator.print(f"going on after step {position.step}, from {checkpoint}")
+        accelerator.print(f"resuming after step {position.step} from {checkpoint}")
     else:
         weights = sum(parameter.numel() for parameter in model.parameters())
         accelerator.print(
@@ -227,7 +227,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def batches_from(accelerator: Accelerator, loader: DataLoader, position: Position) -> Any:
-    """Batches without end, epoch after epoch, beginning where `position` says."""
+    """Endless batches, epoch after epoch, starting at `position`."""
     epoch, skip = divmod(position.batches, len(loader))
     while True:
         loader.set_epoch(epoch)
@@ -245,7 +245,7 @@ def report(
     seconds: float,
     write: Any,
 ) -> None:
-    """One line about the training so far, with the loss on text that is never trained on."""
+    """Write one line about the training so far, with the loss on held-out text."""
     model.eval()
     losses = []
     for inputs, targets in loader:
@@ -276,19 +276,19 @@ def arguments() -> argparse.Namespace:
     add("--steps", type=int, default=300, help="optimizer steps")
     add("--batch_size", type=int, default=16, help="windows per batch, on each process")
     add("--gradient_accumulation_steps", type=int, default=2, help="batches per optimizer step")
-    add("--lr", type=float, default=3e-3, help="the highest learning rate")
-    add("--clip", type=float, default=1.0, help="the largest norm of the gradients")
+    add("--lr", type=float, default=3e-3, help="largest learning rate")
+    add("--clip", type=float, default=1.0, help="largest norm of the gradients")
     add("--megabytes", type=float, default=3.0, help="how much text to read")
     add("--length", type=int, default=64, help="letters per window")
-    add("--width", type=int, default=128, help="numbers per letter inside the model")
+    add("--width", type=int, default=128, help="size of the hidden vectors")
     add("--heads", type=int, default=4, help="attention heads")
     add("--layers", type=int, default=4, help="transformer blocks")
     add("--sample", type=int, default=400, help="letters to write at the end")
     add("--report_every", type=int, default=50, help="steps between two reports and checkpoints")
-    add("--seed", type=int, default=0, help="for the first weights, the shuffling and the sample")
+    add("--seed", type=int, default=0, help="for the initial weights, shuffling and the sample")
     add("--output_dir", type=Path, default=Path("char_gpt_output"), help="where to write")
-    add("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
-    add("--cpu", action="store_true", help="stay on the CPU even if there is a GPU")
+    add("--resume", action="store_true", help="resume from the checkpoint in the output folder")
+    add("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     return parser.parse_args()
 
 

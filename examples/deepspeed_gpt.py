@@ -1,12 +1,12 @@
-"""A character GPT with DeepSpeed's ZeRO: an ordinary loop, and a config that says how.
+"""Train a character-level GPT with DeepSpeed ZeRO in an ordinary training loop.
 
     accelerate-core launch --cpu --num_processes 2 examples/deepspeed_gpt.py
     accelerate-core launch --cpu --num_processes 2 examples/deepspeed_gpt.py --config CONFIG
     accelerate-core launch --cpu --num_processes 1 examples/deepspeed_gpt.py --resume
 
-CONFIG is one of examples/deepspeed/*.json, or yours; without it the stage is 2. A checkpoint goes on
-with any number of processes at its stage (1 and 2 are alike). The text is the source of Python's
-standard library: nothing is downloaded.
+CONFIG is one of examples/deepspeed/*.json, or your own file. The default is stage 2. You can resume a
+checkpoint on any number of processes with the same stage (stages 1 and 2 are interchangeable). The
+text is the source code of Python's standard library, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALPHABET = "\n" + string.printable[:95]
 class GPT(nn.Module):
     def __init__(self, length: int, width: int, heads: int, layers: int) -> None:
         super().__init__()
-        # Where a config says "auto", stage 3 cuts its buckets by the hidden size.
+        # If a config says "auto", stage 3 derives its bucket sizes from the hidden size.
         self.config = SimpleNamespace(hidden_size=width)
         self.length = length
         self.letter, self.place = nn.Embedding(len(ALPHABET), width), nn.Embedding(length, width)
@@ -46,7 +46,7 @@ class GPT(nn.Module):
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, len(ALPHABET))
 
     def forward(self, letters: torch.Tensor) -> torch.Tensor:
-        """Scores for each next letter, of shape (batch, length, letters)."""
+        """Return scores of the next letters, of shape [batch, length, alphabet]."""
         length = letters.shape[1]
         x = self.letter(letters) + self.place(torch.arange(length, device=letters.device))
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=letters.device)
@@ -56,7 +56,7 @@ class GPT(nn.Module):
 
 
 class Progress:
-    """Optimizer steps done. Registered for checkpointing."""
+    """The number of optimizer steps. It is registered for checkpointing."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -69,7 +69,7 @@ class Progress:
 
 
 def standard_library(letters: int, length: int) -> torch.Tensor:
-    """Rows of `length + 1` letters, as numbers into ALPHABET."""
+    """Rows of `length + 1` letters, as indices into ALPHABET."""
     number = {letter: index for index, letter in enumerate(ALPHABET)}
     text: list[int] = []
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -82,7 +82,7 @@ def standard_library(letters: int, length: int) -> torch.Tensor:
 
 
 def write(model: Any, start: str, letters: int, seed: int) -> str:
-    """Let the model write; all ranks call this, as each may have a part of the weights."""
+    """Generate text. All ranks must call this, because each may hold a part of the weights."""
     device, length = next(model.parameters()).device, model.module.length
     generator = torch.Generator().manual_seed(seed)
     text = [ALPHABET.index(letter) for letter in start]
@@ -118,7 +118,7 @@ def train(args: argparse.Namespace) -> None:
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
     if args.resume:
-        accelerator.print(f"going on from {accelerator.load_state()}")
+        accelerator.print(f"resuming from {accelerator.load_state()}")
     started, losses = time.perf_counter(), []
     while progress.step < args.steps:
         for (rows,) in loader:
@@ -143,7 +143,7 @@ def train(args: argparse.Namespace) -> None:
                 accelerator.save_state()
             if progress.step == args.steps:
                 break
-    accelerator.save_model(model, args.output_dir)  # whole, for anybody
+    accelerator.save_model(model, args.output_dir)  # unsharded, for other programs
     model.eval()
     with torch.no_grad():
         sample = write(model, "def ", args.sample, args.seed)
@@ -158,22 +158,22 @@ def arguments() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--config", help="DeepSpeed's own config, a JSON file; default: ZeRO stage 2")
+    add("--config", help="DeepSpeed config file (JSON); default: ZeRO stage 2")
     add("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: as launched, or no")
     add("--steps", type=int, default=200, help="optimizer steps")
-    add("--batch_size", type=int, default=32, help="rows per batch, of all processes together")
+    add("--batch_size", type=int, default=32, help="rows per batch on all processes together")
     add("--lr", type=float, default=3e-3, help="learning rate")
     add("--letters", type=int, default=1_000_000, help="how much text to read")
     add("--length", type=int, default=64, help="letters per row")
-    add("--width", type=int, default=128, help="numbers per letter inside the model")
+    add("--width", type=int, default=128, help="size of the hidden vectors")
     add("--heads", type=int, default=4, help="attention heads")
     add("--layers", type=int, default=4, help="transformer blocks")
     add("--sample", type=int, default=200, help="letters to write at the end")
     add("--report_every", type=int, default=50, help="steps between two reports and checkpoints")
     add("--seed", type=int, default=0, help="for weights, shuffling and the sample")
     add("--output_dir", type=Path, default=Path("deepspeed_gpt_output"), help="where to write")
-    add("--resume", action="store_true", help="go on from the newest checkpoint")
-    add("--cpu", action="store_true", help="stay on the CPU even if there is a GPU")
+    add("--resume", action="store_true", help="resume from the newest checkpoint")
+    add("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""A GPT whose linear layers multiply in fp8: the loop is any other; what computes it is configured.
+"""Train a GPT with linear layers in fp8. The library and the recipe come from the launch options.
 
     accelerate-core launch --cpu --mixed_precision fp8 examples/fp8_gpt.py
     accelerate-core launch --cpu --mixed_precision bf16 examples/fp8_gpt.py
@@ -7,8 +7,8 @@
     accelerate-core launch --cpu --mixed_precision fp8 --num_processes 2 --use_fsdp examples/fp8_gpt.py
     accelerate-core launch --mixed_precision fp8 --fp8_backend te examples/fp8_gpt.py
 
-The last one wants Transformer Engine and a GPU. On a device without fp8 torchao computes what fp8
-would give (`emulate`), more slowly. The text is the source of Python's standard library.
+The last command needs Transformer Engine and a GPU. On devices without fp8, torchao emulates it, which
+is slower. The text is the source code of Python's standard library.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from accelerate_core.utils import DataLoaderConfiguration, set_seed
 
 
 def train(args: argparse.Namespace) -> None:
-    # The batch size is that of all processes together.
+    # The batch size is the total of all processes.
     data_config = DataLoaderConfiguration(split_batches=True)
     accelerator = Accelerator(dataloader_config=data_config)
     set_seed(args.seed)
@@ -56,7 +56,7 @@ def train(args: argparse.Namespace) -> None:
                 losses.clear()
             if step == args.steps:
                 break
-    # Its weights have the names and dtypes of the model as it was: anybody loads them.
+    # The weights have the names and dtypes of the original model, so any program can load them.
     accelerator.save_model(model, args.output_dir)
     accelerator.print(f"model.safetensors is in {args.output_dir}")
     accelerator.end_training()
@@ -69,11 +69,11 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--steps", type=int, default=200, help="optimizer steps")
-    add("--batch_size", type=int, default=16, help="rows per batch, of all processes together")
+    add("--batch_size", type=int, default=16, help="rows per batch on all processes together")
     add("--lr", type=float, default=3e-3, help="learning rate")
     add("--megabytes", type=float, default=1.0, help="how much text to read")
     add("--length", type=int, default=64, help="letters per row")
-    add("--width", type=int, default=64, help="numbers per letter inside the model")
+    add("--width", type=int, default=64, help="size of the hidden vectors")
     add("--heads", type=int, default=4, help="attention heads")
     add("--layers", type=int, default=2, help="transformer blocks")
     add("--report_every", type=int, default=50, help="steps between two reports")

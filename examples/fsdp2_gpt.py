@@ -1,4 +1,4 @@
-"""A character GPT, sharded: FSDP2, with copies of the shards, tensor or sequence parallel, by flags.
+"""Train a sharded character-level GPT: FSDP2, HSDP, tensor or sequence parallelism, set by flags.
 
     accelerate-core launch --cpu --num_processes 2 examples/fsdp2_gpt.py
     accelerate-core launch --cpu --num_processes 4 examples/fsdp2_gpt.py --dp_replicate 2
@@ -6,9 +6,10 @@
     accelerate-core launch --cpu --num_processes 2 examples/fsdp2_gpt.py --sp 2
     accelerate-core launch --cpu --num_processes 4 examples/fsdp2_gpt.py --resume
 
-The script is the same for all of them. What is left of the processes after the flags shards the
-parameters. A checkpoint of any of these goes on as any other (`--resume`). The text is the source
-of Python's standard library: nothing is downloaded.
+The flags say how many processes are used for copies, tensor and sequence parallelism. The remaining
+factor of the number of processes shards the parameters. A checkpoint of any of these runs can be
+resumed as any other (`--resume`). The text is the source code of Python's standard library, so nothing
+is downloaded.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from accelerate_core.utils import (
 
 ALPHABET = "\n" + string.printable[:95]
 
-#: Which layers the ranks of a tensor parallel group compute together: the first splits its
-#: outputs, the second its inputs, so that nothing is exchanged between the two.
+#: How tensor parallel ranks split the layers. A "colwise" layer splits its outputs and a "rowwise"
+#: layer its inputs, so no communication is needed between the two.
 TENSOR_PARALLEL = {
     **dict.fromkeys(("layers.*.query", "layers.*.key", "layers.*.value"), "colwise"),
     "layers.*.mix": "rowwise",
@@ -57,7 +58,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         h = self.norm_1(x)
-        # -1: this rank may have a part of the heads only.
+        # -1, because this rank may only have a part of the heads.
         query, key, value = (
             layer(h).view(batch, length, -1, self.size).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
@@ -76,7 +77,7 @@ class GPT(nn.Module):
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, len(ALPHABET), bias=False)
 
     def forward(self, letters: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Scores for each next letter; places are given, as this may be a part of a text."""
+        """Return scores of the next letters. A rank may only have a part of the text at `places`."""
         x = self.letter(letters) + self.place(places)
         for layer in self.layers:
             x = layer(x)
@@ -84,7 +85,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, start: str, letters: int, seed: int) -> str:
-        """Write; all ranks call this, as each has a part of the weights."""
+        """Generate text. All ranks must call this, because each holds a part of the weights."""
         device = next(self.parameters()).device
         generator = torch.Generator().manual_seed(seed)
         text = [ALPHABET.index(letter) for letter in start]
@@ -97,7 +98,7 @@ class GPT(nn.Module):
 
 
 class Progress:
-    """Optimizer steps done. Registered for checkpointing."""
+    """The number of optimizer steps. It is registered for checkpointing."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -110,7 +111,7 @@ class Progress:
 
 
 def standard_library(letters: int, length: int) -> torch.Tensor:
-    """Rows of `length + 1` letters, as numbers into ALPHABET."""
+    """Rows of `length + 1` letters, as indices into ALPHABET."""
     number = {letter: index for index, letter in enumerate(ALPHABET)}
     text: list[int] = []
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -129,7 +130,7 @@ def train(args: argparse.Namespace) -> None:
         cpu=args.cpu,
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=2,
-        # The batch size is that of all processes together, however they are laid out.
+        # The batch size is the total of all processes, for any mesh.
         dataloader_config=DataLoaderConfiguration(split_batches=True),
         parallelism_config=ParallelismConfig(
             dp_replicate_size=args.dp_replicate,
@@ -152,18 +153,18 @@ def train(args: argparse.Namespace) -> None:
     here = sum(parameter.to_local().numel() for parameter in model.parameters())
     accelerator.print(
         f"{accelerator.parallelism_config.arithmetic()} process(es), {weights:,} weights, "
-        f"{here:,} of them on the first"
+        f"{here:,} of them on the first process"
     )
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
     if args.resume:
-        accelerator.print(f"going on from {accelerator.load_state()}")
+        accelerator.print(f"resuming from {accelerator.load_state()}")
     started, losses = time.perf_counter(), []
     while progress.step < args.steps:
         for (rows,) in loader:
             letters, targets = rows[:, :-1].clone(), rows[:, 1:].clone()
             places = torch.arange(args.length, device=rows.device).expand_as(letters).clone()
-            # Without a dimension that shares sequences this does nothing.
+            # Without sequence parallelism, this does nothing.
             shared = accelerator.maybe_context_parallel(
                 buffers=[letters, targets, places], buffer_seq_dims=[1, 1, 1]
             )
@@ -188,7 +189,7 @@ def train(args: argparse.Namespace) -> None:
             if progress.step == args.steps:
                 break
     accelerator.wait_for_checkpoint()
-    accelerator.save_model(model, args.output_dir)  # whole, for anybody
+    accelerator.save_model(model, args.output_dir)  # unsharded, for other programs
     sample = model.eval().generate("def ", args.sample, args.seed)
     accelerator.print(f"\nwritten by the model:\n{'-' * 60}\n{sample}\n{'-' * 60}")
     accelerator.print(f"checkpoints and model.safetensors are in {args.output_dir}")
@@ -202,23 +203,23 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--dp_replicate", type=int, default=1, help="copies of the shards")
-    add("--tp", type=int, default=1, help="processes that compute one layer together")
-    add("--sp", type=int, default=1, help="processes that share a text (Ulysses)")
+    add("--tp", type=int, default=1, help="processes that split each layer")
+    add("--sp", type=int, default=1, help="processes that split each sequence (Ulysses)")
     add("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: as launched, or no")
     add("--steps", type=int, default=200, help="optimizer steps")
-    add("--batch_size", type=int, default=32, help="rows per batch, of all processes together")
+    add("--batch_size", type=int, default=32, help="rows per batch on all processes together")
     add("--lr", type=float, default=3e-3, help="learning rate")
     add("--letters", type=int, default=1_000_000, help="how much text to read")
     add("--length", type=int, default=64, help="letters per row")
-    add("--width", type=int, default=128, help="numbers per letter inside the model")
+    add("--width", type=int, default=128, help="size of the hidden vectors")
     add("--heads", type=int, default=4, help="attention heads")
     add("--layers", type=int, default=4, help="transformer blocks")
     add("--sample", type=int, default=200, help="letters to write at the end")
     add("--report_every", type=int, default=50, help="steps between two reports and checkpoints")
     add("--seed", type=int, default=0, help="for weights, shuffling and the sample")
     add("--output_dir", type=Path, default=Path("fsdp2_gpt_output"), help="where to write")
-    add("--resume", action="store_true", help="go on from the newest checkpoint")
-    add("--cpu", action="store_true", help="stay on the CPU even if there is a GPU")
+    add("--resume", action="store_true", help="resume from the newest checkpoint")
+    add("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     return parser.parse_args()
 
 

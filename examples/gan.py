@@ -3,8 +3,8 @@
     python examples/gan.py
     accelerate-core launch --num_processes 2 examples/gan.py
 
-The painter turns random numbers into 8x8 images, the critic tells painted from real ones, and each
-learns from the other. A grid of painted digits is written as a PNG.
+The painter turns random numbers into 8x8 images. The critic learns to tell them from real digits, and
+the painter learns to deceive the critic. At the end, a grid of painted digits is saved as a PNG.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def critic() -> nn.Module:
 
 def train(args: argparse.Namespace) -> None:
     accelerator = Accelerator(mixed_precision=args.mixed_precision, cpu=args.cpu)
-    set_seed(args.seed)  # the same first weights everywhere …
+    set_seed(args.seed)  # the same initial weights on every process …
     paint, judge = painter(), critic()
     paint_optimizer = torch.optim.Adam(paint.parameters(), lr=args.lr, betas=(0.5, 0.999))
     judge_optimizer = torch.optim.Adam(judge.parameters(), lr=args.lr, betas=(0.5, 0.999))
@@ -49,7 +49,7 @@ def train(args: argparse.Namespace) -> None:
     paint, judge, paint_optimizer, judge_optimizer, loader = accelerator.prepare(
         paint, judge, paint_optimizer, judge_optimizer, loader
     )
-    # … but every process paints from random numbers of its own.
+    # … but each process paints from different random numbers.
     own = torch.Generator().manual_seed(args.seed + accelerator.process_index)
 
     for epoch in range(args.epochs):
@@ -58,15 +58,15 @@ def train(args: argparse.Namespace) -> None:
             painted = paint(torch.randn(len(real), NOISE, generator=own).to(accelerator.device))
             truth = torch.cat([torch.full((len(real), 1), 0.9), torch.zeros(len(real), 1)])
 
-            # The critic learns; `detach` keeps the painter out of it.
+            # Train the critic. `detach` keeps gradients from the painter.
             scores = judge(torch.cat([real, painted.detach().float()]))
             judge_loss = F.binary_cross_entropy_with_logits(scores, truth.to(scores.device))
             accelerator.backward(judge_loss)
             judge_optimizer.step()
             judge_optimizer.zero_grad()
 
-            # The painter learns through the critic. The critic's own gradients are not needed,
-            # so nothing of them is sent between the processes, and they are thrown away.
+            # Train the painter through the critic. The critic's own gradients are not needed, so
+            # they are not reduced between processes, and they are discarded.
             with accelerator.no_sync(judge):
                 scores = judge(painted)
                 paint_loss = F.binary_cross_entropy_with_logits(scores, torch.ones_like(scores))
@@ -95,7 +95,7 @@ def train(args: argparse.Namespace) -> None:
 def draw(paint: nn.Module, seed: int, path: Path) -> None:
     import matplotlib
 
-    matplotlib.use("Agg")  # draws into a file, needs no screen
+    matplotlib.use("Agg")  # draws to a file and needs no display
     import matplotlib.pyplot as plt
 
     noise = torch.randn(64, NOISE, generator=torch.Generator().manual_seed(seed))
@@ -112,12 +112,12 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: as launched, or no")
-    add("--epochs", type=int, default=60, help="how often to go through the digits")
+    add("--epochs", type=int, default=60, help="number of epochs")
     add("--batch_size", type=int, default=32, help="digits per batch, on each process")
-    add("--lr", type=float, default=1e-3, help="learning rate of both")
-    add("--seed", type=int, default=0, help="for the first weights and the random numbers")
+    add("--lr", type=float, default=1e-3, help="learning rate of both models")
+    add("--seed", type=int, default=0, help="for the initial weights and the random numbers")
     add("--output_dir", type=Path, default=Path("gan_output"), help="where to write")
-    add("--cpu", action="store_true", help="stay on the CPU even if there is a GPU")
+    add("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     return parser.parse_args()
 
 

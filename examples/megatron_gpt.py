@@ -1,14 +1,14 @@
-"""A GPT-2 or Llama of Transformers over tensor, pipeline and data parallel ranks, by flags.
+"""Train a GPT-2 or Llama from Transformers with tensor, pipeline and data parallelism, set by flags.
 
     accelerate-core launch --num_processes 4 examples/megatron_gpt.py --tp 2 --pp 2 --micro_batches 4
     accelerate-core launch --num_processes 4 examples/megatron_gpt.py --tp 2 --sequence_parallel
     accelerate-core launch --num_processes 4 examples/megatron_gpt.py --distributed_optimizer
     accelerate-core launch --num_processes 2 examples/megatron_gpt.py --pp 2 --micro_batches 4 --resume
 
-The script is the same for all of them. What is left of the processes after the flags trains on data
-of its own. A checkpoint of any of these goes on as any other (`--resume`), and at the end the model is
-written as Transformers would write it. megatron-core needs a GPU for each process. The text is the
-source of Python's standard library: nothing is downloaded.
+The flags set the tensor and pipeline parallel sizes. The remaining factor of the number of processes is
+the data parallel size. A checkpoint of any of these runs can be resumed as any other (`--resume`). At
+the end, the model is saved in the format of Transformers. megatron-core needs one GPU per process. The
+text is the source code of Python's standard library, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALPHABET = "\n" + string.printable[:95]
 
 
 class Progress:
-    """Optimizer steps done. Registered for checkpointing."""
+    """The number of optimizer steps. It is registered for checkpointing."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -44,7 +44,7 @@ class Progress:
 
 
 def small_model(args: argparse.Namespace) -> Any:
-    """A model with random weights; `from_pretrained` gives one that goes the same way."""
+    """A model with random weights. You can also use one from `from_pretrained`."""
     shared = {"vocab_size": len(ALPHABET), "bos_token_id": 0, "eos_token_id": 0}
     if args.family == "gpt2":
         config: Any = GPT2Config(
@@ -67,7 +67,7 @@ def small_model(args: argparse.Namespace) -> Any:
 
 
 def standard_library(letters: int, length: int) -> list[dict[str, torch.Tensor]]:
-    """Rows of letters, as numbers into ALPHABET; models of Transformers shift the labels."""
+    """Rows of letters, as indices into ALPHABET. Models of Transformers shift the labels."""
     number = {letter: index for index, letter in enumerate(ALPHABET)}
     text: list[int] = []
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -80,7 +80,7 @@ def standard_library(letters: int, length: int) -> list[dict[str, torch.Tensor]]
 
 
 def held_out_loss(accelerator: Accelerator, model: Any, loader: Any) -> float:
-    """The mean over rows that are not trained on."""
+    """The mean loss over rows that are not used for training."""
     model.eval()
     losses = torch.stack([accelerator.eval_step(batch).loss for batch in loader])
     model.train()
@@ -100,7 +100,7 @@ def train(args: argparse.Namespace) -> None:
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=2,
         megatron_lm_plugin=plugin,
-        # The batch size is that of all processes together, however they are laid out.
+        # The batch size is the total of all processes, for any mesh.
         dataloader_config=DataLoaderConfiguration(split_batches=True),
         project_config=ProjectConfiguration(
             str(args.output_dir), automatic_checkpoint_naming=True, total_limit=2
@@ -121,17 +121,17 @@ def train(args: argparse.Namespace) -> None:
     here = sum(parameter.numel() for parameter in model.parameters())
     accelerator.print(
         f"tp {args.tp} x pp {args.pp}, {accelerator.num_processes} process(es); {weights:,} weights, "
-        f"{here:,} of them on the first"
+        f"{here:,} of them on the first process"
     )
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
     if args.resume:
-        accelerator.print(f"going on from {accelerator.load_state()}")
+        accelerator.print(f"resuming from {accelerator.load_state()}")
     started, losses = time.perf_counter(), []
     while progress.step < args.steps:
         for batch in loader:
             with accelerator.accumulate(model):
-                # Forward and backward of all micro-batches; `step` reduces the gradients.
+                # Runs forward and backward of all micro-batches. `step` reduces the gradients.
                 losses.append(accelerator.train_step(batch).loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -155,7 +155,7 @@ def train(args: argparse.Namespace) -> None:
     model.save_pretrained(
         args.output_dir / "model",
         is_main_process=accelerator.is_main_process,
-        state_dict=accelerator.get_state_dict(model),  # of all ranks, together
+        state_dict=accelerator.get_state_dict(model),  # gathered from all ranks
     )
     accelerator.print(f"checkpoints, and model/ for from_pretrained, are in {args.output_dir}")
     accelerator.end_training()
@@ -167,28 +167,26 @@ def arguments() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--family", choices=["gpt2", "llama"], default="gpt2", help="which model of Transformers")
-    add("--tp", type=int, default=1, help="tensor parallel: ranks that share each layer")
-    add("--pp", type=int, default=1, help="pipeline parallel: stages, each with some layers")
-    add(
-        "--micro_batches", type=int, default=1, help="parts that a batch goes through the stages in"
-    )
-    add("--interleave", type=int, help="layers of a stage, of which each rank then has several")
-    add("--distributed_optimizer", action="store_true", help="data ranks share its state")
-    add("--sequence_parallel", action="store_true", help="with --tp: share activations, too")
+    add("--family", choices=["gpt2", "llama"], default="gpt2", help="model of Transformers")
+    add("--tp", type=int, default=1, help="tensor parallelism: ranks that split each layer")
+    add("--pp", type=int, default=1, help="pipeline parallelism: number of stages")
+    add("--micro_batches", type=int, default=1, help="micro-batches per batch in the pipeline")
+    add("--interleave", type=int, help="layers per virtual stage; each rank gets several of them")
+    add("--distributed_optimizer", action="store_true", help="shard the optimizer's state")
+    add("--sequence_parallel", action="store_true", help="with --tp: also split activations")
     add("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: as launched, or no")
     add("--steps", type=int, default=200, help="optimizer steps")
-    add("--batch_size", type=int, default=32, help="rows per batch, of all processes together")
+    add("--batch_size", type=int, default=32, help="rows per batch on all processes together")
     add("--lr", type=float, default=3e-3, help="learning rate")
     add("--letters", type=int, default=1_000_000, help="how much text to read")
     add("--length", type=int, default=64, help="letters per row")
-    add("--width", type=int, default=128, help="numbers per letter inside the model")
+    add("--width", type=int, default=128, help="size of the hidden vectors")
     add("--heads", type=int, default=4, help="attention heads")
     add("--layers", type=int, default=4, help="transformer blocks")
     add("--report_every", type=int, default=50, help="steps between two reports and checkpoints")
     add("--seed", type=int, default=0, help="for weights, shuffling and dropout")
     add("--output_dir", type=Path, default=Path("megatron_gpt_output"), help="where to write")
-    add("--resume", action="store_true", help="go on from the newest checkpoint")
+    add("--resume", action="store_true", help="resume from the newest checkpoint")
     return parser.parse_args()
 
 

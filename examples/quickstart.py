@@ -4,12 +4,12 @@
     accelerate-core launch --num_processes 2 examples/quickstart.py
     python -m torch.distributed.run --nproc_per_node 2 examples/quickstart.py
 
-It is an ordinary PyTorch script. The five lines marked `# accelerate 1` to `# accelerate 5` are
-what makes it run on any number of processes, on any device, in any precision; everything else is
-PyTorch, or there to show you what is going on.
+This is an ordinary PyTorch script. With the five lines marked `# accelerate 1` to `# accelerate 5`, it
+runs on any number of processes, on any device, and in any precision. Everything else is plain PyTorch,
+or shows the progress.
 
-The data are the 1797 scanned digits that come with scikit-learn, 8x8 pixels each: nothing is
-downloaded. 359 of them are never trained on and tell how good the network is.
+The data are the 1797 scanned digits of 8x8 pixels that scikit-learn includes, so nothing is downloaded.
+359 of them are not used for training, but to measure the accuracy of the network.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TEST_SAMPLES = 359
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """The training and the test set. The split never changes, whatever seed the training uses."""
+    """The training set and the test set. The split does not depend on the seed of the training."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16  # [1797, 1, 8, 8]
     labels = torch.tensor(data.target)
@@ -64,7 +64,7 @@ class ConvNet(nn.Sequential):
 
 
 def train(args: argparse.Namespace) -> None:
-    set_seed(args.seed)  # the same first weights and the same shuffling on every process
+    set_seed(args.seed)  # the same initial weights and the same shuffling on every process
     train_set, test_set = digits()
     train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
     test_loader = DataLoader(test_set, batch_size=args.batch_size)
@@ -74,7 +74,7 @@ def train(args: argparse.Namespace) -> None:
         optimizer, 1.0, 0.05, total_iters=optimizer_steps(train_loader, args)
     )
 
-    accelerator = Accelerator(  # accelerate 1: who am I, how many are we, on which device?
+    accelerator = Accelerator(  # accelerate 1: finds the rank, the other processes and the device
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         cpu=args.cpu,
@@ -112,7 +112,7 @@ def train(args: argparse.Namespace) -> None:
             )
     seconds = time.perf_counter() - started
 
-    accelerator.save_model(model, args.output_dir)  # writes model.safetensors, once
+    accelerator.save_model(model, args.output_dir)  # the main process writes model.safetensors
     if accelerator.is_main_process:
         curve = args.output_dir / "learning_curve.png"
         draw_learning_curve(losses, accuracies, curve)
@@ -123,10 +123,10 @@ def train(args: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> tuple[int, int]:
-    """How many of the test digits are recognised, and how many there are.
+    """Return the number of recognised test digits, and the number of test digits.
 
-    Every process looks at its share. The last batches are filled up so that all processes get
-    equally many; `gather_for_metrics` takes the fillers out again, so the count is exact.
+    Each process evaluates its share. The last batches are padded, so that all processes get the same
+    number of samples. `gather_for_metrics` removes the padding, so the count is exact.
     """
     model.eval()
     correct = total = 0
@@ -135,12 +135,12 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
         guesses, labels = accelerator.gather_for_metrics((guesses, labels))  # accelerate 5
         correct += int((guesses == labels).sum())
         total += len(labels)
-    assert total == TEST_SAMPLES, f"counted {total} test digits, there are {TEST_SAMPLES}"
+    assert total == TEST_SAMPLES, f"counted {total} test digits instead of {TEST_SAMPLES}"
     return correct, total
 
 
 def evaluate_saved(args: argparse.Namespace) -> None:
-    """Evaluate a model saved by an earlier run; any number of processes gives the same count."""
+    """Evaluate a saved model. The result is the same on any number of processes."""
     accelerator = Accelerator(mixed_precision=args.mixed_precision, cpu=args.cpu)
     model = ConvNet()
     load_checkpoint_in_model(model, args.eval_only)
@@ -152,12 +152,12 @@ def evaluate_saved(args: argparse.Namespace) -> None:
 
 
 def optimizer_steps(loader: DataLoader, args: argparse.Namespace) -> int:
-    """The steps one process would take. On n processes the schedule advances n times per step."""
+    """The steps that one process would take. On n processes, a schedule advances n times per step."""
     return args.epochs * -(-len(loader) // args.gradient_accumulation_steps)
 
 
 def progress_bar(accelerator: Accelerator) -> Progress:
-    """A progress bar that only the main process shows; on the others it is silent."""
+    """A progress bar that only the main process shows."""
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     console = Console(quiet=not accelerator.is_main_process)
     return Progress(*columns, console=console, disable=not accelerator.is_main_process)
@@ -183,7 +183,7 @@ def show_results(
 def draw_learning_curve(losses: list[float], accuracies: list[float], path: Path) -> None:
     import matplotlib
 
-    matplotlib.use("Agg")  # draws into a file, needs no screen
+    matplotlib.use("Agg")  # draws to a file and needs no display
     import matplotlib.pyplot as plt
 
     epochs = range(1, len(losses) + 1)
@@ -207,14 +207,14 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: as launched, or no")
-    add("--epochs", type=int, default=20, help="how often to go through the training digits")
+    add("--epochs", type=int, default=20, help="number of epochs")
     add("--batch_size", type=int, default=32, help="digits per batch, on each process")
     add("--gradient_accumulation_steps", type=int, default=1, help="batches per optimizer step")
-    add("--lr", type=float, default=3e-3, help="learning rate at the start")
-    add("--seed", type=int, default=0, help="for the first weights and the shuffling")
+    add("--lr", type=float, default=3e-3, help="initial learning rate")
+    add("--seed", type=int, default=0, help="for the initial weights and the shuffling")
     add("--output_dir", type=Path, default=Path("quickstart_output"), help="where to write")
-    add("--cpu", action="store_true", help="stay on the CPU even if there is a GPU")
-    add("--eval_only", type=Path, metavar="DIR", help="evaluate the model saved in DIR, and stop")
+    add("--cpu", action="store_true", help="use the CPU even if there is a GPU")
+    add("--eval_only", type=Path, metavar="DIR", help="only evaluate the model saved in DIR")
     return parser.parse_args()
 
 

@@ -1,12 +1,12 @@
-"""Train on handwritten digits and keep everything that can be kept of it, with every tracker there is.
+"""Train on handwritten digits, and log everything that trackers support.
 
     python examples/tracking.py
     accelerate-core runs show tracking_output
     accelerate-core launch --num_processes 2 examples/tracking.py --log_with jsonl,tensorboard
 
-Values, the learning curve, misread digits as images, a table of them, a figure, the weights'
-distribution and the model file go to all trackers that are installed and usable, or to those that
-`--log_with` names. `jsonl` needs nothing installed.
+The script logs values, misread digits as images and as a table, the learning curve as a figure, the
+distribution of the weights, and the model file. They go to all trackers that are installed and usable,
+or to those named by `--log_with`. `jsonl` is built in.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from accelerate_core.utils import set_seed
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--log_with", default="all", help="names with commas, or all")
+    parser.add_argument("--log_with", default="all", help="comma-separated names, or all")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--mixed_precision", default=None)
@@ -52,7 +52,7 @@ def main() -> None:
         log_with=options.log_with.split(","),
         project_dir=options.output_dir,
     )
-    # The context closes the runs, as failed if the block raises.
+    # The `with` block closes the runs at the end. If it raises, they are marked as failed.
     with accelerator:
         accelerator.init_trackers("digits", config=options)
         optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
@@ -65,13 +65,14 @@ def main() -> None:
                 loss = F.cross_entropy(model(inputs), targets)
                 accelerator.backward(loss)
                 optimizer.step()
-                # The tensor is read by a writer; nothing waits here.
+                # A background thread reads the tensor, so this does not wait for the device.
                 accelerator.log({"train": {"loss": loss.detach(), "epoch": epoch}}, step=step)
                 step += 1
             curve.append(evaluate(accelerator, model, *test, step))
         report(accelerator, model, *test, curve, step)
         accelerator.print(
-            f"test accuracy {curve[-1]:.2%}; look: accelerate-core runs show {options.output_dir}"
+            f"test accuracy {curve[-1]:.2%}. Show the runs with: accelerate-core runs show "
+            f"{options.output_dir}"
         )
 
 

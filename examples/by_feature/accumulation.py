@@ -1,4 +1,4 @@
-"""Accumulate gradients: several small batches make one step of a larger one.
+"""Accumulate gradients: several small batches make one optimizer step.
 
 accelerate-core launch --num_processes 2 examples/by_feature/accumulation.py
 """
@@ -22,10 +22,10 @@ def main(steps: int = 4, batch_size: int = 16) -> dict[str, float]:
     taken, losses = 0, []
     for _ in range(3):
         for images, labels in loader:
-            with accelerator.accumulate(model):  # steps at every fourth batch, and at the last
+            with accelerator.accumulate(model):  # steps after every fourth batch and the last one
                 loss = F.cross_entropy(model(images), labels)
                 accelerator.backward(loss)
-                optimizer.step()  # does nothing in between
+                optimizer.step()  # does nothing for the batches in between
                 optimizer.zero_grad()
             taken += accelerator.sync_gradients
             losses.append(loss.detach())

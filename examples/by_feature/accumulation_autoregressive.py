@@ -1,7 +1,7 @@
-"""Accumulate over sequences of different lengths: every token weighs the same, on any rank.
+"""Accumulate over sequences of different lengths, with the same weight for every token.
 
-The mean of the batches' means would weigh a token in a short batch more. `num_items` counts them
-over the whole cycle and all ranks, so that the gradient is that of the mean over all tokens.
+Averaging the mean losses of the batches would give tokens in short batches more weight. `num_items`
+counts the tokens of the whole cycle on all ranks, so that the loss is the mean over all of them.
 
 accelerate-core launch --num_processes 2 examples/by_feature/accumulation_autoregressive.py
 """
@@ -23,14 +23,14 @@ IGNORED = -100
 
 
 def lines() -> list[torch.Tensor]:
-    """Return the lines of the Zen of Python as letters' numbers."""
+    """Return the lines of the Zen of Python, as character codes."""
     with redirect_stdout(StringIO()):
         text = "".join(this.d.get(letter, letter) for letter in this.s)
     return [torch.tensor([ord(c) % 128 for c in line]) for line in text.splitlines() if line]
 
 
 def padded(batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return letters and the next ones, filled up to the longest line."""
+    """Return characters and the next characters, padded to the longest line."""
     inputs = nn.utils.rnn.pad_sequence([line[:-1] for line in batch], batch_first=True)
     pad = {"batch_first": True, "padding_value": IGNORED}
     return inputs, nn.utils.rnn.pad_sequence([line[1:] for line in batch], **pad)
@@ -50,7 +50,7 @@ def main(steps: int = 2, epochs: int = 2) -> dict[str, float]:
             tokens = (targets != IGNORED).sum()
             with accelerator.accumulate(model, num_items=tokens):
                 logits = model(inputs).flatten(0, 1)
-                # The sum: it is divided by the tokens of all batches of the cycle, on all ranks.
+                # The sum, because backward divides it by the tokens of the cycle on all ranks.
                 loss = F.cross_entropy(
                     logits, targets.flatten(), ignore_index=IGNORED, reduction="sum"
                 )

@@ -1,4 +1,4 @@
-"""Find a batch size that memory allows: start large, and try again with less until it fits.
+"""Find a batch size that fits into memory: start large, and retry with smaller ones.
 
 accelerate-core launch --num_processes 2 examples/by_feature/batch_size_by_memory.py
 """
@@ -20,9 +20,9 @@ def main(start: int = 512, largest: int = 200) -> dict[str, object]:
 
     @find_executable_batch_size(starting_batch_size=start)
     def train(batch_size: int) -> float:
-        accelerator.free_memory()  # what the failed attempt prepared
+        accelerator.free_memory()  # drops what the failed attempt has prepared
         tried.append(batch_size)
-        if batch_size > largest:  # a machine with less memory than this one, to show what happens
+        if batch_size > largest:  # simulates a machine with little memory
             raise torch.OutOfMemoryError(f"CUDA out of memory at {batch_size} samples")
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -1,4 +1,4 @@
-"""Save everything, go on from it: model, optimizer, schedule, random numbers, place in the data.
+"""Save and resume: model, optimizer, random states and the position in the data.
 
 accelerate-core launch --num_processes 2 examples/by_feature/checkpointing.py
 """
@@ -17,7 +17,7 @@ from accelerate_core import Accelerator, ProjectConfiguration
 
 
 def train(folder: Path, stop_after: int | None = None) -> list[float]:
-    """Train for two epochs; stop early if asked; go on if there is a checkpoint."""
+    """Train for two epochs, and resume if there is a checkpoint. May save and stop early."""
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(project_config=project)
     model = network()
@@ -25,10 +25,10 @@ def train(folder: Path, stop_after: int | None = None) -> list[float]:
     loader = DataLoader(digits()[0], batch_size=64, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if (folder / "checkpoints").is_dir():
-        accelerator.load_state()  # the newest that is whole
+        accelerator.load_state()  # loads the newest intact checkpoint
     done = 0
-    while loader.iteration < 2:  # epochs that have been read to their end
-        for images, labels in loader:  # after load_state: from where it was saved
+    while loader.iteration < 2:  # number of completed epochs
+        for images, labels in loader:  # continues where the checkpoint was saved
             accelerator.backward(F.cross_entropy(model(images), labels))
             optimizer.step()
             optimizer.zero_grad()

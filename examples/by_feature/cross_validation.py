@@ -1,4 +1,4 @@
-"""Train on every fold but one, test on that one, and let the models vote on the test set.
+"""Cross-validation: train one model per fold, and let the models vote on the test set.
 
 accelerate-core launch --num_processes 2 examples/by_feature/cross_validation.py
 """

@@ -1,4 +1,4 @@
-"""The data and the model that the scripts of this folder share: scanned digits, nothing is downloaded."""
+"""The data and the model of all scripts in this folder: scanned digits from scikit-learn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TRAIN = 1437
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Return 1437 digits to train on and 360 to test with: 64 pixels each, and a label."""
+    """Return 1437 digits for training and 360 for testing, each with 64 pixels and a label."""
     data = load_digits()
     images = torch.tensor(data.data, dtype=torch.float32) / 16
     labels = torch.tensor(data.target)
@@ -21,6 +21,6 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def network() -> nn.Sequential:
-    """Return a small network with the same first weights everywhere."""
+    """Return a small network with the same initial weights on every process."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))

@@ -1,4 +1,4 @@
-"""Stop all processes when one of them sees a reason: a trigger that any rank sets and all check.
+"""Stop all processes when one of them decides to: any rank can set a trigger that all ranks check.
 
 accelerate-core launch --num_processes 2 examples/by_feature/early_stopping.py
 """
@@ -27,9 +27,9 @@ def main(good_enough: float = 0.3, epochs: int = 20) -> dict[str, int]:
             optimizer.step()
             optimizer.zero_grad()
             steps += 1
-            if loss.item() < good_enough:  # perhaps on this rank only
+            if loss.item() < good_enough:  # may be true on some ranks only
                 accelerator.set_trigger()
-            if accelerator.check_trigger():  # the same answer on every rank
+            if accelerator.check_trigger():  # returns the same on every rank
                 accelerator.print(f"stopped after {steps} steps")
                 accelerator.end_training()
                 return {"steps": steps, "most": epochs * len(loader)}

@@ -1,4 +1,4 @@
-"""Let the ranks train on their own for a few steps, and then average: less communication.
+"""Local SGD: the ranks train independently for a few steps, and then average their parameters.
 
 accelerate-core launch --num_processes 2 examples/by_feature/local_sgd.py
 """
@@ -27,7 +27,7 @@ def main(every: int = 4) -> dict[str, object]:
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-                local_sgd.step()  # averages the weights at every fourth call, and at the end
+                local_sgd.step()  # averages the weights in every fourth call and at the end
                 losses.append(loss.detach())
     sums = torch.stack([p.detach().double().sum() for p in model.parameters()]).sum()[None]
     alike = accelerator.gather(sums)

@@ -1,4 +1,4 @@
-"""Count every test sample once on any number of processes, whatever the batch size.
+"""Exact metrics: count every test sample once, on any number of processes, with any batch size.
 
 accelerate-core launch --num_processes 2 examples/by_feature/multi_process_metrics.py
 """
@@ -16,11 +16,12 @@ from accelerate_core import Accelerator
 def main(batch_size: int = 7) -> dict[str, object]:
     accelerator = Accelerator()
     test = digits()[1]
-    # 360 is no multiple of seven: the last batches are filled up, so that all ranks have as many.
+    # 360 is not a multiple of 7, so the last batches are padded to the same size on all ranks.
     model, loader = accelerator.prepare(network(), DataLoader(test, batch_size))
     guesses, labels = [], []
     for images, targets in loader:
-        found = accelerator.gather_for_metrics((model(images).argmax(1), targets))  # no filler
+        # Removes the padding again.
+        found = accelerator.gather_for_metrics((model(images).argmax(1), targets))
         guesses.append(found[0])
         labels.append(found[1])
     all_labels = torch.cat(labels)

@@ -1,4 +1,4 @@
-"""Profile a few steps: one trace per rank, to be opened in Perfetto or chrome://tracing.
+"""Profile a few steps, and write one trace per rank for Perfetto or chrome://tracing.
 
 accelerate-core launch --num_processes 2 examples/by_feature/profiling.py
 """

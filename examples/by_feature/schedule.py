@@ -1,7 +1,7 @@
-"""A learning rate that warms up and falls: what the schedule counts on several processes.
+"""A learning rate with warm-up and decay, on any number of processes.
 
-A prepared scheduler advances once per process and optimizer step, so that a schedule written for
-one process ends at the same sample on many. With accumulation it counts optimizer steps.
+On n processes, a prepared scheduler advances n times per optimizer step. A schedule written for one
+process therefore ends at the same sample. With gradient accumulation, it counts optimizer steps.
 
 accelerate-core launch --num_processes 2 examples/by_feature/schedule.py
 """
@@ -21,7 +21,7 @@ def main(epochs: int = 2) -> dict[str, object]:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = DataLoader(digits()[0], batch_size=32, shuffle=True)
-    total = epochs * len(loader)  # as one process counts, before prepare
+    total = epochs * len(loader)  # before prepare, this is the number of steps of one process
     warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=total // 10)
     fall = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total - total // 10)
     scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, fall], [total // 10])

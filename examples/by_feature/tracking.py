@@ -1,4 +1,4 @@
-"""Log values to every tracker that is installed; here to plain JSON lines, which need no library.
+"""Log values, here to the built-in tracker `jsonl`, which needs no library.
 
 accelerate-core launch --num_processes 2 examples/by_feature/tracking.py
 accelerate-core runs show tracking_output
@@ -29,8 +29,8 @@ def main(folder: Path, log_with: str = "jsonl") -> dict[str, int]:
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        accelerator.log({"loss": loss}, step=step)  # written once, by the main process
-    accelerator.end_training()  # waits until everything is written
+        accelerator.log({"loss": loss}, step=step)  # only the main process writes it
+    accelerator.end_training()  # waits until all values are written
     return {"steps": len(loader)}
 
 

@@ -230,7 +230,7 @@ def test_a_loader_factory_is_chosen_by_configuration_and_named_in_its_errors(
         told = {line.split(" = ")[0]: line for line in rank["explain"].splitlines()}
         assert "'records'" in told["loaders"]
         assert wanted in told["loaders records.seed"]
-        assert "2 ranks cannot share batches of 3 equally" in rank["refused"]
+        assert "batch_size=3 is not divisible by 2 ranks" in rank["refused"]
         blamed = "'make_loader' of plugin records (accelerate-records 0.1.0)"
         assert any(blamed in note for note in rank["notes"])
 

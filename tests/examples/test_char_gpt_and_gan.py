@@ -27,7 +27,7 @@ def test_char_gpt_learns_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None
     assert len(losses) == 3
     assert losses == sorted(losses, reverse=True)
     second = example("char_gpt.py", *TINY, "--steps", "12", "--output_dir", tmp_path, "--resume")
-    assert "going on after step 8" in second
+    assert "resuming after step 8" in second
     assert re.findall(r"^step +(\d+)", second, re.M) == ["12"]
     assert second.count("written by the model") == 1
 

@@ -1,4 +1,4 @@
-"""Gradients averaged around a ring of ranks: an example of a third-party backend."""
+"""An example of a third-party backend, which averages gradients around a ring of ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["RingBackend", "RingPlugin"]
 
 @settings(argument="ring_plugin")
 class RingPlugin(BackendSettings):
-    """How gradients travel."""
+    """Settings of the ring."""
 
     chunk_mb: int = option(default=25, help="size of a chunk in MiB", ge=1)
 
 
 class RingBackend(Backend):
-    """Replicated models; gradients go around the ring before they are clipped or applied."""
+    """Replicates models, and averages gradients around the ring before clipping or a step."""
 
     name = "ring"
     api_version = (1, 0)
@@ -43,7 +43,7 @@ class RingBackend(Backend):
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
-        """Claim when asked for by variable or argument."""
+        """Claim the run if the argument or the environment variable is set."""
         if request.arguments.get("ring_plugin") is not None:
             return Claim(60, "ring_plugin was passed")
         return (
@@ -53,13 +53,13 @@ class RingBackend(Backend):
         )
 
     def distributed_type(self, accelerator: AcceleratorView) -> str:
-        """A member of its own."""
+        """Return `RING`."""
         return "RING" if accelerator.num_processes > 1 else "NO"
 
     def prepare_model(
         self, accelerator: AcceleratorView, model: torch.nn.Module
     ) -> torch.nn.Module:
-        """Start every rank from rank 0's weights."""
+        """Copy the weights of rank 0 to every rank."""
         if accelerator.num_processes > 1:
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor.detach(), src=0)
@@ -68,7 +68,7 @@ class RingBackend(Backend):
     def backward(
         self, accelerator: AcceleratorView, loss: torch.Tensor, kwargs: dict[str, Any]
     ) -> None:
-        """New gradients are a rank's own."""
+        """Run the backward. The new gradients are not averaged yet."""
         self._averaged.clear()
         super().backward(accelerator, loss, kwargs)
 
@@ -80,14 +80,14 @@ class RingBackend(Backend):
         norm_type: float,
         clip_value: float | None,
     ) -> Any:
-        """Average first: the norm of a rank's own gradients means nothing."""
+        """Average first, because clipping needs the norm of the averaged gradients."""
         self._average(accelerator, parameters)
         return super().clip_grad(accelerator, parameters, max_norm, norm_type, clip_value)
 
     def optimizer_step(
         self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
-        """Average what clipping has not averaged yet, and step; a closure makes gradients anew."""
+        """Average the gradients that clipping has not averaged yet, and step."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
         def averaging() -> Any:
@@ -107,7 +107,7 @@ class RingBackend(Backend):
         around_the_ring(used)
         waiting = [p for p, ranks in zip(asked, used.tolist(), strict=True) if ranks]
         for parameter in waiting:
-            if parameter.grad is None:  # another rank's samples took a branch that these did not
+            if parameter.grad is None:  # only other ranks have used this parameter
                 parameter.grad = torch.zeros_like(parameter)
         limit = self.settings.chunk_mb * 2**20
         while waiting:
@@ -126,9 +126,9 @@ class RingBackend(Backend):
 
 
 def around_the_ring(flat: torch.Tensor) -> None:
-    """Sum a flat tensor over the ranks in place: each passes on what it got, n - 1 times.
+    """Sum a flat tensor over all ranks in place, by passing tensors on n - 1 times.
 
-    Every rank adds up the same tensors in rank order, so that all end with the same bits.
+    Every rank adds the same tensors in rank order, so all ranks get bitwise equal results.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     pieces = [torch.empty_like(flat) for _ in range(size)]

@@ -1,4 +1,4 @@
-"""What DiLoCo promises beyond the suite."""
+"""Behaviour of DiLoCo that the conformance suite does not check."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def train(steps: int, **settings: Any) -> list[dict[str, Any]]:
     return run.results
 
 
-def test_with_h_1_and_plain_sgd_of_rate_1_it_is_averaging_after_every_step() -> None:
+def test_sync_every_step_with_plain_outer_sgd_averages_after_every_step() -> None:
     ranks = train(20, sync_every=1, outer_lr=1.0, outer_momentum=0.0)
     for rank in ranks:
         losses, weights = rank["plain"]
@@ -33,18 +33,20 @@ def test_with_h_1_and_plain_sgd_of_rate_1_it_is_averaging_after_every_step() -> 
     assert ranks[0]["weights"] == ranks[1]["weights"]
 
 
-def test_ranks_talk_in_one_step_of_eight() -> None:
+def test_ranks_communicate_in_every_eighth_step_only() -> None:
     ranks = train(24, sync_every=8)
     for rank in ranks:
         assert [step for step, calls in enumerate(rank["calls"], 1) if calls] == [8, 16, 24]
-        # The first reduction compares the ranks' shapes, too, which takes a few hundred bytes.
+        # The first reduction also compares the shapes of all ranks, which takes a few hundred bytes.
         assert rank["calls"][15] == rank["calls"][23] == 1
         assert 0 <= rank["bytes"] - 3 * rank["model_bytes"] < 1000
     assert ranks[0]["weights"] == ranks[1]["weights"]
     assert ranks[0]["losses"][-8:] != pytest.approx(ranks[0]["plain"][0][-8:], abs=1e-5)
 
 
-def test_meetings_are_counted_once_and_begin_anew_with_a_strange_checkpoint(tmp_path: Path) -> None:
+def test_outer_steps_are_counted_once_and_reset_by_a_checkpoint_of_another_backend(
+    tmp_path: Path,
+) -> None:
     def begin(**arguments: Any) -> tuple[Accelerator, list[Any], list[Any]]:
         accelerator = Accelerator(cpu=True, **arguments)
         models = [torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)]
@@ -52,9 +54,9 @@ def test_meetings_are_counted_once_and_begin_anew_with_a_strange_checkpoint(tmp_
         made = accelerator.prepare(*models, *optimizers)
         return accelerator, list(made[:2]), list(made[2:])
 
-    strange, _, _ = begin(backend="single")
-    strange.save_state(tmp_path / "strange")
-    strange.end_training()
+    other, _, _ = begin(backend="single")
+    other.save_state(tmp_path / "other")
+    other.end_training()
     accelerator, models, optimizers = begin(diloco_plugin=DiLoCoSettings(sync_every=2))
     for _ in range(4):
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -63,14 +65,14 @@ def test_meetings_are_counted_once_and_begin_anew_with_a_strange_checkpoint(tmp_
             optimizer.zero_grad()
     assert accelerator.diloco_outer_steps == 2
     accelerator.save_state(tmp_path / "own")
-    accelerator.load_state(tmp_path / "strange")
+    accelerator.load_state(tmp_path / "other")
     assert accelerator.diloco_outer_steps == 0
     accelerator.load_state(tmp_path / "own")
     assert accelerator.diloco_outer_steps == 2
     accelerator.end_training()
 
 
-def test_a_setting_that_makes_no_sense_is_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="sync_every"):
         DiLoCoSettings(sync_every=0)
     with pytest.raises(ConfigurationError, match="outer_momentum"):

@@ -1,4 +1,4 @@
-"""Two ranks train a small model with DiLoCo; rank by rank, what came out."""
+"""Trains a small model with DiLoCo on two ranks, and reports the result of each."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def main(steps: int, settings: dict[str, Any]) -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
     losses, calls, sent = [], [], 0
     for x, y in batches(accelerator.process_index, steps):
-        with count_communication() as said:
+        with count_communication() as counted:
             loss = torch.nn.functional.mse_loss(model(x), y)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
-        calls.append(said.total)
-        sent += said.bytes
+        calls.append(counted.total)
+        sent += counted.bytes
     write_result(
         {
             "backend": accelerator.backend.name,

@@ -1,4 +1,4 @@
-"""One S3 server for all tests that want it."""
+"""One S3 server for all tests that need it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[Mapping[str, str]]:
-    """The variables that lead to a server with a bucket "tests"."""
+    """Environment variables for a server with a bucket "tests"."""
     pytest.importorskip("s3fs")
     pytest.importorskip("moto")
     from servers import s3_server

@@ -1,4 +1,4 @@
-"""How a checkpoint of this plugin comes to harm, for the suite."""
+"""Damages checkpoints of this plugin, for the conformance suite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import fsspec
 
 
 def damage(target: str) -> Iterator[str]:
-    """Damage a checkpoint in one way after another, and repair it in between."""
+    """Damage a checkpoint in several ways, and repair it in between."""
     yield from _archive(Path(target[6:])) if target.startswith("zip://") else _objects(target)
 
 

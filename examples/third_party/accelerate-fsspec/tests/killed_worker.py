@@ -1,7 +1,7 @@
 """A training run that resumes, and that may kill itself in the middle of a save.
 
-Arguments: where the final weights go, how to save ("blocking" or "background"), and when to die:
-"never", "publish", "published", or "write 7", during the upload of the seventh file.
+Arguments: the file for the final weights, how to save ("blocking" or "background"), and when to die:
+"never", "publish" (before it), "published" (after it), or "write 7" (during the seventh upload).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from accelerate_core.utils import ProjectConfiguration, set_seed
 
 
 def die() -> None:
-    """End as a machine does that is taken away."""
+    """End without any cleanup, as when a machine is preempted."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def arm(storage: Any, when: str) -> None:
-    """Let a store kill this process."""
+    """Make the store kill this process."""
     moment, _, number = when.partition(" ")
     write, publish, written = storage.write, storage.publish, []
 
@@ -48,7 +48,7 @@ def arm(storage: Any, when: str) -> None:
 
 
 def main(out: str, how: str, when: str) -> None:
-    """Train, from the newest checkpoint on."""
+    """Train, starting from the newest checkpoint."""
     project = ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=True, checkpointer="fsspec", project_config=project)
     set_seed(11)

@@ -1,4 +1,4 @@
-"""An S3 server for tests, on a free port of this machine."""
+"""An S3 server for tests, on a free local port."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from contextlib import contextmanager
 
 import fsspec
 
-#: Seconds until the server answers, and after which it ends by itself.
+#: Seconds to wait until the server answers, and seconds after which it exits.
 STARTED, LIVES = 60.0, 900
 
 
 @contextmanager
 def s3_server() -> Iterator[Mapping[str, str]]:
-    """Run moto's server with a bucket "tests"; yield the variables that lead to it."""
+    """Run moto's server with a bucket "tests". Yields the environment variables for it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -68,7 +68,7 @@ def _wait(endpoint: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def storage() -> object:
-    """Return a store with the options of the environment, as the plugin has it."""
+    """Return a store with the options in the environment, as the plugin creates it."""
     from accelerate_fsspec import FsspecStorage
 
     return FsspecStorage(None, json.loads(os.environ.get("ACCELERATE_FSSPEC_OPTIONS", "{}")))

@@ -1,4 +1,4 @@
-"""The suite: files and S3 for one process and two ranks, memory and an archive for one."""
+"""The conformance suite: files and S3 with one and two processes, memory and archives with one."""
 
 import os
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import pytest
 
 from accelerate_testing import CheckpointerSuite
 
-#: Where damaging.py is.
+#: So that the suite finds damaging.py.
 HERE = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
 
@@ -36,5 +36,5 @@ class TestS3(CheckpointerSuite):
 
     @pytest.fixture(autouse=True)
     def server(self, s3: Mapping[str, str]) -> None:
-        """Lead the checks to the server."""
+        """Make the checks use the server."""
         type(self).environ = {"PYTHONPATH": HERE, **s3}

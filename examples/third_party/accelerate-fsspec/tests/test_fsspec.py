@@ -1,4 +1,4 @@
-"""What this checkpointer promises beyond the suite."""
+"""Behaviour of this checkpointer that the conformance suite does not check."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_relative_targets_are_below_the_url() -> None:
     accelerator.end_training()
 
 
-def test_numbered_ones_are_below_it_too_and_a_damaged_one_is_passed_over() -> None:
+def test_numbered_checkpoints_are_below_the_url_and_a_damaged_one_is_skipped() -> None:
     project = ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=2)
     settings = FsspecSettings(url="memory://numbered")
     accelerator, model = prepared(project_config=project, kwargs_handlers=[settings])
@@ -50,13 +50,13 @@ def test_numbered_ones_are_below_it_too_and_a_damaged_one_is_passed_over() -> No
     fs.pipe_file("/numbered/checkpoints/checkpoint_2/manifest.json", b"{}")
     with torch.no_grad():
         model.weight.zero_()
-    with pytest.warns(UserWarning, match=r"passed over .*checkpoint_2"):
+    with pytest.warns(UserWarning, match=r"skipped .*checkpoint_2"):
         assert accelerator.load_state() == saved[1]
     assert torch.equal(model.weight, weights)
     accelerator.end_training()
 
 
-def test_what_killed_saves_left_goes_with_the_next_one_and_nothing_else(tmp_path: Path) -> None:
+def test_next_save_deletes_leftovers_of_killed_saves_and_nothing_else(tmp_path: Path) -> None:
     accelerator, _ = prepared()
     accelerator.save_state(tmp_path)
     (tmp_path / "save-0123456789ab").mkdir()
@@ -70,19 +70,19 @@ def test_what_killed_saves_left_goes_with_the_next_one_and_nothing_else(tmp_path
     assert names[2] != "save-0123456789ab"
 
 
-def test_a_manifest_that_names_other_files_is_refused(tmp_path: Path) -> None:
+def test_manifest_that_names_files_outside_is_refused(tmp_path: Path) -> None:
     accelerator, _ = prepared()
     accelerator.save_state(tmp_path)
     made = read_manifest(tmp_path)
     for name, folder in (("../../outside", made.folder), ("/etc/x", ""), ("x", "../other")):
-        strange = Manifest({**made.files, name: FileEntry(1, "0")}, made.facts, folder)
-        (tmp_path / "manifest.json").write_text(strange.render())
-        with pytest.raises(CheckpointError, match="outside of the checkpoint"):
+        forged = Manifest({**made.files, name: FileEntry(1, "0")}, made.facts, folder)
+        (tmp_path / "manifest.json").write_text(forged.render())
+        with pytest.raises(CheckpointError, match="outside the checkpoint"):
             accelerator.load_state(tmp_path)
     accelerator.end_training()
 
 
-def test_a_copy_on_this_machine_loads_with_directories(tmp_path: Path) -> None:
+def test_local_copy_can_be_loaded_by_the_checkpointer_directory(tmp_path: Path) -> None:
     accelerator, model = prepared()
     accelerator.save_state("memory://copied/run")
     fsspec.filesystem("memory").get("/copied/run", str(tmp_path / "run"), recursive=True)
@@ -95,7 +95,7 @@ def test_a_copy_on_this_machine_loads_with_directories(tmp_path: Path) -> None:
     local.end_training()
 
 
-def test_a_damaged_object_is_refused_by_name_and_the_run_is_as_before() -> None:
+def test_damaged_object_is_refused_by_name_and_changes_nothing() -> None:
     accelerator, model = prepared()
     place = accelerator.save_state("memory://damaged/run")
     fs = fsspec.filesystem("memory")
@@ -111,7 +111,7 @@ def test_a_damaged_object_is_refused_by_name_and_the_run_is_as_before() -> None:
     accelerator.end_training()
 
 
-def test_a_file_system_that_is_not_there_is_told() -> None:
+def test_error_for_an_unknown_file_system_names_the_url_and_the_plugin() -> None:
     accelerator, _ = prepared()
     with pytest.raises(CheckpointError, match="nowhere://x cannot be opened") as failure:
         accelerator.save_state("nowhere://x")
@@ -119,16 +119,16 @@ def test_a_file_system_that_is_not_there_is_told() -> None:
     accelerator.end_training()
 
 
-def test_ranks_share_files_and_refuse_what_one_process_has(tmp_path: Path) -> None:
+def test_two_ranks_share_files_but_refuse_memory_and_archives(tmp_path: Path) -> None:
     run = run_workers(WORKER, 2, [tmp_path], timeout=120)
     assert run.ok, run.story
     for rank in run.results:
         assert "All ranks must write to the same store" in rank["memory"]
-        assert "one process only can write" in rank["archive"]
+        assert "only a single process can write" in rank["archive"]
         assert rank["read"] == "both"
     files = read_manifest(tmp_path / "run").files
     assert {"note.txt", "random_states_0.pkl", "random_states_1.pkl"} <= {*files}
-    # By fewer processes than wrote it: rank 0's states, and the whole model.
+    # One process loads it too, with the states of rank 0.
     accelerator, model = prepared()
     accelerator.load_state(tmp_path / "run")
     assert model.weight.tolist() == run.results[0]["weight"]

@@ -1,4 +1,4 @@
-"""Runs that are killed while they save: S3, an archive and files."""
+"""Runs that are killed while they save to S3, an archive or files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORKER = Path(__file__).with_name("killed_worker.py")
 
 
 def train(url: str, out: Path, how: str, when: str) -> int:
-    """Run the worker; return how it ended."""
+    """Run the worker and return its exit status."""
     environ = {**os.environ, "ACCELERATE_FSSPEC_URL": url, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(WORKER), str(out), how, when]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
@@ -29,7 +29,7 @@ def train(url: str, out: Path, how: str, when: str) -> int:
 
 
 def whole(store: FsspecStorage, url: str) -> list[str]:
-    """Return the checkpoints that have a manifest, having compared every file that it lists."""
+    """Return the checkpoints with a manifest, and check that every listed file is complete."""
     root, found = join(url, "checkpoints"), []
     for name in store.list(root):
         place = join(root, name)
@@ -44,7 +44,7 @@ def whole(store: FsspecStorage, url: str) -> list[str]:
     return sorted(found)
 
 
-#: How a run saves, and when it dies.
+#: Kind of store -> how each run saves, and when it dies.
 DEATHS = {
     "s3": [("blocking", "write 4"), ("background", "published"), ("blocking", "publish")],
     "zip": [("background", "publish")],
@@ -62,10 +62,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", DEATHS)
-def test_killed_runs_end_with_the_weights_of_one_that_was_not(
+def test_killed_runs_end_with_the_same_weights_as_an_uninterrupted_run(
     kind: str, tmp_path: Path, expected: Path, request: pytest.FixtureRequest
 ) -> None:
-    """The earlier checkpoint loads, a half of the next is never one, and nothing is left of it."""
+    """An incomplete checkpoint is never loaded, and its files are deleted by a later save."""
     if kind == "s3":
         request.getfixturevalue("s3")
     base = {"s3": "s3://tests/killed", "zip": f"zip://{tmp_path}", "file": f"file://{tmp_path}"}

@@ -1,4 +1,4 @@
-"""The store by itself: files, memory, an archive and S3."""
+"""The conformance suite for stores, with files, memory, archives and S3."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from accelerate_testing import StorageSuite
 
 
 class TestFiles(StorageSuite):
-    """Files of this machine."""
+    """Local files."""
 
     storage = "servers:storage"
     place = "file://{path}"
 
 
 class TestMemory(StorageSuite):
-    """Memory, which other processes do not see."""
+    """Memory, which other processes cannot see."""
 
     storage = "servers:storage"
     place = "memory://suite/{name}"
@@ -26,7 +26,7 @@ class TestMemory(StorageSuite):
 
 
 class TestZip(StorageSuite):
-    """An archive, which is built where other processes do not see it."""
+    """An archive, which other processes cannot see while it is built."""
 
     storage = "servers:storage"
     place = "zip://{path}"
@@ -35,7 +35,7 @@ class TestZip(StorageSuite):
 
 @pytest.mark.usefixtures("s3")
 class TestS3(StorageSuite):
-    """S3, as moto's server has it."""
+    """S3, emulated by moto's server."""
 
     storage = "servers:storage"
     place = "s3://tests/suite/{name}"
@@ -53,7 +53,5 @@ class TestS3(StorageSuite):
         (PermissionError("Forbidden"), False),
     ],
 )
-def test_errors_of_clients_are_tried_again_if_the_network_failed(
-    error: Exception, again: bool
-) -> None:
+def test_network_errors_of_clients_are_retried(error: Exception, again: bool) -> None:
     assert FsspecStorage().is_transient(error) is again

@@ -1,4 +1,4 @@
-"""Two ranks save to shared files; rank by rank, what came out."""
+"""Saves on two ranks to files, memory and an archive, and reports the result of each rank."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def main(folder: Path) -> None:
     model = accelerator.prepare(torch.nn.Linear(3, 1))
     accelerator.save_state(folder / "run", blocking=False)
     accelerator.load_state(folder / "run")
-    said = []
+    errors = []
     for target in ("memory://run", f"zip://{folder}/run.zip"):
         try:
             accelerator.save_state(target)
-            said.append("taken")
+            errors.append("no error")
         except CheckpointError as error:
-            said.append(str(error))
+            errors.append(str(error))
     weight = accelerator.unwrap_model(model).weight.tolist()
-    write_result({"read": read[0], "memory": said[0], "archive": said[1], "weight": weight})
+    write_result({"read": read[0], "memory": errors[0], "archive": errors[1], "weight": weight})
     accelerator.end_training()
 
 

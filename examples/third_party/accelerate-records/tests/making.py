@@ -1,4 +1,4 @@
-"""What the suite prepares: records of numbers."""
+"""Creates the datasets of the conformance suite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 def make(
     folder: Path, samples: int, batch_size: int, shuffle: bool, drop_last: bool
 ) -> DataLoader[dict[str, torch.Tensor]]:
-    """Return a loader of the samples 0, 1, ...; `id` is the number, the rest goes with it."""
+    """Return a loader of the samples 0, 1, ... The field `id` is the number of the sample."""
     if not folder.exists():
         numbers = torch.arange(samples)
         records = [{"x": torch.full((2,), float(i)), "id": numbers[i]} for i in range(samples)]

@@ -1,4 +1,4 @@
-"""The suite, in one process and on two ranks."""
+"""The conformance suite, with one and two processes."""
 
 import os
 from pathlib import Path

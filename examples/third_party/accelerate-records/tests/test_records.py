@@ -1,4 +1,4 @@
-"""Records as they were written."""
+"""Records are read back as they were written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from accelerate_records import Records, write_records
 
 
-def test_one_record_reads_as_written_whatever_the_alignment_of_its_fields(tmp_path: Path) -> None:
+def test_records_are_read_back_with_any_alignment_of_fields(tmp_path: Path) -> None:
     rows = [{"x": torch.full((3,), float(n)), "y": torch.tensor(n)} for n in range(12)]
     write_records(tmp_path, rows, per_shard=5)
     records = Records(tmp_path)

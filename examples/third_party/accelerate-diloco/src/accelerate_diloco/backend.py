@@ -1,4 +1,4 @@
-"""The backend: gradients stay on their rank, parameters meet every few steps."""
+"""The backend: gradients stay local, and parameters are averaged every few steps."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from accelerate_diloco.settings import DiLoCoSettings
 class DiLoCoBackend(Backend):
     """Distributed low-communication training (arXiv 2311.08105).
 
-    Each rank steps by itself with the user's optimizer, the inner one. Every `sync_every` steps the
-    ranks average how far they went, and an outer SGD with Nesterov momentum steps over that. Ranks
-    exchange parameters once per `sync_every` steps, and never gradients.
+    Each rank steps with the user's optimizer, the inner one. Every `sync_every` steps, the ranks
+    average the changes of their parameters, and an outer SGD with Nesterov momentum takes a step with
+    the average. Gradients are never exchanged.
     """
 
     name = "diloco"
     reduces_gradients = "never"
     api_version = (1, 0)
-    # Not "exact": a step is not that of one process on all samples, unless they meet at each one.
+    # Not "exact": the result differs from one process with all samples, unless sync_every is 1.
     supports = {"no_sync": True, "several_models": True, "exact": False}
     Settings = DiLoCoSettings
 
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
         super().__init__(settings or DiLoCoSettings(), handlers)
-        # An optimizer that is gone takes its outer one along.
+        # An outer optimizer is deleted together with its inner one.
         self._outer: WeakKeyDictionary[Any, Outer] = WeakKeyDictionary()
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
-        """Claim where it is asked for."""
+        """Claim the run if the argument or the environment variable is set."""
         if request.arguments.get("diloco_plugin") is not None:
             return Claim(60, "diloco_plugin was passed")
         if request.env_flag("ACCELERATE_USE_DILOCO"):
@@ -46,21 +46,21 @@ class DiLoCoBackend(Backend):
 
     @property
     def outer_steps(self) -> int:
-        """Outer steps so far: meetings, however many optimizers took part in each."""
-        return max((outer.meetings for outer in self._outer.values()), default=0)
+        """The number of outer steps. Several optimizers that step together count once."""
+        return max((outer.outer_steps for outer in self._outer.values()), default=0)
 
     def distributed_type(self, accelerator: AcceleratorView) -> str:
-        """`DILOCO`, a member of its own."""
+        """Return `DILOCO`."""
         return "DILOCO" if accelerator.num_processes > 1 else "NO"
 
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
-        """Serve `accelerator.diloco_outer_steps`."""
+        """Add `accelerator.diloco_outer_steps`."""
         return {"diloco_outer_steps": self.outer_steps}
 
     def prepare_model(
         self, accelerator: AcceleratorView, model: torch.nn.Module, evaluation_mode: bool
     ) -> torch.nn.Module:
-        """Start all ranks from rank 0's weights."""
+        """Copy the weights of rank 0 to every rank."""
         if accelerator.num_processes > 1:
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor.detach(), src=0)
@@ -70,9 +70,9 @@ class DiLoCoBackend(Backend):
         self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
         """Take the inner step, and the outer one when it is due."""
-        outer = self._outer_of(optimizer)  # remembers where the inner steps began
+        outer = self._outer_of(optimizer)  # stores the parameters before the first inner step
         taken = super().optimizer_step(accelerator, optimizer, closure)
-        # Counted whether taken or not: an overflow is one rank's own, the meeting is everybody's.
+        # Skipped steps count too, because an overflow may occur on one rank only.
         outer.after_inner_step(lambda flat: accelerator.reduce(flat, "mean"))
         return taken
 
@@ -85,10 +85,10 @@ class DiLoCoBackend(Backend):
             outer.extend(held)
         return outer
 
-    # --- keep: between two meetings each rank is somewhere else --------------------------------
+    # --- saving: between two outer steps, each rank has different parameters -------------------
 
     def consolidate(self, accelerator: AcceleratorView, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the mean of the ranks' weights: what the next meeting would start from."""
+        """Return the mean of the weights over all ranks."""
         state = accelerator.unwrap_model(model).state_dict()
         return {
             key: accelerator.reduce(value, "mean") if value.is_floating_point() else value
@@ -98,7 +98,7 @@ class DiLoCoBackend(Backend):
     def save_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any], later: bool
     ) -> Callable[[], None] | None:
-        """Write where each rank is, beside the core's files, and what is alike on all of them."""
+        """Write the state of each rank, and the outer state, which is the same on all ranks."""
         own = {
             "models": [dict(accelerator.unwrap_model(m).state_dict()) for m in accelerator.models],
             "optimizers": [one.optimizer.state_dict() for one in accelerator.optimizers],
@@ -124,9 +124,9 @@ class DiLoCoBackend(Backend):
     def load_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
     ) -> None:
-        """Go on where each rank was; a rank that was not there begins at the last meeting."""
-        if not (directory / "outer.pt").exists():  # another backend's checkpoint: begin here
-            self._outer.clear()  # the count of meetings with it
+        """Restore the state of each rank. New ranks start from the last outer step."""
+        if not (directory / "outer.pt").exists():  # a checkpoint of another backend
+            self._outer.clear()  # starts anew from the loaded parameters
             return
         shared = torch.load(directory / "outer.pt", weights_only=True, map_location="cpu")
         file = directory / f"rank_{accelerator.process_index}.pt"
@@ -146,7 +146,7 @@ class DiLoCoBackend(Backend):
 
 
 def _copied(value: Any) -> Any:
-    """Copy the tensors of a state, so that training may go on while it is written."""
+    """Copy the tensors of a state, so that training can continue while it is written."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, Mapping):

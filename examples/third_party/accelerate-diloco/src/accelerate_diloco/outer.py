@@ -1,4 +1,4 @@
-"""The outer optimizer of one inner one: where all ranks stood last, and what they do next."""
+"""The outer optimizer that belongs to one inner optimizer."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Mean = Callable[[torch.Tensor], torch.Tensor]
 class Outer:
     """Holds `theta`, the parameters after the last outer step, and a momentum of the same shapes.
 
-    Every `sync_every` steps: theta - mean of the ranks' parameters is taken for a gradient, and
-    SGD with momentum steps theta; all ranks go on from there.
+    Every `sync_every` inner steps, SGD with momentum updates `theta`. Its gradient is `theta` minus
+    the mean of the parameters over all ranks. All ranks then continue from the new `theta`.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], settings: DiLoCoSettings) -> None:
         self.parameters, self.settings = list(parameters), settings
         self.theta = [parameter.detach().clone() for parameter in self.parameters]
         self.momentum = [torch.zeros_like(parameter) for parameter in self.theta]
-        self.steps = self.meetings = 0
+        self.steps = self.outer_steps = 0
 
     def extend(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take in parameters that the inner optimizer was given later; they begin where they are."""
+        """Add parameters that were added to the inner optimizer later, with their current values."""
         known = {id(parameter) for parameter in self.parameters}
         for parameter in parameters:
             if id(parameter) not in known:
@@ -37,15 +37,15 @@ class Outer:
 
     @torch.no_grad()
     def after_inner_step(self, mean: Mean) -> None:
-        """Count an inner step; take the outer one if it is due."""
+        """Count an inner step, and take the outer step if it is due."""
         self.steps += 1
         if self.steps % self.settings.sync_every == 0:
             self.average(mean)
-            self.meetings += 1
+            self.outer_steps += 1
 
     @torch.no_grad()
     def average(self, mean: Mean) -> None:
-        """Take the outer step now: one reduction per dtype."""
+        """Take the outer step, with one reduction per dtype."""
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, parameter in enumerate(self.parameters):
             by_dtype.setdefault(parameter.dtype, []).append(index)
@@ -64,18 +64,18 @@ class Outer:
         self.parameters[index].copy_(theta)
 
     def state(self) -> dict[str, Any]:
-        """Return what is alike on all ranks."""
+        """Return the state, which is the same on all ranks."""
         return {
             "steps": self.steps,
-            "meetings": self.meetings,
+            "outer_steps": self.outer_steps,
             "theta": self.theta,
             "momentum": self.momentum,
         }
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Take what `state` gave."""
-        self.steps, self.meetings = int(state["steps"]), int(state["meetings"])
+        """Restore a result of `state`."""
+        self.steps, self.outer_steps = int(state["steps"]), int(state["outer_steps"])
         for own, given in ((self.theta, state["theta"]), (self.momentum, state["momentum"])):
             for tensor, value in zip(own, given, strict=True):
                 tensor.copy_(value)

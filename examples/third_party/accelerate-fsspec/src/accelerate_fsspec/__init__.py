@@ -1,4 +1,4 @@
-"""Checkpoints on any file system of fsspec, for accelerate-core."""
+"""Checkpoints of accelerate-core on any fsspec file system."""
 
 from accelerate_fsspec.checkpointer import FsspecCheckpointer
 from accelerate_fsspec.settings import FsspecSettings

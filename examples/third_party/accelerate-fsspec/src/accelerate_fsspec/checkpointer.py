@@ -1,4 +1,4 @@
-"""`FsspecCheckpointer`: what accelerate-checkpoint does, over a store of fsspec."""
+"""`FsspecCheckpointer`, which passes an fsspec storage to `DirectoryCheckpointer`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["FsspecCheckpointer"]
 
 
 class FsspecCheckpointer(DirectoryCheckpointer):
-    """Checkpoints on any file system of fsspec."""
+    """Keeps checkpoints on any fsspec file system."""
 
     name = "fsspec"
     api_version = (1, 0)

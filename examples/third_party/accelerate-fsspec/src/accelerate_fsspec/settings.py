@@ -1,4 +1,4 @@
-"""What users may set."""
+"""The settings of the checkpointer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from accelerate_core.plugin import KwargsHandler, option, settings
 
 @settings
 class FsspecSettings(KwargsHandler):
-    """Where checkpoints are, and how their file system is opened."""
+    """Where checkpoints are kept, and options of their file system."""
 
     url: str | None = option(
         default=None, help="where relative targets and numbered checkpoints go: s3://bucket/run"
     )
     options: dict[str, Any] = option(
-        default_factory=dict, help="arguments of the file system, such as endpoint_url"
+        default_factory=dict, help="arguments for the file system, such as endpoint_url"
     )

@@ -1,4 +1,4 @@
-"""`FsspecStorage`: object stores, memory, zip archives and whatever else fsspec opens."""
+"""`FsspecStorage`: keeps checkpoints on any fsspec file system, or in a zip archive."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from accelerate_core.plugin import CheckpointError
 
 __all__ = ["FsspecStorage"]
 
-#: Clients of object stores have errors of their own for a network that fails.
+#: Clients of object stores raise their own errors if the network fails.
 _CLIENTS = ("botocore", "aiobotocore", "aiohttp", "google", "gcsfs", "azure", "urllib3", "requests")
-_PASSING = ("timeout", "connection", "disconnected", "incomplete", "unavailable", "payload")
+_TRANSIENT = ("timeout", "connection", "disconnected", "incomplete", "unavailable", "payload")
 
 
 class FsspecStorage(Storage):
-    """A store whose places are URLs, or paths of this machine.
+    """A store whose places are URLs or local paths.
 
-    A `zip://` URL names one archive. It is built on this machine, which takes a single process, and
-    put in its place whole.
+    A `zip://` URL is one archive. A single process builds it in a temporary directory and then moves
+    it to its place as a whole.
 
     Args:
-        url: relative targets are below it.
-        options: arguments of the file system, such as `endpoint_url`.
+        url: relative targets are resolved against this URL.
+        options: arguments for the file system, such as `endpoint_url`.
     """
 
     def __init__(self, url: str | None = None, options: Mapping[str, Any] | None = None) -> None:
         self._url, self._options = url, dict(options or {})
-        #: Place -> the archive that is being built for it. The save's name is its own.
+        #: Place -> the archive that is being built for it, named after the save.
         self._built: dict[str, Path] = {}
         self._building = threading.Lock()
 
@@ -48,11 +48,11 @@ class FsspecStorage(Storage):
             text = join(self._url, text)
         if "://" not in text:
             text = os.path.abspath(os.path.expanduser(text))
-        self._open(text)  # an unknown file system, or one without its library, is refused here
+        self._open(text)  # raises for unknown file systems, and for those without their library
         return text
 
     def _open(self, place: str) -> tuple[Any, str]:
-        """Return the file system of a place, or the one that an archive is on, and the path there."""
+        """Return the file system that holds a place or its archive, and the path on it."""
         try:
             fs, path = fsspec.core.url_to_fs(place.removeprefix("zip://"), **self._options)
         except Exception as error:
@@ -61,9 +61,9 @@ class FsspecStorage(Storage):
 
     @contextmanager
     def _opened(self, place: str, name: str) -> Iterator[tuple[Any, str]]:
-        """Open what holds a file for reading: the place, or an archive."""
+        """Open the file system or the archive that holds a file, for reading."""
         fs, path = self._open(place)
-        fs.invalidate_cache()  # other processes write, too
+        fs.invalidate_cache()  # other processes write too
         built = self._built.get(place)
         if built is not None and name.partition("/")[0] == built.stem:
             fs, path = fsspec.filesystem("file"), str(built)
@@ -85,9 +85,10 @@ class FsspecStorage(Storage):
             entries = [
                 one
                 for one in fs.ls(where, detail=True)
-                if one["name"].strip("/") != where.strip("/")  # some list the folder itself
+                if one["name"].strip("/") != where.strip("/")  # some also list the folder itself
             ]
-            files = "zip" in fs.protocol or not _is_archive(place)  # else they are archives
+            # Otherwise, the entries are archives, which count as checkpoints.
+            files = "zip" in fs.protocol or not _is_archive(place)
             return {
                 one["name"].rstrip("/").rpartition("/")[2]: one["size"]
                 if one["type"] == "file" and files
@@ -107,28 +108,31 @@ class FsspecStorage(Storage):
             return bytes(fs.cat_file(join(path, name), start=start, end=stop))
 
     def write(self, place: str, name: str, source: Path, progress: Callable[[int], None]) -> None:
-        """Upload a file; s3fs and others send a large one in parts, several at once."""
+        """Upload a file. s3fs and others send large files in several parts at once."""
         fs, path = self._open(place)
-        size, told = source.stat().st_size, 0
+        size, reported = source.stat().st_size, 0
 
-        def tell(size: int | None, value: int, **_: Any) -> None:
-            nonlocal told
-            progress(value - told)
-            told = value
+        def report(size: int | None, value: int, **_: Any) -> None:
+            nonlocal reported
+            progress(value - reported)
+            reported = value
 
         if _is_archive(place):
             if place not in self._built:
-                raise CheckpointError(f"{place} is an archive, which one process only can write.")
+                raise CheckpointError(
+                    f"{place} is an archive, which only a single process can write. Save to a "
+                    "directory instead, or run one process."
+                )
             with self._building, zipfile.ZipFile(self._built[place], "a") as archive:
                 archive.write(source, name)
         else:
             target = join(path, name)
             fs.makedirs(fs._parent(target), exist_ok=True)
-            fs.put_file(str(source), target, callback=Callback(hooks={"bytes": tell}))
-        progress(size - told)  # not every file system tells
+            fs.put_file(str(source), target, callback=Callback(hooks={"bytes": report}))
+        progress(size - reported)  # not every file system reports its progress
 
     def publish(self, place: str, save: str, manifest: bytes) -> None:
-        """Put the manifest, or the archive that holds everything, in its place."""
+        """Move the manifest, or the archive with all files, to its place."""
         fs, path = self._open(place)
         if _is_archive(place):
             with zipfile.ZipFile(self._built[place], "a") as archive:
@@ -138,10 +142,10 @@ class FsspecStorage(Storage):
         else:
             path = join(path, MANIFEST)
             fs.pipe_file(f"{path}.part", manifest)
-        fs.mv(f"{path}.part", path)  # files are written bit by bit
+        fs.mv(f"{path}.part", path)  # because files are not written in one step
 
     def delete(self, place: str, name: str = "") -> None:
-        """Delete a file or folder; of an archive nothing but the whole."""
+        """Delete a file or folder. An archive can only be deleted as a whole."""
         fs, path = self._open(place)
         if name and _is_archive(place):
             return
@@ -150,7 +154,7 @@ class FsspecStorage(Storage):
             fs.rm(join(path, name), recursive=True)
 
     def lock(self, place: str, save: str) -> AbstractContextManager[bool]:
-        """Keep a lease among the files of the save, or an archive that nobody else sees."""
+        """Hold a lease next to the files of the save, or create a temporary archive."""
         return self._build(place, save) if _is_archive(place) else super().lock(place, save)
 
     @contextmanager
@@ -168,8 +172,8 @@ class FsspecStorage(Storage):
     def is_transient(self, error: Exception) -> bool:
         """Return whether another attempt may succeed."""
         client, name = type(error).__module__.partition(".")[0], type(error).__name__.lower()
-        passing = client in _CLIENTS and any(word in name for word in _PASSING)
-        return passing or super().is_transient(error)
+        network = client in _CLIENTS and any(word in name for word in _TRANSIENT)
+        return network or super().is_transient(error)
 
 
 def _is_archive(place: str) -> bool:

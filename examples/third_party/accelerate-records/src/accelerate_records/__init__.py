@@ -1,4 +1,4 @@
-"""Data of fixed-width records in memory-mapped shards, for accelerate-core."""
+"""Reads fixed-width records from memory-mapped files, for accelerate-core."""
 
 from accelerate_records.factory import RecordsLoaderFactory
 from accelerate_records.loader import RecordsLoader

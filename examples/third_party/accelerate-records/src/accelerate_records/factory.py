@@ -1,4 +1,4 @@
-"""Which loaders are made here."""
+"""The loader factory, which decides which loaders this package creates."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ __all__ = ["RecordsLoaderFactory"]
 
 
 class RecordsLoaderFactory:
-    """Makes loaders of `Records`; all others are left to the core.
+    """Creates loaders for `Records`. The core handles all other datasets.
 
-    A loader that draws its samples in a way of its own, or collates them so, is left too: it is read
-    as any other data set.
+    The core also handles loaders of `Records` that have their own sampler or collate function.
     """
 
     name = "records"
@@ -36,10 +35,10 @@ class RecordsLoaderFactory:
         self.settings = settings
 
     def make_loader(self, accelerator: AcceleratorView, loader: Any) -> RecordsLoader | None:
-        """Return the prepared form of a `DataLoader` of `Records`.
+        """Return a `RecordsLoader` that replaces a `DataLoader` of `Records`.
 
         Raises:
-            ConfigurationError: the batch size cannot be split, or is not what the backend takes.
+            ConfigurationError: the batch size cannot be split, or the backend does not accept it.
         """
         if type(loader) is not DataLoader or not isinstance(loader.dataset, Records):
             return None
@@ -56,7 +55,7 @@ class RecordsLoaderFactory:
             _, count = accelerator.hooks.data_shard()
             if size % count:
                 raise ConfigurationError(
-                    f"split_batches=True: {count} ranks cannot share batches of {size} equally."
+                    f"split_batches=True, but batch_size={size} is not divisible by {count} ranks."
                 )
             size //= count
         seed = self.settings.seed

@@ -1,4 +1,4 @@
-"""A prepared loader of records: this rank's part, in an order that seed and epoch decide."""
+"""A prepared loader of records. The seed and the epoch determine its order."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class _Position:
-    """Where an epoch stands; loaders that skip share it.
+    """The position in an epoch, shared with loaders that skip batches.
 
-    `seen` counts the samples of all ranks, so it holds for any number of them. `owner` is the
-    iteration that moves it; without one the next iteration begins here.
+    `seen` counts the samples of all ranks, so it is valid on any number of ranks. `owner` is the
+    iteration that advances the position. Without an owner, the next iteration starts here.
     """
 
     epoch: int = 0
@@ -33,18 +33,18 @@ class _Position:
 
 
 class RecordsLoader:
-    """Batches of this rank; in every global step the ranks read different records.
+    """Iterates over the batches of this rank. In a global step, each rank reads other records.
 
     Args:
-        accelerator: the one that prepares it.
+        accelerator: the Accelerator that prepares the loader.
         dataset: the records.
         batch_size: samples per rank.
-        shuffle: permute the records anew in each epoch.
-        drop_last: leave a last global step out that is not full.
-        seed: decides the order, with the epoch.
+        shuffle: use a new permutation of the records in each epoch.
+        drop_last: leave out the last global step if it is not full.
+        seed: determines the order, together with the epoch.
 
     Raises:
-        ConfigurationError: the backend takes batches of another size.
+        ConfigurationError: the backend does not accept this batch size.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class RecordsLoader:
         fixed = accelerator.hooks.fixed_batch()
         if fixed is not None and batch_size % fixed:
             raise ConfigurationError(
-                f"The backend takes batches of a multiple of {fixed} samples, and batch_size is "
-                f"{batch_size}: use {batch_size + -batch_size % fixed}."
+                f"The backend needs batches of a multiple of {fixed} samples, but batch_size is "
+                f"{batch_size}. Use {batch_size + -batch_size % fixed}."
             )
         self._always_full = fixed is not None
         self._position = _Position()
@@ -74,12 +74,12 @@ class RecordsLoader:
 
     @property
     def total_batch_size(self) -> int:
-        """Samples of a global step."""
+        """Number of samples in a global step."""
         return self.batch_size * self._count
 
     @property
     def dataset_size(self) -> int:
-        """Samples of an epoch."""
+        """Number of samples in an epoch."""
         return len(self.dataset)
 
     @property
@@ -89,19 +89,19 @@ class RecordsLoader:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch served last is the last one."""
+        """Whether the most recent batch is the last one of the epoch."""
         return self._served is not None and bool(self._served.last)
 
     @property
     def remainder(self) -> int:
-        """Real samples of the last global step, 0 if it is full."""
+        """Number of real samples in the last global step, or 0 if it is full."""
         return len(self.dataset) % self.total_batch_size
 
     def __len__(self) -> int:
         begin = 0 if self._skip is None else self._skip * self.total_batch_size
         return sum(1 for _ in self._steps(begin))
 
-    # --- which samples --------------------------------------------------------------------------
+    # --- choosing samples -----------------------------------------------------------------------
 
     @property
     def _fills(self) -> bool:
@@ -109,20 +109,20 @@ class RecordsLoader:
         return self.even_batches and several and not self.drop_last
 
     def _has_part(self, at: int) -> bool:
-        """Whether this rank has a part of the global step that begins at sample `at`."""
+        """Whether this rank has a part of the global step that starts at sample `at`."""
         size = len(self.dataset)
         if self.drop_last:
             return at + self.total_batch_size <= size
         return at < size if self._fills else at + self._index * self.batch_size < size
 
     def _steps(self, begin: int) -> Iterator[int]:
-        """Yield where the global steps begin of which this rank has a part."""
+        """Yield the first sample of each global step in which this rank has a part."""
         for at in range(begin, len(self.dataset), self.total_batch_size):
             if self._has_part(at):
                 yield at
 
     def _places(self, at: int) -> torch.Tensor:
-        """Return which places in the order this rank reads; the end is filled from the start."""
+        """Return the positions that this rank reads. The end is filled up from the start."""
         size, low = len(self.dataset), at + self._index * self.batch_size
         places = torch.arange(low, low + self.batch_size)
         return (
@@ -146,7 +146,7 @@ class RecordsLoader:
 
     def _start(self, served: Any) -> Iterator[Batch]:
         position = self._position
-        if position.owner is not None:  # an iteration was begun and left
+        if position.owner is not None:  # an earlier iteration was not finished
             position.seen = 0
         if self._skip is not None:
             position.seen = self._skip * self.total_batch_size
@@ -156,7 +156,7 @@ class RecordsLoader:
     def _batches(self, served: Any, epoch: int, begin: int) -> Iterator[Batch]:
         position, size, step = self._position, len(self.dataset), self.total_batch_size
         known: deque[int] = deque()
-        # The backend may read ahead, so what is known of a batch waits for it to come out.
+        # The backend may read ahead, so the start of each batch is queued until it is returned.
         for batch in self._fed(self._read(epoch, begin, known)):
             at = known.popleft()
             served.last = not self._has_part(at + step)
@@ -196,7 +196,7 @@ class RecordsLoader:
             self._position.epoch, self._position.seen, self._position.owner = epoch, 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position; it fits any number of ranks."""
+        """Return the position. It is valid on any number of ranks."""
         return {
             "version": _VERSION,
             "epoch": self._position.epoch,
@@ -207,16 +207,17 @@ class RecordsLoader:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on there with the next iteration.
+        """Restore a position. The next iteration starts there.
 
         Raises:
-            ConfigurationError: the position is of another loader.
+            ConfigurationError: the position belongs to another loader.
         """
         own = {"version": _VERSION, "shuffle": self.shuffle, "dataset_size": len(self.dataset)}
         for key, value in own.items():
             if state_dict.get(key) != value:
                 raise ConfigurationError(
-                    f"The position has {key}={state_dict.get(key)!r}, and this loader {value!r}."
+                    f"The position has {key}={state_dict.get(key)!r}, but this loader has "
+                    f"{key}={value!r}."
                 )
         self.seed = int(state_dict["seed"])
         epoch, seen = int(state_dict["epoch"]), int(state_dict["samples_seen"])

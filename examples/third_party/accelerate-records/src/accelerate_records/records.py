@@ -1,7 +1,7 @@
-"""The format: records of one width in numbered files, and an index that is written last.
+"""The file format: fixed-width records in numbered files, and an index that is written last.
 
-`index.json` holds the fields of a record (name, dtype, shape) and the files with their number of
-records. A record is the bytes of its fields, one after the other, in the byte order of the machine.
+`index.json` lists the fields of a record (name, dtype, shape), and the files with their number of
+records. A record consists of the bytes of its fields, in the byte order of the machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Field:
 
     @property
     def width(self) -> int:
-        """Bytes in a record."""
+        """Number of bytes in a record."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -42,15 +42,15 @@ def write_records(
     records: Iterable[Mapping[str, torch.Tensor]],
     per_shard: int = 65536,
 ) -> None:
-    """Write records into a folder; readers see them once all are there.
+    """Write records to a folder. Readers see them once all are written.
 
     Args:
-        folder: made if it does not exist.
-        records: one mapping of fields per record, all of the same names, dtypes and shapes.
-        per_shard: records per file.
+        folder: the folder, which is created if needed.
+        records: one mapping of fields per record, all with the same names, dtypes and shapes.
+        per_shard: number of records per file.
 
     Raises:
-        ConfigurationError: there are no records, or one has other fields than the first.
+        ConfigurationError: there are no records, or the fields of a record differ from the first.
     """
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def write_records(
         mapped.copy_(rows.flatten())
         shards.append({"file": file, "records": len(group)})
     if fields is None:
-        raise ConfigurationError(f"No records were given for {root}.")
+        raise ConfigurationError(f"There are no records to write to {root}.")
     described = [
         {"name": one.name, "dtype": str(one.dtype).removeprefix("torch."), "shape": one.shape}
         for one in fields
@@ -91,21 +91,21 @@ def _fields_of(record: Mapping[str, torch.Tensor]) -> list[_Field]:
 def _to_bytes(record: Mapping[str, torch.Tensor], fields: list[_Field]) -> torch.Tensor:
     if _fields_of(record) != fields:
         raise ConfigurationError(
-            f"A record has the fields {_fields_of(record)}, and the first one {fields}."
+            f"A record has the fields {_fields_of(record)}, but the first record has {fields}."
         )
     return torch.cat([value.contiguous().view(-1).view(torch.uint8) for value in record.values()])
 
 
 class Records(Dataset[dict[str, torch.Tensor]]):
-    """Records that `write_records` wrote; a record is a dict of tensors.
-
-    Files are mapped into memory when they are first read, so processes share what they have read.
-
-    Raises:
-        ConfigurationError: there is no index, it is of another format, or a file has another size
-            than it says.
+    """A dataset of records written by `write_records`. Each record is a dict of tensors.
 
         loader = DataLoader(Records("data"), batch_size=64, shuffle=True)
+
+    Files are mapped into memory on first use, so processes on one machine share that memory.
+
+    Raises:
+        ConfigurationError: there is no index, its format is not supported, or the size of a file
+            differs from the index.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -113,10 +113,11 @@ class Records(Dataset[dict[str, torch.Tensor]]):
         try:
             index = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigurationError(f"{self.folder} holds no records: {error}") from error
+            raise ConfigurationError(f"{self.folder} contains no records: {error}") from error
         if index.get("format") != _FORMAT:
             raise ConfigurationError(
-                f"{self.folder}/index.json is of format {index.get('format')!r}, not {_FORMAT}."
+                f"{self.folder}/index.json has format {index.get('format')!r}, but only format "
+                f"{_FORMAT} is supported."
             )
         self.fields = [
             _Field(one["name"], getattr(torch, one["dtype"]), tuple(one["shape"]))
@@ -129,7 +130,8 @@ class Records(Dataset[dict[str, torch.Tensor]]):
             size = path.stat().st_size if path.is_file() else 0
             if size != count * self.width:
                 raise ConfigurationError(
-                    f"{path} has {size} bytes; its index says {count} records of {self.width}."
+                    f"{path} has {size} bytes, but the index lists {count} records of {self.width} "
+                    "bytes."
                 )
         self._ends = torch.tensor([count for _, count in self.files]).cumsum(0)
         self._mapped: dict[int, torch.Tensor] = {}
@@ -146,7 +148,7 @@ class Records(Dataset[dict[str, torch.Tensor]]):
         return {name: one[0] for name, one in self.take(torch.tensor([index % len(self)])).items()}
 
     def take(self, indices: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the records of these indices (int64, [n]) as one batch of tensors [n, ...]."""
+        """Return the records at these indices (int64, [n]) as a batch of tensors [n, ...]."""
         shards = torch.bucketize(indices, self._ends, right=True)
         rows = torch.empty(len(indices), self.width, dtype=torch.uint8)
         for shard in sorted(set(shards.tolist())):
@@ -156,7 +158,7 @@ class Records(Dataset[dict[str, torch.Tensor]]):
         return dict(self._split(rows))
 
     def _rows(self, shard: int) -> tuple[torch.Tensor, int]:
-        """Return a shard's bytes, uint8 [records, width], and the index of its first record."""
+        """Return the bytes of a shard, uint8 [records, width], and the index of its first record."""
         file, count = self.files[shard]
         if shard not in self._mapped:
             path, size = str(self.folder / file), count * self.width
@@ -167,7 +169,7 @@ class Records(Dataset[dict[str, torch.Tensor]]):
     def _split(self, rows: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         start = 0
         for one in self.fields:
-            # A copy begins at an address that fits every dtype; one row may stand anywhere.
+            # A copy is aligned for every dtype. A view of the row need not be.
             part = rows[:, start : start + one.width].clone(memory_format=torch.contiguous_format)
             yield one.name, part.view(one.dtype).reshape(len(rows), *one.shape)
             start += one.width

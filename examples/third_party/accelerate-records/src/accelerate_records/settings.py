@@ -1,4 +1,4 @@
-"""What users may say about the reading of records."""
+"""The settings of the loader factory."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from accelerate_core.plugin import KwargsHandler, option, settings
 class RecordsSettings(KwargsHandler):
     """How records are read."""
 
-    seed: int = option(default=0, help="with the epoch, decides the order of a shuffled loader")
+    seed: int = option(default=0, help="determines the order of shuffled loaders, with the epoch")
