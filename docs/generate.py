@@ -820,16 +820,16 @@ def plugin_module() -> str:
     lines = [
         "# The module for plugin authors",
         "",
-        "Generated from `accelerate_core/plugin.pyi`; do not edit.",
-        "",
-        "Import everything that a plugin needs of the core from one module:",
+        "Everything that a plugin needs from the core is in one module. Look up here what it exports:",
         "",
         "```python",
         "from accelerate_core.plugin import AcceleratorView, Backend, ConfigurationError",
         "```",
         "",
-        "The names and what they mean belong to [the contract](contract.md). Importing the module "
-        "does not import torch.",
+        "These names and their meanings are part of [the contract](contract.md). Importing the module "
+        "doesn't import torch.",
+        "",
+        "This page is generated from `accelerate_core/plugin.pyi`; do not edit it.",
         "",
     ]
     for title, _ in _GROUPS:
@@ -840,7 +840,7 @@ def plugin_module() -> str:
 #: Headings of the page, and the modules whose names they list. The last one lists the rest.
 _GROUPS = (
     (
-        "Base classes and what they are asked",
+        "Base classes, and what they receive and return",
         (
             "accelerate_core.backend",
             "accelerate_core.plugins.selection",
@@ -850,7 +850,7 @@ _GROUPS = (
         ),
     ),
     (
-        "Types of what a hook is given",
+        "Types of hook arguments",
         (
             "accelerate_core.contract.view",
             "accelerate_core.contract.members",
@@ -864,7 +864,7 @@ _GROUPS = (
     ("Errors and warnings", ("accelerate_core.errors", "accelerate_core.failures")),
     ("Processes and collectives", ("accelerate_core.distributed",)),
     ("Data and training", ("accelerate_core.data", "accelerate_core.training")),
-    ("Finding plugins, and helpers", ("accelerate_core.plugins.", "accelerate_core.builtin")),
+    ("Installed plugins, and helpers", ("accelerate_core.plugins.", "accelerate_core.builtin")),
 )
 
 

@@ -79,7 +79,7 @@ def first_sentence(markdown: str) -> str:
     """Return the first sentence below a page's title as plain text."""
     for block in markdown.split("\n\n"):
         text = " ".join(block.split())
-        if text and text[0] not in "#<|`-*!" and not text.startswith("---"):
+        if text and text[0] not in "#<|-*!" and not text.startswith(("```", "---")):
             found = _SENTENCE.match(text)
             return _LINK.sub(r"\1", found[1] if found else text).rstrip(":")
     return ""
