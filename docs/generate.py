@@ -242,7 +242,7 @@ def compatibility() -> str:
     lines += ["## Declarations of trackers", ""]
     lines += [
         "Every tracker works with every backend and precision, because it runs on a thread of the main "
-        "process. [Tracking](tracking.md#who-supports-what) shows what you can log to each tracker, and "
+        "process. [Tracking](tracking.md#what-each-tracker-supports) shows what you can log to each tracker, and "
         "[write a tracker](write_a_tracker.md) explains these declarations.",
         "",
     ]
