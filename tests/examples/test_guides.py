@@ -46,6 +46,20 @@ INSTEAD = {
     " --only imports --only metadata --only api_version --only hooks --only selection --only settings",
 }
 
+# the same, from the pool of interpreters
+for _script in ("before.py", "after.py"):
+    INSTEAD[f"torchrun --standalone --nproc_per_node 2 {_script}"] = (
+        f"python -m torch.distributed.run --standalone --nproc_per_node 2 {_script}"
+    )
+
+# PEFT lies in a folder of its own (see the Makefile): elsewhere, transformers would import it, and
+# with it `accelerate`, which the environment of the tests lacks.
+_GUIDES = Path(sys.prefix, "guides")
+_DROP_IN = DOCS.parent / "extensions" / "drop_in" / "accelerate"
+INSTEAD["pip install transformers peft"] = (
+    f"{INSTEAD['pip install -e .'].removesuffix(' .')} {_DROP_IN}; ln -s {_GUIDES}/peft* installed/"
+)
+
 # The environment of the tests has every backend; a reader's has not.
 _MISSING = """Accelerator(backend='deepspeed')" || echo "status $?\""""
 INSTEAD[f'python -c "from accelerate_core import Accelerator; {_MISSING}'] = (
@@ -66,6 +80,10 @@ MARKS = {
     "how_to/debugger.md": [pytest.mark.needs("debugpy")],
     "how_to/ray_tune.md": [pytest.mark.needs("ray"), pytest.mark.soak],
     "how_to/sweeps.md": [pytest.mark.needs("optuna")],
+    "tutorials/lora.md": [
+        pytest.mark.needs("transformers"),
+        pytest.mark.skipif(not _GUIDES.exists(), reason="peft is not installed"),
+    ],
     "how_to/type_checking.md": [pytest.mark.needs("pyright")],
 }
 
