@@ -18,7 +18,7 @@ import social
 import tables
 
 ROOT = public.ROOT
-#: The Markdown of each page, by the path of its HTML in the site.
+#: The Markdown of each page, by its path.
 _markdown: dict[str, str] = {}
 _navigation: list[Any] = []
 
@@ -67,7 +67,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         markdown = links.relinked(markdown, Path(page.file.abs_src_path), uri)
     page.edit_url = _edit_url(page, markdown, config)
     text = plain.without_directives(markdown)
-    _markdown[page.file.dest_uri] = text
+    _markdown[uri] = text
     page.meta["markdown"] = text
     return markdown
 
@@ -79,7 +79,7 @@ def on_page_content(html: str, **_: Any) -> str:
 def on_post_build(config: Any) -> None:
     site = Path(config.site_dir)
     for name, text in _markdown.items():
-        (site / name).with_suffix(".md").write_text(text, encoding="utf-8")
+        (site / name).write_text(text, encoding="utf-8")
     (site / "llms.txt").write_text(
         plain.index(_navigation[-1], config, _markdown), encoding="utf-8"
     )

@@ -69,10 +69,8 @@ def _pages(section: Any) -> Iterator[Any]:
 
 
 def _entry(page: Any, pages: dict[str, str]) -> str:
-    address = page.file.dest_uri
-    summary = first_sentence(pages[address])
-    target = address.removesuffix("html") + "md"
-    return f"- [{page.title}]({target}){f': {summary}' if summary else ''}"
+    summary = first_sentence(pages[page.file.src_uri])
+    return f"- [{page.title}]({page.file.src_uri}){f': {summary}' if summary else ''}"
 
 
 def first_sentence(markdown: str) -> str:

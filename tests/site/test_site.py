@@ -1,8 +1,9 @@
-"""Every page of the built site in Chromium: `make site-check`. The site is opened as files, offline."""
+"""Open every page of the built site in Chromium, from files and offline: `make site-check`."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +16,17 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 
 SITE = Path(os.environ.get("SITE", Path(__file__).parents[2] / "build" / "site"))
-#: Where screenshots of these pages are left, for eyes: SITE_SHOTS=folder.
+#: Folder for screenshots of all pages, if it is set.
 SHOTS = os.environ.get("SITE_SHOTS")
 PAGES = sorted({path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html")} - {"404.html"})
-#: Wider than the screen is what cannot be reached without scrolling the page itself.
+#: By how many pixels the page is wider than the screen.
 WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+#: Headings of tables that are cut off.
+CUT_OFF = """[...document.querySelectorAll(".md-content .wide")]
+    .filter(table => table.offsetParent && table.scrollWidth > table.clientWidth + 1)
+    .map(table => table.innerText.slice(0, 80))"""
 CONTRAST = {"runOnly": ["color-contrast"], "resultTypes": ["violations"]}
-#: What a user asks -> pages of which one is among the first five found.
+#: Search text -> pages; at least one of them must be among the first five results.
 QUESTIONS = {
     "resume after preemption": {"how_to/resume", "checkpoints", "launching"},
     "gradient accumulation": {"api/accelerator", "how_to/accumulate_exactly", "data"},
@@ -49,12 +54,12 @@ def browser() -> Iterator[Browser]:
 
 
 def opened(browser: Browser, width: int, scheme: Any) -> tuple[Page, list[str]]:
-    """Return a page of that width, and the list of what it complains of."""
+    """Return an empty page of that width, and the list that will hold its errors and foreign requests."""
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     said: list[str] = []
     page.on("console", lambda one: said.append(one.text) if one.type == "error" else None)
     page.on("pageerror", lambda error: said.append(str(error)))
-    # Leaving a page breaks off what it still loads, its icon mostly.
+    # Leaving a page aborts requests that are still running, usually the one for its icon.
     page.on(
         "requestfailed",
         lambda one: None if "ABORTED" in one.failure else said.append(f"failed: {one.url}"),
@@ -76,7 +81,9 @@ def test_every_page_fits_and_can_be_read(browser: Browser, width: int, scheme: s
         page.goto((SITE / name).as_uri())
         if (wider := page.evaluate(WIDER)) > 0:
             said.append(f"wider than the screen by {wider} px")
-        if width == 1440:  # colours are those of the palette, whatever the width
+        if width == 390:
+            said += [f"table is cut off: {text!r}" for text in page.evaluate(CUT_OFF)]
+        if width == 1440:  # colours don't depend on the width
             found = axe.run(page, options=CONTRAST).response["violations"]
             for node in [node for rule in found for node in rule["nodes"]][:3]:
                 said.append(f"{node['html'][:200]} {node['any'][0]['message']}")
@@ -88,7 +95,7 @@ def test_every_page_fits_and_can_be_read(browser: Browser, width: int, scheme: s
     assert wrong == []
 
 
-def test_a_user_finds_the_answers_to_ten_questions(browser: Browser) -> None:
+def test_search_finds_the_page_for_a_question(browser: Browser) -> None:
     page, said = opened(browser, 1440, "light")
     page.goto((SITE / "index.html").as_uri())
     page.keyboard.press("/")
@@ -97,7 +104,7 @@ def test_a_user_finds_the_answers_to_ten_questions(browser: Browser) -> None:
         page.fill(".md-search__input", "")
         page.type(".md-search__input", question)
         page.wait_for_selector(".md-search-result__item", timeout=30000)
-        page.wait_for_timeout(1000)  # the answers to what was typed before
+        page.wait_for_timeout(1000)  # until then, results of a shorter text may be shown
         links = page.eval_on_selector_all(
             ".md-search-result__item > a.md-search-result__link", "all => all.map(one => one.href)"
         )
@@ -106,3 +113,44 @@ def test_a_user_finds_the_answers_to_ten_questions(browser: Browser) -> None:
             missed[question] = found
     assert missed == {}
     assert said == []
+
+
+def test_every_page_has_a_markdown_version() -> None:
+    pages = [(SITE / name).with_suffix(".md") for name in PAGES]
+    missing = [
+        page for page in pages if not page.exists() and not page.with_name("README.md").exists()
+    ]
+    assert missing == []
+    directives = [
+        path.name for path in SITE.rglob("*.md") if re.search(r"^::: ", path.read_text(), re.M)
+    ]
+    assert directives == []
+
+
+def test_llms_txt_links_to_the_markdown_of_the_pages_in_the_navigation() -> None:
+    text = (SITE / "llms.txt").read_text()
+    assert text.startswith("# accelerate-core\n\n> ")
+    links = re.findall(r"^- \[.+?\]\((.+?)\)", text, re.M)
+    assert [link for link in links if not (SITE / link).exists()] == []
+    assert {"index.md", "quickstart.md", "how_to/resume.md", "api/accelerator.md"} <= {*links}
+
+
+def test_copy_button_copies_the_markdown_of_the_page(browser: Browser) -> None:
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    page.goto((SITE / "how_to/resume.html").as_uri())
+    page.click(".copy-page")
+    page.wait_for_selector(".copy-page.copied")
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied == (SITE / "how_to/resume.md").read_text()
+    context.close()
+
+
+def test_pages_link_to_the_file_to_edit() -> None:
+    expected = {
+        "how_to/resume.html": "edit/main/docs/how_to/resume.md",
+        "repository/CONTRIBUTING.html": "edit/main/CONTRIBUTING.md",
+    }
+    for name, path in expected.items():
+        assert re.search(rf'href="[^"]+/{path}"[^>]*rel="edit"', (SITE / name).read_text()), name
+    assert 'rel="edit"' not in (SITE / "commands.html").read_text()  # generated
