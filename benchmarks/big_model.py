@@ -1,10 +1,10 @@
-"""Models larger than memory: load, and run with all layers on disk; ours, Accelerate's and raw.
+"""Models larger than memory: loading, and running with all layers on disk.
 
     python benchmarks/big_model.py [--gb 1 8] [--rounds 5] [--without-limit]
 
-Every case runs in a process of its own, the cases take turns, and medians are compared. The last
-part lets a Llama of 2 GB generate in a control group of 1 GB; it wants root and Linux, and is left
-out, and said to be, elsewhere.
+This compares accelerate-core, Accelerate and raw PyTorch. Each case runs in a separate process, the cases
+take turns, and medians are compared. In the last part, a Llama of 2 GB generates text in a control group
+of 1 GB. That part needs Linux and root, and otherwise prints that it is skipped.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ NAMES = {"raw": RAW, "ours": OURS, "peer": PEER}
 NOT_INSTALLED = 77
 WIDTH = 1024
 BLOCK = 8 * WIDTH * WIDTH * 4  # bytes of the two matrices
-#: Tokens of a forward: warm, computing takes a while; cold, the disk takes longer.
+#: Tokens of a forward. Warm forwards are bound by computation, and cold ones by the disk.
 WARM_TOKENS, COLD_TOKENS = 64, 4
 
 
 def library(name: str):
-    """Return the package of a contender."""
+    """Return the package to measure."""
     if name == "ours":
         import accelerate_core as package
     else:
@@ -42,12 +42,12 @@ def library(name: str):
             import accelerate as package
         except ImportError:
             sys.exit(NOT_INSTALLED)
-    assert package.load_checkpoint_and_dispatch  # ours is imported when it is asked for
+    assert package.load_checkpoint_and_dispatch  # ours imports it on first access
     return package
 
 
 def make(mb: int, meta: bool = True):
-    """Return a model of residual blocks, `mb` MB of float32."""
+    """Return a model of residual blocks with `mb` MB of float32 weights."""
     import torch
     from torch import nn
 
@@ -67,7 +67,7 @@ def make(mb: int, meta: bool = True):
 
 
 def on_disk(model) -> dict[str, str]:
-    """Return the map of all layers on disk; the peer fails if nothing at all is elsewhere."""
+    """Return a map with all layers on disk but one, because Accelerate fails if all of them are."""
     names = [name for name, _ in model.named_children()]
     return {**dict.fromkeys(names, "disk"), names[-1]: "cpu"}
 
@@ -78,7 +78,7 @@ def drop_from_cache(file: Path) -> None:
 
 
 def read_through(file: Path) -> float:
-    """Return the bytes per second of reading a file from its begin to its end, from the disk."""
+    """Return the bytes per second of reading a file from the disk sequentially."""
     drop_from_cache(file)
     buffer = bytearray(8 << 20)
     total = 0
@@ -90,15 +90,15 @@ def read_through(file: Path) -> float:
 
 
 def memory(key: str) -> float:
-    """Return a figure of the process, in MB."""
+    """Return a figure from /proc/self/status, in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith(key)) / 1e3
 
 
 @contextmanager
 def timed(found: dict[str, float], name: str, before: float | None = None):
-    """Note seconds, and the peak of memory beyond what there was before, in MB."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    """Record the seconds of the block, and the peak of additional memory in MB."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = memory("VmRSS") if before is None else before
     start = time.perf_counter()
     yield
@@ -107,7 +107,7 @@ def timed(found: dict[str, float], name: str, before: float | None = None):
 
 
 def forwards(model, inputs, found: dict[str, float]) -> float:
-    """Time a warm forward; return the memory before any, as libraries keep some of their own."""
+    """Time a warm forward. Return the memory before the first one, because libraries keep some."""
     before = memory("VmRSS")
     for _ in range(3):
         model(inputs)
@@ -117,7 +117,7 @@ def forwards(model, inputs, found: dict[str, float]) -> float:
 
 
 def in_turn(model, other, inputs, found: dict[str, float]) -> None:
-    """Time warm forwards of a model on disk and of one in memory, five each, in turn."""
+    """Compare warm forwards of a model on disk with one in memory, five times each, in turn."""
     ratios = []
     for _ in range(6):
         took = []
@@ -130,7 +130,7 @@ def in_turn(model, other, inputs, found: dict[str, float]) -> None:
 
 
 def case(name: str, mb: int, file: Path) -> dict[str, float]:
-    """Load and run once, as one contender does."""
+    """Load and run a model once with one library."""
     import torch
 
     torch.manual_seed(0)
@@ -138,7 +138,7 @@ def case(name: str, mb: int, file: Path) -> dict[str, float]:
     warm, cold = torch.randn(WARM_TOKENS, WIDTH), torch.randn(COLD_TOKENS, WIDTH)
     package = library(name) if name != "raw" else None
     gc.collect()
-    gc.freeze()  # a pass over all that torch has imported takes as long as a load, and falls anywhere
+    gc.freeze()  # a collection of everything torch has imported takes as long as a load
     inputs = torch.no_grad()
     inputs.__enter__()
     torch.mm(torch.ones(512, 512), torch.ones(512, 512))  # starts the threads of torch
@@ -149,7 +149,7 @@ def case(name: str, mb: int, file: Path) -> dict[str, float]:
         with timed(found, "load"):
             model.load_state_dict(load_file(file), assign=True)
         del model
-        model = make(mb, meta=False)  # in memory of its own, not in the file's pages
+        model = make(mb, meta=False)  # in separate memory, not mapped from the file
         forwards(model, warm, found)
         found["disk"] = read_through(file)
         return found
@@ -167,7 +167,7 @@ def case(name: str, mb: int, file: Path) -> dict[str, float]:
         found["written MB"] = written / 1e6
         before = forwards(model, warm, found)
         tries = []
-        for _ in range(3):  # in turn: what disturbs a shared disk disturbs both
+        for _ in range(3):  # in turn, so that noise on a shared disk affects both
             disk = read_through(file)
             for path in [file, *Path(folder).iterdir()]:
                 drop_from_cache(path)
@@ -181,9 +181,9 @@ def case(name: str, mb: int, file: Path) -> dict[str, float]:
 
 
 def run(*arguments: str, **options) -> dict[str, float] | None:
-    """Run a case in a process of its own; None if the contender is not installed."""
+    """Run a case in a separate process. Return None if the library is not installed."""
     command = [sys.executable, __file__, "--case", *arguments]
-    # Large blocks of their own: pieces of glibc's heap that it keeps would count as the contender's.
+    # Large blocks are allocated separately, so that memory kept in glibc's heap is not counted.
     environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "32768"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=1800, env=environ, **options
@@ -196,7 +196,7 @@ def run(*arguments: str, **options) -> dict[str, float] | None:
 
 
 def compare(gb: float, rounds: int, folder: Path, console: Console) -> dict[str, dict[str, float]]:
-    """Measure one size, print it, and say whether the limits hold."""
+    """Measure one size, and print the results and whether they are within the limits."""
     from safetensors.torch import save_file
 
     mb = round(gb * 1000)
@@ -220,12 +220,12 @@ def compare(gb: float, rounds: int, folder: Path, console: Console) -> dict[str,
         table.add_row(key if "MB" in key or is_rate(key) else f"{key} s", *map(shown_value, values))
     console.print(table)
     ours = medians["ours"]
-    own = medians["raw"]["warm MB"]  # what a forward takes anyway
+    own = medians["raw"]["warm MB"]  # memory that every forward needs
     limits = {
         "load to the CPU, s": (ours["load"], 0.1),
         "load to the disk, s": (ours["to disk"], 0.1),
-        "a warm forward, of one from memory": (ours["of memory"], 1.2),
-        "the disk's own rate, of a cold forward's": (1 / ours["of disk"], 1 / 0.9),
+        "a warm forward, relative to one in memory": (ours["of memory"], 1.2),
+        "rate of the disk, relative to a cold forward": (1 / ours["of disk"], 1 / 0.9),
         "extra memory of a warm forward, blocks": ((ours["warm MB"] - own) * 1e6 / BLOCK, 2),
         "extra memory of a cold forward, blocks": ((ours["cold MB"] - own) * 1e6 / BLOCK, 2),
     }
@@ -246,7 +246,7 @@ def is_rate(key: str) -> bool:
 
 
 def llama(folder: Path):
-    """Make a Llama of about 2 GB in bfloat16."""
+    """Save a Llama of about 2 GB in bfloat16."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -264,7 +264,7 @@ def llama(folder: Path):
 
 
 def generate(where: str, folder: Path) -> dict[str, object]:
-    """Generate 12 tokens with the model in memory, or with what does not fit on disk."""
+    """Generate 12 tokens with the model in memory, or with a part of it on disk."""
     if where != "memory":
         Path(where, "cgroup.procs").write_text(str(os.getpid()))
     import torch
@@ -295,7 +295,7 @@ def generate(where: str, folder: Path) -> dict[str, object]:
 
 @contextmanager
 def control_group(limit: int):
-    """Make a control group for memory, of either version, and yield its folder."""
+    """Create a control group (v1 or v2) with a memory limit, and yield its folder."""
     old = Path("/sys/fs/cgroup/memory").is_dir()
     group = Path("/sys/fs/cgroup", "memory" if old else "", f"big-model-{os.getpid()}")
     group.mkdir()
@@ -308,12 +308,12 @@ def control_group(limit: int):
 
 
 def larger_than_memory(folder: Path, console: Console) -> dict[str, object]:
-    """Generate with a model of twice the memory that the process may have."""
+    """Generate text with a model twice as large as the memory limit of the process."""
     subprocess.run([sys.executable, __file__, "--case", "llama", "0", str(folder)], check=True)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     os.sync()
     whole = run("generate", "0", str(folder), "memory")
-    for file in folder.glob("*.safetensors"):  # pages count where they were read first
+    for file in folder.glob("*.safetensors"):  # pages are charged to the group that read them first
         drop_from_cache(file)
     with control_group(size // 2) as group:
         cut = run("generate", "0", str(folder), str(group))
@@ -324,10 +324,11 @@ def larger_than_memory(folder: Path, console: Console) -> dict[str, object]:
         )
     equal = cut["tokens"] == whole["tokens"]
     console.print(
-        f"A Llama of {size / 1e9:.2f} GB in a control group of {size / 2e9:.2f} GB: its text is"
-        f" {'equal' if equal else 'DIFFERENT'} to that of the one in memory; on {cut['places']}, peak"
-        f" {cut['peak'] / 1e3:.2f} GB, of all pages; {cut['generate'] / 12:.2f} s a token"
-        f" ({whole['generate'] / 12:.2f} in memory); the limit was met {fails} times."
+        f"A Llama of {size / 1e9:.2f} GB in a control group of {size / 2e9:.2f} GB, on"
+        f" {cut['places']}: its text is {'equal to' if equal else 'DIFFERENT from'} the text of the"
+        f" model in memory. Peak {cut['peak'] / 1e3:.2f} GB including mapped pages,"
+        f" {cut['generate'] / 12:.2f} s per token ({whole['generate'] / 12:.2f} in memory). The limit"
+        f" was reached {fails} times."
     )
     return {"in memory": whole, "in half of it": cut, "equal": equal, "bytes": size}
 
@@ -337,7 +338,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--without-limit", action="store_true")
-    parser.add_argument("--folder", default=None, help="a folder on the disk to measure")
+    parser.add_argument("--folder", default=None, help="folder on the disk to measure")
     parser.add_argument("--out", default="benchmarks/results")
     parser.add_argument("--case", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -360,7 +361,7 @@ def main() -> None:
                 results["larger"] = larger_than_memory(Path(folder), console)
             except OSError as error:
                 console.print(
-                    f"Larger than memory: left out, no control group could be made: {error}"
+                    f"Larger than memory: skipped, because no control group can be created: {error}"
                 )
     out = Path(args.out, "big_model.json")
     out.parent.mkdir(parents=True, exist_ok=True)

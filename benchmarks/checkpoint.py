@@ -1,9 +1,9 @@
-"""Save and load: ours, raw safetensors with torch.save, and Accelerate's. Prints ratios to raw.
+"""Time of saving and loading with accelerate-core, Accelerate, and raw safetensors and torch.save.
 
     python benchmarks/checkpoint.py [--mb 256 2048] [--rounds 5]
 
-Every case runs in a process of its own (memory), the cases take turns, and medians are compared.
-All saves end with the data on the disk (fsync); all loads read from a warm cache.
+Each case runs in a separate process because of its memory. The cases take turns, and medians are compared
+with the raw ones. All saves sync the data to disk (fsync), and all loads read from a warm cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NOT_INSTALLED = 77
 
 
 def make(mb: int):
-    """Return a model and an Adam with `mb` MB of state together (a third weights)."""
+    """Return a model and an Adam with `mb` MB of state in total, a third of it weights."""
     import torch
 
     width = 1024
@@ -47,10 +47,10 @@ def make(mb: int):
 
 
 class Extra:
-    """Memory beyond what was resident when the block began, at its peak, in MB (Linux)."""
+    """Measures the peak of additional resident memory in the block, in MB (Linux)."""
 
     def __enter__(self) -> Extra:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         self._before = _status("VmRSS")
         return self
 
@@ -64,7 +64,7 @@ def _status(name: str) -> float:
 
 
 def seconds(action: Callable[[], None], before: Callable[[], object]) -> float:
-    """Median of three."""
+    """Return the median of three runs, each after a call of `before`."""
     times = []
     for _ in range(3):
         before()
@@ -132,7 +132,7 @@ def child(case: str, mb: int, folder: Path) -> dict[str, float]:
             accelerator.wait_for_checkpoint()
             clear()
 
-        ask()  # finds the host memory
+        ask()  # allocates the host memory
         told["save"] = seconds(ask, wait)
         wait()
         told["written"] = seconds(lambda: (ask(), accelerator.wait_for_checkpoint()), clear)
@@ -150,7 +150,7 @@ def child(case: str, mb: int, folder: Path) -> dict[str, float]:
 
 
 def compare(mb: int, rounds: int) -> list[Result]:
-    """Run every case in turn, and compare the medians of each process round by round."""
+    """Run the cases in turn, and return the comparisons."""
     told: dict[str, dict[str, list[float]]] = {}
     for number in range(rounds):
         for case in CASES:
@@ -183,7 +183,7 @@ def compare(mb: int, rounds: int) -> list[Result]:
             [Limit(RAW, 1.5)],
         ),
         Result(
-            f"blocked by a save in the background, {mb} MB",
+            f"time blocked by a background save, {mb} MB",
             "save",
             BLOCKING,
             {BLOCKING: saves["ours"], OURS: saves["ours_async"]},
@@ -210,7 +210,7 @@ def show(results: list[Result]) -> None:
         for name in result.rounds:
             value = result.median(name)
             text = f"{value:.1f} MB" if result.unit == "MB" else f"{value / 1e6:.3f} s"
-            # A ratio of two memories near nothing says nothing.
+            # Ratios of small amounts of memory are meaningless.
             small = result.unit == "MB" and value < 5
             ratio = "" if small else f"{result.ratio(name, result.reference):.2f}"
             table.add_row(result.title, name, text, ratio)
@@ -229,7 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mb", type=int, nargs="+", default=[256, 2048])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", default="benchmarks/results", help="where the JSON goes")
+    parser.add_argument("--out", default="benchmarks/results", help="folder for the JSON file")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

@@ -1,6 +1,7 @@
-"""How long the command line takes to print help, and the import of the package.
+"""Time to print the command line's help and to import the package.
 
-Whole processes, in turn, for several rounds; medians. Peers that are not installed are left out.
+Whole processes are timed in turn for several rounds, and medians are printed. Libraries that are not
+installed are left out.
 """
 
 from __future__ import annotations

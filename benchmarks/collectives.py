@@ -1,4 +1,4 @@
-"""Collectives on nested structures, and the evaluation loop, over 2 gloo processes.
+"""Time of collectives on nested structures and of an evaluation loop, on 2 gloo processes.
 
 Run with: python -m torch.distributed.run --standalone --nproc_per_node 2 benchmarks/collectives.py
 """
@@ -38,7 +38,7 @@ def nested() -> dict[str, Any]:
 
 
 def evaluation(accelerator: Any) -> Contender:
-    """Gather (x, y) of every batch of a prepared loader whose last one is filled up."""
+    """Return an evaluation loop that gathers (x, y) of every batch. The last batch is padded."""
     data = TensorDataset(torch.randn(1003, 16), torch.arange(1003))
     loader = accelerator.prepare(DataLoader(data, batch_size=8))
 

@@ -1,7 +1,7 @@
-"""How long a Trainer run of three steps takes on the drop-in, beside the original: whole processes.
+"""Time of a Trainer run of three steps on the drop-in, compared with Accelerate.
 
-On one process, in turn, for several rounds; medians and ratios. The environments are those of
-`make clients` and `make clients-recorded`; the script prints the clock as it goes.
+Runs of one process are timed in turn for several rounds, and medians and ratios are printed. The script
+uses the environments of `make clients` and `make clients-recorded`, and prints the time at each stage.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ def main() -> None:
     }
     for python in pythons.values():
         if not python.exists():
-            raise SystemExit(f"{python} is not there; make build/clients/{{ours,theirs}}.stamp")
+            raise SystemExit(
+                f"{python} does not exist. Run: make build/clients/{{ours,theirs}}.stamp"
+            )
     times: dict[str, list[list[float]]] = {who: [] for who in pythons}
     with tempfile.TemporaryDirectory() as folder:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": folder}
-        environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the first round compiles
-        for _ in range(ROUNDS + 1):  # the first fills the caches
+        environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the first round compiles to bytecode
+        for _ in range(ROUNDS + 1):  # the first round fills the caches and is not counted
             for who, python in pythons.items():
                 start = time.time()
                 done = subprocess.run(

@@ -1,11 +1,11 @@
-"""fp8 by torchao beside bf16: losses after 200 steps of the examples' GPT, and what a step costs.
+"""fp8 with torchao compared with bf16: losses of the example GPT after 200 steps, and times per step.
 
-    python benchmarks/fp8.py             on the CPU, emulated: losses mean much, times do not
-    python benchmarks/fp8.py --gpu       one GPU with fp8, a larger model, compiled and not
+    python benchmarks/fp8.py             on the CPU, emulated: only the losses are meaningful
+    python benchmarks/fp8.py --gpu       on one GPU with fp8: a larger model, with and without compilation
 
-Each row is a run of its own, same weights and batches. Limits: the mean of the last ten losses within
-2 % of bf16's, and every weight changed. The collective's dtype with weights gathered in fp8 is looked at
-in `tests/backends/fp8`.
+Each row is a separate run with the same weights and batches. Limits: the mean of the last ten losses is
+within 2 % of that with bf16, and every weight has changed. `tests/backends/fp8` checks the dtype of the
+collective when weights are gathered in fp8.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 TAIL, LIMIT = 10, 0.02
 
-#: Title -> ranks, options of the run.
+#: Title -> number of ranks, options of the run.
 CPU: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16": (1, {"precision": "bf16"}),
     "tensorwise": (1, {}),
@@ -55,7 +55,7 @@ LARGE = {"length": 1024, "width": 2048, "heads": 16, "layers": 8, "batch": 8}
 
 
 def worker(options: dict[str, Any], gpu: bool, steps: int) -> None:
-    """Train on this rank; the first one prints losses and times as JSON."""
+    """Train on this rank. The first rank prints losses and times as JSON."""
     from char_gpt import GPT, Windows, standard_library
 
     from accelerate_core import Accelerator
@@ -105,8 +105,8 @@ def worker(options: dict[str, Any], gpu: bool, steps: int) -> None:
     unchanged = [name for name, value in after.items() if torch.equal(value, before[name])]
     if accelerator.is_main_process:
         memory = torch.cuda.max_memory_allocated() if gpu else 0
-        told = {"losses": losses, "seconds": seconds, "unchanged": unchanged, "memory": memory}
-        print("TOLD" + json.dumps(told), flush=True)
+        result = {"losses": losses, "seconds": seconds, "unchanged": unchanged, "memory": memory}
+        print("RESULT" + json.dumps(result), flush=True)
     accelerator.end_training()
 
 
@@ -120,8 +120,8 @@ def run(ranks: int, options: dict[str, Any], gpu: bool, steps: int) -> dict[str,
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=560)
     if done.returncode:
         raise SystemExit(f"{options}: {done.stderr[-3000:]}")
-    told: dict[str, Any] = json.loads(done.stdout.partition("TOLD")[2])
-    return told
+    result: dict[str, Any] = json.loads(done.stdout.partition("RESULT")[2])
+    return result
 
 
 def main() -> None:
@@ -138,26 +138,26 @@ def main() -> None:
         for title, (ranks, options) in track(rows.items(), "training")
     }
     device = torch.cuda.get_device_name() if given.gpu else "the CPU, emulated"
-    table = Table("run", "first loss", f"last {TAIL}", "beside bf16", "ms a step", "times bf16", "")
+    table = Table("run", "first loss", f"last {TAIL}", "vs. bf16", "ms per step", "times bf16", "")
     table.title = f"{device}, {given.steps} steps"
     for column in table.columns[1:6]:
         column.justify = "right"
     bf16, failed = found["bf16"], False
-    for title, told in found.items():
-        last, other = (statistics.mean(one["losses"][-TAIL:]) for one in (told, bf16))
+    for title, result in found.items():
+        last, other = (statistics.mean(one["losses"][-TAIL:]) for one in (result, bf16))
         took, others = (
-            statistics.median(one["seconds"][given.steps // 2 :]) for one in (told, bf16)
+            statistics.median(one["seconds"][given.steps // 2 :]) for one in (result, bf16)
         )
-        holds = abs(last / other - 1) <= LIMIT and not told["unchanged"]
+        holds = abs(last / other - 1) <= LIMIT and not result["unchanged"]
         failed |= not holds
         table.add_row(
             title,
-            f"{told['losses'][0]:.4f}",
+            f"{result['losses'][0]:.4f}",
             f"{last:.4f}",
             f"{last / other - 1:+.2%}",
             f"{took * 1000:.1f}",
             f"{took / others:.2f}",
-            "holds" if holds else f"OVER {', '.join(told['unchanged'][:3])}",
+            "holds" if holds else f"OVER {', '.join(result['unchanged'][:3])}",
         )
     Console(width=110).print(table)
     raise SystemExit(int(failed))

@@ -1,8 +1,8 @@
-"""What every benchmark here does alike: contenders in turn, medians, ratios, a table and a JSON.
+"""Helpers for all benchmarks: time contenders in turn, and write medians and ratios.
 
-A contender is a function that does its work once and returns how many units (steps, batches,
-calls) that was. All run in one process (or one process group), one after the other in every round,
-so that what disturbs a shared machine disturbs all of them; ratios are taken within a round.
+A contender is a function that does some work and returns its number of units (steps, batches, calls).
+All contenders run in one process or process group, one after the other in every round, so that noise on a
+shared machine affects all of them. Ratios are computed within each round.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Contender = Callable[[], int]
 
 @dataclass
 class Limit:
-    """What a figure may be: `of` times that of `other` at most."""
+    """A limit of our figure: at most `of` times the figure of `other`."""
 
     other: str
     of: float
-    added: bool = False  # compare what is added to the reference, not the whole
+    added: bool = False  # compare the time added to the reference instead of the whole time
 
 
 @dataclass
@@ -52,17 +52,17 @@ class Result:
         return statistics.median(self.rounds[name])
 
     def added(self, name: str) -> float:
-        """Median over the rounds of what this adds to the reference."""
+        """Return the median over the rounds of the time added to the reference."""
         base = self.rounds[self.reference]
         return statistics.median(a - b for a, b in zip(self.rounds[name], base, strict=True))
 
     def ratio(self, name: str, other: str) -> float:
-        """Median over the rounds of the ratio to another contender."""
+        """Return the median over the rounds of the ratio to another contender."""
         pairs = zip(self.rounds[name], self.rounds[other], strict=True)
         return statistics.median(a / b for a, b in pairs)
 
     def verdicts(self) -> list[dict[str, Any]]:
-        """How our figure compares with each limit."""
+        """Return how our figure compares with each limit."""
         out = []
         for limit in self.limits:
             if limit.other not in self.rounds:
@@ -104,7 +104,7 @@ def measure(
 
 
 def show(result: Result) -> None:
-    """Print one comparison, the ratios to the reference and to every peer, and the limits."""
+    """Print one comparison with its ratios and limits."""
     table = Table(title=result.title)
     table.add_column("")
     for column in (f"µs per {result.unit}", "added", f"to {result.reference}"):
@@ -127,7 +127,7 @@ def show(result: Result) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Say what the figures were taken on."""
+    """Return a description of this machine."""
     model = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -169,20 +169,20 @@ def save(name: str, results: list[Result], folder: str) -> None:
 
 
 def arguments(description: str | None, rounds: int) -> argparse.Namespace:
-    """Read the options every benchmark has."""
+    """Parse the options that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--out", default="benchmarks/results", help="where the JSON goes")
+    parser.add_argument("--out", default="benchmarks/results", help="folder for the JSON file")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda for step_overhead.py")
     return parser.parse_args()
 
 
 def those_installed(makers: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Make every contender whose library is there, and say which is not."""
+    """Create the contenders whose library is installed, and print the names of the others."""
     made = {}
     for name, make in makers.items():
         try:
             made[name] = make()
         except ImportError:
-            Console().print(f"{name} is not installed; left out")
+            Console().print(f"{name} is not installed, so it is left out")
     return made

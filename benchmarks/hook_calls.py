@@ -1,14 +1,14 @@
-"""What calling a hook costs: this package's own calling, and pluggy's call mechanism.
+"""Cost of calling a hook with our own code and with pluggy's call mechanism.
 
     python benchmarks/hook_calls.py [--json results.json]
 
-Each row has a hook of one kind with a number of plugins that implement it. Both ways do what the
-contract asks for: the implementation gets the arguments it names, whatever it raises carries a note
-with hook, plugin and version, and a stage hands the model on. With pluggy that takes a wrapper per
-plugin for the note and a loop over one-plugin callers for a stage; `pluggy, bare` leaves both out.
+Each row is a hook of one kind with a number of plugins that implement it. Both mechanisms fulfil the
+contract: an implementation gets the arguments that it names, its exceptions get a note with hook, plugin
+and version, and a stage hook passes the model on. With pluggy, this needs a wrapper per plugin for the
+note, and a loop over callers of single plugins for a stage. `pluggy, bare` leaves out both.
 
-Counted are Python calls of one call of the hook, the implementations' own left out, and the time,
-the best of several repeats. Times vary between machines; the calls and, nearly, the ratios do not.
+The table shows the Python calls per call of the hook, without the implementations, and the time, which is
+the best of several repeats. Times vary between machines. Calls don't, and ratios hardly do.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Model:
 
 
 class Accelerator:
-    """Can be referred to weakly."""
+    """Supports weak references."""
 
 
 def records(count: int) -> list[PluginRecord]:
@@ -103,7 +103,7 @@ def nanoseconds(function: Callable[[], Any]) -> float:
 
 
 def ways(count: int) -> dict[str, dict[str, Callable[[], Any]]]:
-    """Return per hook what calls it, by the name of the way."""
+    """Return hook -> name of the mechanism -> function that calls the hook."""
     accelerator, optimizer, model = Accelerator(), object(), Model()
     shared = ours(accelerator, count)
     listeners = shared.implementations("on_step_end")

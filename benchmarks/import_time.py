@@ -1,8 +1,8 @@
-"""What `from accelerate_core import Accelerator` costs beside `import torch`, and the peers.
+"""Time that `from accelerate_core import Accelerator` adds to `import torch`, compared with others.
 
-Each import is timed in a process of its own, in turn, from bytecode as after a first run; medians of
-9. What torch's import leaves to the garbage collector is collected during the next one, whatever that
-is: the second number is without it.
+Each import is timed in a separate process, in turn, with compiled bytecode. The results are medians of 9.
+The garbage left by torch's import is collected during the next import, so the second number excludes
+garbage collection.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ print(torch_done - start, whole, whole - spent)
 
 
 def seconds(code: str) -> list[float]:
-    """Return torch's time, what the code adds, and what of that is no garbage collection."""
+    """Return the time of torch, the time that the code adds, and that without garbage collection."""
     command = [sys.executable, "-c", TIMED.format(code=code)]
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
@@ -56,7 +56,7 @@ def main() -> None:
             print(f"{name:22} not installed")
             continue
         torch, added, own = (statistics.median(column) for column in zip(*found))
-        print(f"{name:22} {added:+.2f} s beside torch ({torch:.2f} s), {own:+.2f} s uncollected")
+        print(f"{name:22} {added:+.2f} s on top of torch ({torch:.2f} s), {own:+.2f} s without GC")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""How long a launch takes until the script's first line, beside plain python, torchrun and the peer.
+"""Time from a launch to the first line of the script, compared with python, torchrun and Accelerate.
 
-Whole processes on the CPU, in turn, for several rounds; medians, and ratios to the peer. The script
-prints the clock in its first line; of two processes the later one counts. A peer that is not
-installed is left out, and it has no row for two: with `--cpu --num_processes 2` it silently starts
-one. `PEER=/path/to/bin/accelerate` names one in another environment.
+Whole processes on the CPU are timed in turn for several rounds. Medians are printed, and ratios to
+Accelerate. The script prints the time in its first line. With two processes, the later one counts.
+Accelerate is left out if it is not installed, and has no row for two processes, because it silently starts
+only one with `--cpu --num_processes 2`. `PEER=/path/to/bin/accelerate` uses another environment.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
         for name, ways in cases.items():
             ways = {who: command for who, command in ways.items() if command[0]}
             times: dict[str, list[float]] = {who: [] for who in ways}
-            for _ in range(ROUNDS + 1):  # the first fills the caches
+            for _ in range(ROUNDS + 1):  # the first round fills the caches and is not counted
                 for who, command in ways.items():
                     times[who].append(seconds([str(part) for part in command], environ))
             middle = {who: statistics.median(some[1:]) for who, some in times.items()}
@@ -75,8 +75,8 @@ def seconds(command: list[str], environ: dict[str, str]) -> float:
     )
     if "--help" in command:
         return time.time() - start
-    said = [float(line) for line in done.stdout.split() if line.replace(".", "").isdigit()]
-    return max(said) - start
+    printed = [float(line) for line in done.stdout.split() if line.replace(".", "").isdigit()]
+    return max(printed) - start
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Prepared loaders over 2 gloo processes: each rank its share, or one rank reads for all.
+"""Time of prepared loaders on 2 gloo processes: each rank reads its share, or one rank reads for all.
 
-Nothing is computed from the batches, so the figures are what reading and sharing out costs. Raw
+Nothing is computed from the batches, so this measures the cost of reading and distributing them. Raw
 PyTorch reads the same batches with a `DistributedSampler`.
 
 Run with: python -m torch.distributed.run --standalone --nproc_per_node 2 benchmarks/loaders.py
@@ -34,7 +34,7 @@ TEXTS = 3200
 
 
 class Texts(IterableDataset):
-    """Token sequences as a language model is fed them: a dict of four tensors."""
+    """Token sequences as for a language model: dicts of four tensors."""
 
     def __init__(self) -> None:
         self.ids = torch.randint(30_000, (TEXTS, 128))

@@ -1,9 +1,10 @@
-"""Every backend and mesh against plain PyTorch in one process: same model, data and seed.
+"""Losses and gradient norms of every backend and mesh, compared with plain PyTorch in one process.
 
     python benchmarks/parity.py [--only fsdp2]
 
-Eight optimizer steps of a small character model, accumulation 2, clipping. Printed is the largest
-difference of a loss, and of a gradient norm relative to it. Backends join by a row in CASES.
+Each case takes eight optimizer steps with a small character model, the same data and seed, accumulation
+over 2 batches, and clipping. The table shows the largest difference of a loss, and the largest relative
+difference of a gradient norm. To add a backend, add a row to CASES.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class Case:
     ranks: int
     mesh: dict[str, int] | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    #: What it is compared with: None is plain PyTorch, else the title of another case.
+    #: Title of the case to compare with. None is plain PyTorch.
     against: str | None = None
     loss: float = 1e-5
     norm: float = 1e-4
     environment: dict[str, str] = field(default_factory=dict)
-    #: What trains, with a model of its own.
+    #: The training script, which also defines the model.
     worker: Path = WORKER
 
 
@@ -51,15 +52,15 @@ OFFLOAD = ROOT / "examples" / "deepspeed" / "offload.json"
 ZERO = {"backend": "deepspeed"}
 BF16 = {"mixed_precision": "bf16"}
 FP16 = {"mixed_precision": "fp16"}
-#: DeepSpeed refuses fp16 where the CPU has none of its own; torch computes it everywhere.
+#: DeepSpeed refuses fp16 on CPUs without hardware support, although torch can compute it.
 HAS_FP16 = {"PARITY_PRELUDE": str(BACKENDS / "deepspeed" / "cpu_has_fp16.py")}
-#: A GPT-2 of Transformers, as megatron trains no other model over tensor and pipeline ranks.
+#: A GPT-2 from Transformers, because megatron cannot split the small model over ranks.
 MEGATRON = BACKENDS / "megatron" / "parity_worker.py"
 FOUR = {"num_micro_batches": 4}
 TWO = {"num_micro_batches": 2}
 INTERLEAVED = FOUR | {"num_layers_per_virtual_pipeline_stage": 1}
 SHARDED = {"use_distributed_optimizer": True}
-#: A Mixtral, by a provider.
+#: A Mixtral, created by a model provider.
 EXPERTS = MEGATRON.with_name("parity_experts_worker.py")
 EP = {"expert_model_parallel_size": 2}
 
@@ -144,9 +145,9 @@ CASES = [
 
 
 def run(case: Case, *, plain: bool = False) -> dict[str, list[float]]:
-    """Return losses and norms of a case, or of plain PyTorch with its model."""
+    """Return losses and norms of a case, or of plain PyTorch with the model of the case."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "told.json")
+        out = Path(folder, "result.json")
         command = [sys.executable]
         mesh, options = (None, {}) if plain else (case.mesh, case.options)
         if not plain:
@@ -159,25 +160,25 @@ def run(case: Case, *, plain: bool = False) -> dict[str, list[float]]:
         if done.returncode:
             title = "plain" if plain else case.title
             raise SystemExit(f"{title}: {done.stderr[-3000:]}")
-        told: dict[str, list[float]] = json.loads(out.read_text())
-        return told
+        result: dict[str, list[float]] = json.loads(out.read_text())
+        return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="cases whose title has this text")
+    parser.add_argument("--only", default="", help="only cases with this text in the title")
     options = parser.parse_args()
     chosen = [case for case in CASES if options.only in case.title]
     needed = {case.against for case in chosen}
     chosen = [case for case in CASES if case in chosen or case.title in needed]
     plain = {one.worker: run(one, plain=True) for one in {c.worker: c for c in chosen}.values()}
-    told = {case.title: run(case) for case in track(chosen, "training")}
+    results = {case.title: run(case) for case in track(chosen, "training")}
     table = Table("case", "against", "loss, largest difference", "norm, relative", "")
     table.columns[2].justify = table.columns[3].justify = "right"
     failed = False
     for case in chosen:
-        other = told[case.against] if case.against else plain[case.worker]
-        one = told[case.title]
+        other = results[case.against] if case.against else plain[case.worker]
+        one = results[case.title]
         pairs = zip(one["losses"], other["losses"], strict=True)
         loss = max(abs(a - b) for a, b in pairs)
         pairs = zip(one["norms"], other["norms"], strict=True)

@@ -1,8 +1,8 @@
-"""What a rank's own batch of indices costs as the number of processes grows, and skipping.
+"""Time to find a rank's batch of indices for growing numbers of processes, and to skip batches.
 
-No processes are started: one rank of a world is asked for its indices. Every rank has 100 batches
-of 8, so the dataset grows with the world. Drawing the permutation of a shuffled epoch, which is as
-long as the dataset, is timed on its own.
+No processes are started. The script only creates the sampler of one rank. Every rank has 100 batches of 8,
+so the dataset grows with the number of processes. The first batch of an epoch, which includes drawing the
+permutation of the whole dataset, is timed separately.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def plain(data: range, shuffle: bool) -> BatchSampler:
 
 
 def first_and_rest(shard: Shard, world: int, shuffle: bool) -> tuple[float, float]:
-    """Return seconds until the first own batch, and those of one of the others."""
+    """Return the seconds for the first batch of the rank, and for each of the others."""
     batches = iter(shard(range(world * OWN * BATCH), world, shuffle))
     start = time.perf_counter()
     next(batches)
     middle = time.perf_counter()
-    for _ in range(OWN - 2):  # not to the end: there the permutation is given back
+    for _ in range(OWN - 2):  # stops before the end, where the permutation is freed
         next(batches)
     return middle - start, (time.perf_counter() - middle) / (OWN - 2)
 
@@ -111,7 +111,7 @@ def main() -> None:
                         first.rounds.setdefault(name, []).append(begin * 1e6)
                         result.rounds.setdefault(name, []).append(each * 1e6)
             results += [result, first]
-    table = Table(title=f"One rank's batch of {BATCH} indices, µs (first batch of the epoch apart)")
+    table = Table(title=f"One rank's batch of {BATCH} indices, µs (first batch listed separately)")
     table.add_column("processes", justify="right")
     for name in shards:
         table.add_column(name, justify="right")

@@ -1,10 +1,9 @@
-"""What a rank holds after a step: FSDP2 beside DDP, for a model of about 50 million parameters.
+"""Memory of a rank after a step with FSDP2 and DDP, for a model of about 50 million parameters.
 
     python benchmarks/sharding.py
 
-Each case runs in processes of its own. Bytes of parameters, gradients and optimizer state are
-counted exactly; the peak of resident memory is printed beside, and holds activations, buffers of
-collectives and Python, too.
+Each case runs in separate processes. The bytes of parameters, gradients and optimizer states are counted
+exactly. The peak of resident memory also includes activations, buffers of collectives, and Python.
 """
 
 from __future__ import annotations
@@ -75,10 +74,10 @@ def main() -> None:
     if options.child:
         child(options.child[0], Path(options.child[1]))
         return
-    told: dict[tuple[str, int], dict[str, int]] = {}
+    results: dict[tuple[str, int], dict[str, int]] = {}
     for backend, ranks in track(CASES, "training"):
         with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder, "told.json")
+            out = Path(folder, "result.json")
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             command += ["--local_addr", "127.0.0.1", f"--nproc_per_node={ranks}", __file__]
             command += ["--child", backend, str(out)]
@@ -86,11 +85,11 @@ def main() -> None:
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"{backend}: {done.stderr[-3000:]}")
-            told[backend, ranks] = json.loads(out.read_text())
-    base = told["ddp", 2]
-    table = Table("backend", "ranks", "held by a rank", "of DDP's", "peak resident")
+            results[backend, ranks] = json.loads(out.read_text())
+    base = results["ddp", 2]
+    table = Table("backend", "ranks", "held by a rank", "relative to DDP", "peak resident")
     failed = False
-    for (backend, ranks), row in told.items():
+    for (backend, ranks), row in results.items():
         ratio = row["held"] / base["held"]
         limit = LIMITS.get((backend, ranks))
         failed |= limit is not None and ratio > limit

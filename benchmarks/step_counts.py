@@ -1,19 +1,18 @@
-"""What a training step adds to the raw library's own loop, in numbers that no noise changes.
+"""Calls, collectives and copies that a training step adds to the raw library's own loop.
 
     python benchmarks/step_counts.py [--only fsdp2] [--json results.json]
 
-Every row trains the same small model on two gloo ranks twice: by hand with the library itself
-(DistributedDataParallel, fully_shard, a DeepSpeed engine, megatron-core, torchao) and through an
-`Accelerator`. Counted on rank 0, per optimizer step:
+Each row trains the same small model on two gloo ranks twice: with the library itself
+(DistributedDataParallel, fully_shard, a DeepSpeed engine, megatron-core, torchao), and through an
+`Accelerator`. These are counted on rank 0 per optimizer step, and the counts of the raw loop subtracted:
 
-* Python calls (`sys.setprofile`), each raw loop's subtracted; those of functions of this file
-  are left out, as a script may be cut into functions in any way;
-* collectives, values read back to the host (`.item()` and what ends in it), and bytes copied
-  (clones, copies, conversions), likewise;
-* what a model of four times as many layers adds on top (`growth`): 0 unless something walks the
-  model in every step.
+* Python calls (`sys.setprofile`), without calls of functions in this file;
+* collectives, values read back to the host (`.item()` and similar), and bytes copied (clones, copies and
+  conversions);
+* `growth`: what a model with three times as many layers adds to the calls. It is 0 unless something
+  iterates over the model in every step.
 
-Times vary between machines; these counts do not.
+Unlike times, these counts are the same on every machine.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 ROOT = Path(__file__).parents[1]
-#: Optimizer steps of the shorter of two runs whose difference is counted, and batches of a cycle.
+#: Optimizer steps of the shorter run (counts are differences of two runs), and batches per cycle.
 STEPS, CYCLE, BATCH, WIDTH = 5, 4, 16, 16
-#: As many suffice for the tests: counts of two steps are those of five.
+#: Steps in the tests. Two steps give the same counts as five.
 QUICK_STEPS = 2
 SMALL, LARGE = 2, 6
-#: Of losses under fp16: so small that no step overflows.
+#: Power of the loss scale with fp16. It is so small that no step overflows.
 LOSS_SCALE_POWER = 4
 TIMEOUT = timedelta(seconds=60)
 
 
 class Block(nn.Module):
-    """A layer that backends shard by itself, with a buffer that training changes."""
+    """A layer that backends shard separately, with a buffer that training changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +70,7 @@ def make_model(blocks: int) -> nn.Sequential:
 
 
 class Samples(Dataset[Any]):
-    """Samples that are made once, so that both contenders read in the same way."""
+    """Samples that are created in advance, so that reading costs the same for both loops."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -86,7 +85,7 @@ class Samples(Dataset[Any]):
 
 
 class Ema:
-    """Averaged weights, as users register them; copying its state is counted."""
+    """Averaged weights, registered for checkpointing. Counts how often its state is read."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -108,7 +107,7 @@ class Ema:
 
 @dataclass
 class Options:
-    """What a row adds to the plain loop."""
+    """The options of a row."""
 
     cycle: int = 1
     clip: bool = False
@@ -148,21 +147,21 @@ class _Dispatched(TorchDispatchMode):
 def python_calls(function: Callable[[], None]) -> tuple[int, int]:
     """Return how many Python functions are called in this thread while `function` runs.
 
-    The second number is of those that are ours: what torch does under DTensor varies a little with
-    what it has cached before.
+    The second number only counts functions of our packages, because the number of calls inside DTensor
+    depends a little on what torch has cached before.
     """
     count = own = 0
     here = python_calls.__code__.co_filename
-    stand_ins = str(ROOT / "tests")
+    replacements = str(ROOT / "tests")
 
     def note(frame: Any, event: str, argument: Any) -> None:
         nonlocal count, own
         where = frame.f_code.co_filename
-        if event == "call" and where != here and not where.startswith(stand_ins):
+        if event == "call" and where != here and not where.startswith(replacements):
             count += 1
             own += "accelerate_" in where
 
-    # A collection would count how an earlier contender's engine is taken apart.
+    # A collection would count the destruction of an earlier engine.
     gc.collect()
     gc.disable()
     sys.setprofile(note)
@@ -175,8 +174,8 @@ def python_calls(function: Callable[[], None]) -> tuple[int, int]:
 
 
 def counted(run: Callable[[int], None], steps: int) -> dict[str, float]:
-    """Return counts per optimizer step of `run(steps)`; what an epoch costs by itself falls out."""
-    run(steps)  # what only the first step does
+    """Return counts per optimizer step of `run(steps)`, without the fixed costs of an epoch."""
+    run(steps)  # so that work of the very first step is not counted
     first, second = (python_calls(lambda n=n: run(n)) for n in (steps, 2 * steps))
     seen = []
     for count in (steps, 2 * steps):
@@ -194,7 +193,7 @@ def counted(run: Callable[[int], None], steps: int) -> dict[str, float]:
     }
 
 
-# --- by hand ----------------------------------------------------------------------------------
+# --- raw loops --------------------------------------------------------------------------------
 
 
 def schedulers_of(optimizer: Any) -> list[Any]:
@@ -211,7 +210,7 @@ def raw_loader(steps: int, options: Options) -> Iterator[Any]:
 
 
 def _dispatched_by_hand(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Rank 0 reads and sends every tensor to all."""
+    """Read on rank 0, and broadcast every tensor."""
     rank = dist.get_rank()
     own = slice(rank * BATCH, (rank + 1) * BATCH)
     batches = iter(loader) if rank == 0 else None
@@ -228,17 +227,17 @@ def _dispatched_by_hand(loader: DataLoader[Any]) -> Iterator[Any]:
 
 @dataclass
 class Raw:
-    """A loop by hand, and what differs between libraries."""
+    """A raw training loop, with the parts that differ between libraries."""
 
     model: Any
     optimizer: Any
     options: Options
-    #: The context of a micro-batch's forward and backward, given whether it is a cycle's last.
+    #: Returns the context of a micro-batch. The argument says whether it is the last of its cycle.
     micro_batch: Callable[[bool], Any] | None = None
     backward: Callable[[Any], None] | None = None
     engine_step: Callable[[], None] | None = None
     sharded: bool = False
-    #: Steps of a scheduler per optimizer step: by the rule of DDP and FSDP2, one for each process.
+    #: Scheduler steps per optimizer step: one for each process, as with DDP and FSDP2.
     scheduler_steps: int = 2
 
     def __post_init__(self) -> None:
@@ -260,7 +259,7 @@ class Raw:
                 with self.micro_batch(last):
                     self.forward_backward(x, y)
             if self.engine_step is not None:
-                self.engine_step()  # of an engine that counts micro-batches itself
+                self.engine_step()  # the engine counts micro-batches itself
             elif last:
                 self.step()
             if last:
@@ -329,7 +328,7 @@ def raw_fsdp2(blocks: int, options: Options) -> Raw:
             fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     optimizer = sgd(model)
-    # fully_shard casts parameters and inputs; what is left of fp16 is the scaler.
+    # fully_shard casts parameters and inputs, so fp16 only needs the scaler here.
     whole = Options(**{**asdict(options), "precision": "fp16" if half is torch.float16 else "no"})
 
     def micro_batch(last: bool) -> Any:
@@ -371,7 +370,7 @@ def raw_deepspeed(blocks: int, options: Options) -> Raw:
         if options.clip:
             engine.get_global_grad_norm()
 
-    # The engine does fp16; bf16 is torch's autocast, as through an Accelerator.
+    # The engine handles fp16. For bf16, this uses torch's autocast, as an Accelerator does.
     precision = "no" if options.precision == "fp16" else options.precision
     rest = Options(**{**asdict(options), "precision": precision})
     return Raw(engine, optimizer, rest, backward=backward, engine_step=step, scheduler_steps=1)
@@ -393,12 +392,12 @@ def raw_fp8(blocks: int, options: Options) -> Raw:
     return Raw(wrapped, sgd(wrapped), bf16)
 
 
-# --- through an Accelerator -------------------------------------------------------------------
+# --- with an Accelerator ----------------------------------------------------------------------
 
 
 @dataclass
 class Ours:
-    """The loop of the guide, on any backend."""
+    """The documented training loop, on any backend."""
 
     accelerator: Any
     blocks: int
@@ -411,7 +410,7 @@ class Ours:
         schedulers = schedulers_of(optimizer) if self.options.extras else []
         prepared = accelerator.prepare(model, optimizer, *schedulers)
         self.model, self.optimizer, *self.schedulers = prepared
-        # Listed once: `model.parameters()` costs torch's calls for each of them, in any loop.
+        # Listed once, because `model.parameters()` makes calls inside torch in any loop.
         self.parameters = list(self.model.parameters())
         self.ema = None
         if self.options.extras:
@@ -484,7 +483,7 @@ def ours(backend: str, blocks: int, options: Options) -> Ours:
 
 
 class MegatronRaw:
-    """Megatron's own calls on the objects that the backend built: there is no shorter way to them."""
+    """Makes Megatron's own calls on the objects that our backend built, to avoid building them again."""
 
     def __init__(self, made: Ours) -> None:
         self.made = made
@@ -563,7 +562,7 @@ ROWS: dict[str, dict[str, Options]] = {
 }
 
 
-#: Rows that the tests measure: the others are slow, or say nothing more about a regression.
+#: Rows that the tests measure. The others are slow, or would find no other regressions.
 QUICK = (
     "plain", "accumulation", "fp16, clipping", "registered", "dispatched loader", "ZeRO 2", "torchao",
 )  # fmt: skip
@@ -571,13 +570,13 @@ QUICK = (
 
 def compare(backend: str, options: Options, blocks: int, steps: int) -> dict[str, dict[str, float]]:
     found = {}
-    # A DeepSpeed engine that goes later clears what its library keeps for all of them.
+    # If a DeepSpeed engine were destroyed later, it would clear state shared by all engines.
     gc.collect()
     if backend != "megatron":
         found["raw"] = counted(MAKERS[backend](blocks, options), steps)
     gc.collect()
     if options.compiled:
-        torch.compiler.reset()  # or the guards of what is compiled already are counted with ours
+        torch.compiler.reset()  # so that guards of the raw loop's model are not counted with ours
     made = ours(backend, blocks, options)
     if backend == "megatron":
         found["raw"] = counted(MegatronRaw(made), steps)
@@ -643,8 +642,8 @@ def launch(backend: str, only: str | None) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="one backend")
-    parser.add_argument("--row", help="rows whose title contains this text")
+    parser.add_argument("--only", help="only this backend")
+    parser.add_argument("--row", help="only rows with this text in the title")
     parser.add_argument("--json", type=Path, help="write the counts here")
     parser.add_argument("--quick", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)

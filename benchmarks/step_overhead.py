@@ -1,4 +1,4 @@
-"""What a wrapper adds to one training step of a tiny model, with and without accumulation."""
+"""Time that each library adds to a training step of a tiny model, with and without accumulation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def loop(model: Any, optimizer: Any, scheduler: Any, loader: Any, backward: Any)
 def accumulating(
     accelerator: Any, model: Any, optimizer: Any, scheduler: Any, loader: Any
 ) -> Contender:
-    """The same with `accumulate`, 4 micro-batches per optimizer step."""
+    """Return the same loop with `accumulate`, with 4 micro-batches per optimizer step."""
     loss_function = torch.nn.functional.mse_loss
 
     def epoch() -> int:
@@ -93,7 +93,7 @@ def raw(device: str) -> Contender:
 
 
 def raw_accumulating(device: str) -> Contender:
-    """By hand: divide, and step and clear every fourth time."""
+    """Return a loop that accumulates by hand: it divides the loss, and steps every fourth time."""
     model, optimizer, scheduler, loader = parts(device)
     loss_function = torch.nn.functional.mse_loss
 
@@ -128,7 +128,7 @@ def peer(device: str, accumulate: bool) -> Contender:
     from accelerate import Accelerator
     from accelerate.state import GradientState
 
-    GradientState._reset_state()  # it is one for the process: the settings would stay
+    GradientState._reset_state()  # shared by the whole process, so old settings would remain
     return wrapped(Accelerator, device, accumulate)
 
 
@@ -143,7 +143,10 @@ def fabric(device: str) -> Contender:
 
 
 def calls_added(contenders: dict[str, Contender]) -> dict[str, float]:
-    """Return how many Python calls each contender adds to the raw loop per step; a few are of an epoch."""
+    """Return how many Python calls each contender adds to the raw loop per step.
+
+    A few of them are made once per epoch.
+    """
 
     def calls(epoch: Contender) -> float:
         count = 0
@@ -154,7 +157,7 @@ def calls_added(contenders: dict[str, Contender]) -> dict[str, float]:
 
         epoch()
         gc.collect()
-        gc.disable()  # a collection would run finalizers of whatever came before
+        gc.disable()  # a collection would run finalizers of earlier contenders
         sys.setprofile(note)
         try:
             steps = epoch()

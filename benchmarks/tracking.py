@@ -1,12 +1,12 @@
-"""What a step waits for `log`: ten scalars to three trackers, 10,000 times, ours and Accelerate's.
+"""Time that a step waits for `log`: ten scalars to three trackers, 10,000 times, ours and Accelerate.
 
     python benchmarks/tracking.py [--trackers tensorboard,wandb,dvclive] [--calls 10000]
 
-Between two calls the step multiplies matrices for `--step-ms` milliseconds, as training does: the
-writers work meanwhile, and `nothing`, without trackers, tells what else they cost the loop.
-`--step-ms 0` is the hostile case, nothing but calls. Each contender runs in a process of its own;
-afterwards what is on the disk is counted. Values are Python floats, and for ours also 0-d tensors,
-which the peer's trackers lose in part.
+Between two calls, the step multiplies matrices for `--step-ms` milliseconds, as in training, while the
+writers work in the background. The row `nothing`, without trackers, shows how much they slow down the
+loop. With `--step-ms 0`, the worst case, the loop only calls `log`. Each contender runs in a separate
+process, and then the values on disk are counted. Values are Python floats, and for ours also 0-d tensors,
+of which Accelerate's trackers lose some.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _size_for(step_ms: float) -> int:
 
 
 def kept(directory: Path, tracker: str) -> int:
-    """Count the numbers of the first metric that are on the disk, each once per step."""
+    """Count the steps for which a value of the first metric is on disk."""
     first = KEYS[0]
     if tracker == "tensorboard":
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -117,14 +117,14 @@ def kept(directory: Path, tracker: str) -> int:
     if tracker == "jsonl":
         (file,) = (directory / "logs" / "bench").glob("*/run.jsonl")
         return sum('"kind": "log"' in line for line in file.read_text().splitlines())
-    raise SystemExit(f"It is not known how to count what {tracker} keeps.")
+    raise SystemExit(f"This script cannot count the values of the tracker {tracker!r}.")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trackers", default="tensorboard,wandb,dvclive")
     parser.add_argument("--calls", type=int, default=10_000)
-    parser.add_argument("--peer-calls", type=int, default=1_000, help="its calls take long")
+    parser.add_argument("--peer-calls", type=int, default=1_000, help="calls with Accelerate")
     parser.add_argument("--step-ms", type=float, default=2.0)
     parser.add_argument("--contend", nargs=2, metavar=("WHO", "KIND"))
     options = parser.parse_args()
@@ -137,7 +137,7 @@ def main() -> None:
 
     columns = ("cpu µs", "mean µs", "median µs", "p99 µs", "max µs", "loop s", "end s", "kept")
     table = Table("contender", *columns, title=f"log: ten scalars to {options.trackers}")
-    table.caption = "cpu: of the calling thread, mean per call; the others are wall clock"
+    table.caption = "cpu: CPU time of the calling thread per call. All other times are wall clock."
     for who, kind, calls in (
         ("ours", "nothing", options.calls),
         ("ours", "floats", options.calls),
@@ -152,7 +152,7 @@ def main() -> None:
                 command, cwd=folder, env=environment, capture_output=True, text=True
             )
             if done.returncode == NOT_INSTALLED:
-                print("Hugging Face Accelerate is not installed: it is left out.")
+                print("Hugging Face Accelerate is not installed, so it is left out.")
                 continue
             lines = [line for line in done.stdout.splitlines() if line.startswith("FIGURES")]
             if not lines:
@@ -164,7 +164,7 @@ def main() -> None:
         cells = [f"{value:.1f}" for value in figures.values()]
         table.add_row(f"{who}, {kind}, {calls} calls", *cells, lost)
     load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
-    Console(width=180).print(table, f"load of the machine: {load} on {os.cpu_count()} cores")
+    Console(width=180).print(table, f"load average: {load} on {os.cpu_count()} cores")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What becomes of a value on its way to each tracker, ours and Accelerate's: a table in Markdown.
+"""How each kind of value arrives in each tracker's files, with accelerate-core and Accelerate.
 
     python benchmarks/tracking_fidelity.py [--trackers wandb,mlflow]
 
-Every tracker runs by itself, offline, in a process of its own, through each of the two; every kind
-of value is logged by a call of its own. What is read back from the library's files is compared with
-what was logged: `ok`, `changed`, `lost` without a word, `warned`, or the exception.
+Each tracker runs offline in a separate process, once with each library, and each kind of value is logged
+in a separate call. The values read back from the tracker's files are compared with the logged ones. The
+result, a Markdown table, says `ok`, `changed`, `lost` (without a warning), `warned`, or the exception.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONFIG = {"lr": 0.125, "layers": [16, 8], "seed": None, "optimizer": {"kind": "a
 
 
 def key_of(kind: str) -> str:
-    """Return the name a kind is logged under; the readers look for texts called `word`."""
+    """Return the name for a kind of value. The readers look for texts named `word`."""
     return "word" if kind == "string" else kind.replace(" ", "_").replace("-", "_")
 
 
@@ -45,7 +45,7 @@ def value_of(kind: str) -> Any:
 
 
 def attempt(who: str, tracker: str) -> None:
-    """Log through one of the two in this process; print what was said and raised."""
+    """Log with one of the libraries in this process, and print its warnings and exceptions."""
     from importlib import import_module
 
     accelerator_class = import_module(
@@ -71,7 +71,7 @@ def attempt(who: str, tracker: str) -> None:
 
     kwargs = {tracker: probe.INIT_KWARGS.get(tracker, {})}
     accelerator = accelerator_class(cpu=True, log_with=tracker, project_dir="logs")
-    if tracker == "clearml":  # it forks this process otherwise, and hangs
+    if tracker == "clearml":  # otherwise it forks this process and hangs
         from clearml import Task
 
         Task._report_subprocess_enabled = False
@@ -86,7 +86,7 @@ def attempt(who: str, tracker: str) -> None:
 
 
 def judge(found: dict[str, Any], said: dict[str, str]) -> dict[str, str]:
-    """Compare what was read back with what was logged."""
+    """Compare the values read back with the logged ones."""
     values, texts = found.get("values", {}), found.get("texts", {})
     out = {}
     for kind in KINDS:
@@ -94,7 +94,7 @@ def judge(found: dict[str, Any], said: dict[str, str]) -> dict[str, str]:
         if kind == "string":
             ok = texts.get(key) == "a text"
         else:
-            # The peer reports to ClearML as title and series `train`.
+            # Accelerate reports to ClearML with the series `train`.
             names = [key, f"{key}/train"]
             if kind == "nested dict":
                 names = [f"{key}/inner", f"{key}.inner", "inner"]
@@ -108,7 +108,7 @@ def judge(found: dict[str, Any], said: dict[str, str]) -> dict[str, str]:
     elif as_text["lr"] == "0.125" and as_text["layers"] == "[16, 8]" and as_text["seed"] in (
         "None", "null",
     ):  # fmt: skip
-        out["config"] = "ok, as text"
+        out["config"] = "ok, as strings"
     else:
         out["config"] = said.get("config", "changed" if config else "lost")
     return out
@@ -129,7 +129,7 @@ def child(command: list[str], directory: Path) -> subprocess.CompletedProcess[st
 
 
 def measure(who: str, tracker: str, crash: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what a tracker's files hold after one run, and what was said."""
+    """Return the values in a tracker's files after one run, and the warnings and exceptions."""
     readers = str(Path(__file__).parents[1] / "tests" / "trackers" / "readers.py")
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)

@@ -1,9 +1,10 @@
-"""XLA beside torch's CPU: losses and norms, bytes per device, and the time of a step.
+"""XLA compared with torch on the CPU: losses and norms, bytes per device, and the time of a step.
 
     build/xla/bin/python benchmarks/xla.py
 
-`make test-xla` makes that environment. Eight steps of two micro-batches with clipping and AdamW, on one
-device and on meshes of four; times are medians of steps after the graphs were compiled, of one process each.
+`make test-xla` creates this environment. Each setup takes eight steps of two micro-batches with clipping
+and AdamW, on one device or on a mesh of four. Times are medians of the steps of one process, after the
+graphs were compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CASES = ("parity", "parity_of_meshes", "sharded", "step_time")
 
 
 def run(setup: str, folder: str, devices: int | None) -> dict[str, Any]:
-    """Return what the cases of a setup have found."""
+    """Run the cases of a setup and return their results."""
     hidden = ("ACCELERATE_", "PJRT_", "XLA_")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
     environ |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -55,7 +56,8 @@ def main() -> None:
         print(f"{name:12} {held['weights']:8} {held['optimizer']:10}")
     ours, bare = bench["step_time"]
     print(
-        f"\nstep: {ours * 1e3:.2f} ms under the Accelerator, {bare * 1e3:.2f} ms bare: {ours / bare:.2f}"
+        f"\nstep: {ours * 1e3:.2f} ms with the Accelerator, {bare * 1e3:.2f} ms without it, "
+        f"ratio {ours / bare:.2f}"
     )
 
 

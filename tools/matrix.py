@@ -2,8 +2,8 @@
 
     matrix.py [--only ROW]... [--folder build/matrix] [TESTS]...
 
-Each row is an environment of its own, made by uv from the interpreters on this machine. A row whose
-interpreter is not there is named and left out. Prints a table; exits with 1 if a row failed.
+Each row is a separate environment, which uv creates from the interpreters on this machine. Rows without
+an interpreter are listed but not run. Prints a table, and exits with 1 if a row failed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-#: Beside those of the core and of the row's backends.
+#: Tests to run in addition to those of the core and of the row's backends.
 TESTS = ("tests/checkpoint", "tests/tracking", "tests/launch", "tests/big_model")
-#: Those that need nothing heavier than torch. The others, and those that need another torch, come without
-#: their libraries: the core's tests ask for what they declare.
+#: Distributions that need no large library except torch. All others, and those that need another version
+#: of torch, are installed without their libraries, because tests of the core read their metadata.
 MEMBERS = ("core", "backends/ddp", "backends/fsdp2", "extensions/*")
-#: What uv resolves: the tested versions, the highest there are, or the lowest that we declare.
+#: Options of uv for the tested versions, and for the lowest versions that we declare.
 TESTED = ("--constraints", str(ROOT / "constraints.txt"))
 LOWEST = ("--resolution", "lowest-direct")
 
 
 @dataclass(frozen=True)
 class Row:
-    """An environment: a Python, a torch (`oldest`: the core's lower bound) and uv's options."""
+    """An environment: version of Python, version of torch, and options of uv.
+
+    A torch of `oldest` is the lower bound that the core declares.
+    """
 
     python: str
     torch: str
@@ -55,7 +58,7 @@ ROWS = {
 
 
 def torch_bound(member: str) -> Requirement | None:
-    """Return what a distribution asks of torch, None if it asks nothing."""
+    """Return the torch requirement of a distribution, or None if it has none."""
     project = tomllib.loads((ROOT / member / "pyproject.toml").read_text(encoding="utf-8"))
     wanted = map(Requirement, project["project"]["dependencies"])
     return next((one for one in wanted if one.name == "torch"), None)
@@ -68,7 +71,7 @@ def oldest_torch(member: str) -> Version:
 
 
 def packages(row: Row) -> tuple[list[str], list[str]]:
-    """Return the folders of our packages that take the row's torch, and the torch to ask for."""
+    """Return the folders of our packages that support the row's torch, and the torch requirement."""
     members = [str(p.relative_to(ROOT)) for one in MEMBERS for p in sorted(ROOT.glob(one))]
     if not row.torch.startswith("oldest"):
         return members, ["torch"]
@@ -79,10 +82,10 @@ def packages(row: Row) -> tuple[list[str], list[str]]:
 
 
 def uv(*arguments: str | Path) -> str:
-    """Run uv; return what it printed.
+    """Run uv and return its output.
 
     Raises:
-        click.ClickException: uv failed; with what it said.
+        click.ClickException: uv failed. The message has its error output.
     """
     program = shutil.which(
         "uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -97,7 +100,10 @@ def uv(*arguments: str | Path) -> str:
 
 
 def make(name: str, row: Row, folder: Path) -> Path:
-    """Make a row's environment; return its interpreter. The tests' own tools keep to our versions."""
+    """Create the environment of a row, and return its interpreter.
+
+    Tools for the tests are installed afterwards, without changing the versions of the row.
+    """
     made = folder / name
     python = made / "bin" / "python"
     uv("venv", "--quiet", "--clear", "--no-python-downloads", "--python", row.python, made)
@@ -118,7 +124,7 @@ def make(name: str, row: Row, folder: Path) -> Path:
 
 
 def counts(report: Path) -> dict[str, int]:
-    """Read pytest's JUnit report: how many passed, failed (with errors) and were skipped."""
+    """Return how many tests passed, failed (including errors) and were skipped, from a JUnit report."""
     suites = ET.parse(report).getroot().iter("testsuite")
     found = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     for suite in suites:
@@ -143,13 +149,13 @@ def has_python(version: str) -> bool:
 
 
 @click.command(help=(__doc__ or "").splitlines()[0])
-@click.option("--only", multiple=True, type=click.Choice(list(ROWS)), help="Rows; default: all.")
+@click.option("--only", multiple=True, type=click.Choice(list(ROWS)), help="Run only this row.")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("build/matrix"))
-@click.option("--jobs", default=2, help="Test files that run at the same time.")
+@click.option("--jobs", default=2, help="Number of test files that run at the same time.")
 @click.argument("tests", nargs=-1)
 def main(only: tuple[str, ...], folder: Path, jobs: int, tests: tuple[str, ...]) -> None:
     folder = folder.absolute()
-    if pyenv := shutil.which("pyenv"):  # its shims answer for active versions only
+    if pyenv := shutil.which("pyenv"):  # its shims only find active versions
         every = subprocess.check_output([pyenv, "versions", "--bare"], text=True).split()
         os.environ.setdefault("PYENV_VERSION", ":".join(reversed(every)))
     table = Table("row", "Python", "torch", "passed", "failed", "skipped")
@@ -157,7 +163,7 @@ def main(only: tuple[str, ...], folder: Path, jobs: int, tests: tuple[str, ...])
     for name in only or ROWS:
         row = ROWS[name]
         if not has_python(row.python):
-            table.add_row(name, row.python, row.torch, "no such interpreter here")
+            table.add_row(name, row.python, row.torch, "not installed")
             continue
         python = make(name, row, folder)
         ask = "import platform, torch; print(platform.python_version(), torch.__version__)"
@@ -169,7 +175,7 @@ def main(only: tuple[str, ...], folder: Path, jobs: int, tests: tuple[str, ...])
         own = [f"tests/{one}" for one in packages(row)[0] if (ROOT / "tests" / one).is_dir()]
         done = subprocess.run([*command, *(tests or (*own, *TESTS))], cwd=ROOT)
         red |= done.returncode != 0
-        found = counts(report) if report.exists() else {"": f"pytest ended with {done.returncode}"}
+        found = counts(report) if report.exists() else {"": f"pytest exited with {done.returncode}"}
         table.add_row(name, *versions, *map(str, found.values()))
     Console().print(table)
     sys.exit(int(red))

@@ -57,10 +57,10 @@ class Distribution:
 
 
 def git(*arguments: str, **environ: str) -> str:
-    """Run git in the workspace; return what it printed.
+    """Run git in the workspace and return its output.
 
     Raises:
-        click.ClickException: git failed; with what it said.
+        click.ClickException: git failed. The message has its error output.
     """
     done = subprocess.run(
         ["git", *arguments], cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True
@@ -83,35 +83,41 @@ def distributions() -> dict[str, Distribution]:
 
 
 def find(name: str) -> Distribution:
-    """Return the distribution of that name, or refuse with the nearest one."""
+    """Return the distribution with this name.
+
+    Raises:
+        click.ClickException: there is none. The message has the most similar name.
+    """
     found = distributions()
     if name in found:
         return found[name]
     near = difflib.get_close_matches(name, found, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise click.ClickException(
-        f"there is no distribution {name!r}.{hint} Known: {', '.join(found)}"
+        f"There is no distribution {name!r}.{hint} The distributions are {', '.join(found)}."
     )
 
 
 def newer(distribution: Distribution, given: str) -> Version:
-    """Return the version asked for, if it comes after all that were released."""
+    """Return the requested version, after checking that it is newer than all released ones."""
     try:
         version = Version(given)
     except InvalidVersion:
-        raise click.ClickException(f"{given!r} is no version (PEP 440), such as 0.2.0") from None
+        raise click.ClickException(
+            f"{given!r} is not a version (PEP 440). Write one such as 0.2.0."
+        ) from None
     if str(version) != given or version.local:
-        raise click.ClickException(f"{given!r} is no version to publish; write {version.public}")
+        raise click.ClickException(f"{given!r} cannot be published. Write {version.public}.")
     start = f"{distribution.name}-v"
     released = git("tag", "--list", f"{start}*").split()
     if distribution.tag(version) in released:
-        raise click.ClickException(f"the tag {distribution.tag(version)} exists already")
+        raise click.ClickException(f"The tag {distribution.tag(version)} already exists.")
     latest = max((Version(tag.removeprefix(start)) for tag in released), default=None)
     if latest is not None and version <= latest:
-        raise click.ClickException(f"{version} is not newer than {latest}, the last release")
+        raise click.ClickException(f"{version} is not newer than {latest}, the last release.")
     if version < distribution.version:
         path = distribution.project.relative_to(ROOT)
-        raise click.ClickException(f"{version} is older than {distribution.version} in {path}")
+        raise click.ClickException(f"{version} is older than {distribution.version} in {path}.")
     return version
 
 
@@ -121,16 +127,18 @@ def dated(distribution: Distribution, version: Version, day: str) -> tuple[str, 
     path = distribution.changelog.relative_to(ROOT)
     headings = list(_HEADING.finditer(text))
     if not headings or not _UNRELEASED.fullmatch(headings[0]["title"]):
-        said = f"its first is {headings[0][0]!r}" if headings else "it has none"
-        raise click.ClickException(f"{path} needs a first section '## Unreleased'; {said}")
+        actual = f"starts with {headings[0][0]!r}" if headings else "has no sections"
+        raise click.ClickException(f"{path} must start with '## Unreleased', but {actual}.")
     planned = re.match(r"\d\S*", headings[0]["title"])
     if planned and Version(planned[0]) > version:
-        raise click.ClickException(f"{path} begins with {headings[0][0]!r}, newer than {version}")
+        raise click.ClickException(
+            f"{path} starts with {headings[0][0]!r}, which is newer than {version}."
+        )
     first = headings[0]
     end = headings[1].start() if headings[1:] else len(text)
     section = text[first.end() : end].strip()
     if not re.sub(r"^#.*$", "", section, flags=re.MULTILINE).strip():
-        raise click.ClickException(f"{path} says nothing under {first[0]!r}")
+        raise click.ClickException(f"The section {first[0]!r} in {path} is empty.")
     return f"{text[: first.start()]}## {version} ({day}){text[first.end() :]}", section
 
 
@@ -141,7 +149,7 @@ def with_version(text: str, version: Version) -> str:
 
 
 def modules(distribution: Distribution, version: Version) -> dict[Path, str]:
-    """Return the modules that state the version in `__version__`, with the new one."""
+    """Return the modules that define `__version__`, with the new version."""
     state = re.compile(r'^__version__ = ".*"$', re.MULTILINE)
     found = {}
     for path in sorted((distribution.folder / "src").glob("*/__init__.py")):
@@ -152,12 +160,12 @@ def modules(distribution: Distribution, version: Version) -> dict[Path, str]:
 
 
 def left_behind(distribution: Distribution, version: Version) -> Iterator[str]:
-    """Name the siblings whose requirements exclude the new version."""
+    """Yield a line for each other distribution whose requirements exclude the new version."""
     for other in distributions().values():
         for needed in other.requirements:
             same = canonicalize_name(needed.name) == canonicalize_name(distribution.name)
             if same and not needed.specifier.contains(version, prereleases=True):
-                yield f"{other.name} asks for {needed}, which excludes {version}"
+                yield f"{other.name} requires {needed}, which excludes {version}"
 
 
 @contextmanager
@@ -191,8 +199,8 @@ def build(distribution: Distribution, version: Version, out: Path, epoch: int) -
     """
     # Files that .gitignore names are left out. A file that only git's own settings exclude may be missing.
     others = ("ls-files", "--others", "--exclude-per-directory=.gitignore", "--")
-    if strange := git(*others, str(distribution.folder)):
-        raise click.ClickException(f"git does not track these files:\n{strange}")
+    if untracked := git(*others, str(distribution.folder)):
+        raise click.ClickException(f"git does not track these files:\n{untracked}")
     environ = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch)}
     stem = f"{canonicalize_name(distribution.name).replace('-', '_')}-{version}"
     made = [out / f"{stem}.tar.gz", out / f"{stem}-py3-none-any.whl"]
@@ -211,7 +219,7 @@ def build(distribution: Distribution, version: Version, out: Path, epoch: int) -
 
 @contextmanager
 def written(changes: dict[Path, str]) -> Iterator[None]:
-    """Write files, and put back what was there if what follows fails."""
+    """Write files. If the block fails, restore the previous content."""
     before = {path: path.read_bytes() for path in changes}
     try:
         for path, text in changes.items():
@@ -231,7 +239,7 @@ def main() -> None:
 @main.command()
 @click.argument("name")
 @click.argument("version")
-@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be done, without doing it.")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=ROOT / "dist", help="Where to build."
 )
@@ -239,7 +247,7 @@ def cut(name: str, version: str, dry_run: bool, out: Path) -> None:
     """Bump, date, build, check, commit and tag one distribution."""
     distribution = find(name)
     if dirty := git("status", "--porcelain"):
-        raise click.ClickException(f"the working tree has changes; commit them first:\n{dirty}")
+        raise click.ClickException(f"The working tree has changes. Commit them first:\n{dirty}")
     new = newer(distribution, version)
     now = int(time.time())
     changelog, section = dated(distribution, new, time.strftime("%Y-%m-%d", time.gmtime(now)))
@@ -258,7 +266,7 @@ def cut(name: str, version: str, dry_run: bool, out: Path) -> None:
             lines = difflib.unified_diff(old, text.splitlines(), where, where, lineterm="", n=0)
             click.echo("\n".join(lines))
         click.echo(
-            f"would build into {out}, check with twine, commit, and tag {tag} with:\n{section}"
+            f"Would build into {out}, check with twine, commit, and tag {tag} with:\n{section}"
         )
         return
     with written(changes):
@@ -275,7 +283,7 @@ def cut(name: str, version: str, dry_run: bool, out: Path) -> None:
             raise
     for path in made:
         click.echo(path)
-    click.echo(f"tagged {tag}; publish with: git push origin HEAD {tag}")
+    click.echo(f"Tagged {tag}. To publish, run: git push origin HEAD {tag}")
 
 
 @main.command()
@@ -299,15 +307,19 @@ def wheels(out: Path) -> None:
     "--out", type=click.Path(path_type=Path), default=ROOT / "dist", help="Where to build."
 )
 def build_command(tag: str, out: Path) -> None:
-    """Build the distribution that a tag names from the tree, which has to be at that tag."""
+    """Build the distribution that a tag names. The working tree must be at this tag."""
     name, _, version = tag.rpartition("-v")
     distribution = find(name)
     commit = git("rev-parse", f"{tag}^{{commit}}")
     if git("rev-parse", "HEAD") != commit or git("status", "--porcelain"):
-        raise click.ClickException(f"the tree is not that of {tag}: git checkout {tag}")
+        raise click.ClickException(
+            f"The working tree is not at {tag}, or has changes. Run: git checkout {tag}"
+        )
     if str(distribution.version) != version:
         path = distribution.project.relative_to(ROOT)
-        raise click.ClickException(f"{tag} is not the version in {path}, {distribution.version}")
+        raise click.ClickException(
+            f"{tag} does not match the version in {path}, which is {distribution.version}."
+        )
     epoch = int(git("log", "-1", "--format=%ct", commit))
     for path in build(distribution, distribution.version, out, epoch):
         click.echo(path)

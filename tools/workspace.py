@@ -81,7 +81,7 @@ def requirement_name(requirement: str) -> str:
 
 
 def layers(found: list[Member]) -> list[str]:
-    """Return import-linter's layers, highest first: a member stands above everything it requires.
+    """Return import-linter's layers, highest first. A member is above everything it requires.
 
     Members of one layer may not import each other.
 
@@ -120,7 +120,7 @@ def import_contracts(found: list[Member]) -> str:
             toml_list("root_packages", [member.module for member in found]),
             "",
             "[[tool.importlinter.contracts]]",
-            'name = "Distributions import only those beneath them, by the requirements they declare"',
+            'name = "Distributions only import what they declare as requirements"',
             'type = "layers"',
             toml_list("layers", layers(found)),
             "",

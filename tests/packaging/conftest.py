@@ -1,4 +1,4 @@
-"""`--wheels DIR`: where `make dist` has put the wheels; without it the tests build their own."""
+"""The option `--wheels DIR` for wheels that `make dist` built. Without it, the tests build them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A repository of its own with the files of this tree as they are now."""
+    """A new repository with the current files of this working tree."""
 
     def git(*arguments: str, cwd: Path = ROOT) -> str:
         return subprocess.check_output(["git", *arguments], cwd=cwd, text=True)

@@ -1,8 +1,8 @@
-"""Run released plugins against the working core: `downstream.py [--ref REF] [--only PLUGIN...]`.
+"""Run released plugins with the working core: `downstream.py [--ref REF] [--only PLUGIN...]`.
 
-Wheels of the backends and trackers are built as they were at a git ref (default: the last tag), put
-in front of what is installed, and each plugin's conformance suite is run by the core of this tree.
-What cannot be run is said by name; exits with 1 if a check failed.
+The script builds wheels of the backends and trackers at a git ref (default: the last tag), puts them
+before the installed packages, and runs the conformance suite of each plugin with the core of this tree.
+Plugins that cannot be run are named. It exits with 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def members(ref: str) -> list[str]:
 
 
 def build(ref: str, member: str, wheels: Path, folder: Path) -> dict[str, str]:
-    """Build a plugin as it was; return its plugins: name -> kind."""
+    """Build the wheel of a member at a ref. Return its plugins: name -> kind."""
     with tarfile.open(fileobj=io.BytesIO(git("archive", ref, member))) as archive:
         archive.extractall(folder, filter="data")
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "wheel"]
@@ -61,7 +61,7 @@ def build(ref: str, member: str, wheels: Path, folder: Path) -> dict[str, str]:
 
 
 def check(name: str, kind: str, site: Path) -> bool:
-    """Run one plugin's suite; print a line; tell whether it is green."""
+    """Run the suite of one plugin, and print the result. Return whether it passed."""
     environ = {**os.environ, "PYTHONPATH": str(site)}
     command = [sys.executable, "-m", "accelerate_core", "plugins", "check", name, "--kind", kind]
     done = subprocess.run(
@@ -87,7 +87,7 @@ def main() -> int:
     given = parser.parse_args()
     ref = given.ref or last_tag()
     if ref is None:
-        print("Nothing has been released: there is no tag. Name a commit with --ref.")
+        print("Nothing has been released: there is no tag. Pass a commit with --ref.")
         return 0
     commit = git("rev-parse", "--short", ref).decode().strip()
     with tempfile.TemporaryDirectory() as folder:
@@ -97,12 +97,12 @@ def main() -> int:
             if given.only is None or Path(member).name in given.only:
                 found.update(build(ref, member, wheels, Path(folder)))
         if not found:
-            print(f"{ref} has none of the plugins asked for.")
+            print(f"{ref} does not have the requested plugins.")
             return 2
         pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "install"]
         built = sorted(str(wheel) for wheel in wheels.glob("*.whl"))
         subprocess.run([*pip, "--no-deps", "--target", str(site), *built], check=True, timeout=300)
-        print(f"plugins of {ref} ({commit}) against the core in {ROOT.name}:")
+        print(f"plugins of {ref} ({commit}) with the core in {ROOT.name}:")
         green = [check(name, kind, site) for name, kind in found.items()]
     return 0 if all(green) else 1
 

@@ -77,7 +77,7 @@ def test_table_of_addresses_is_replaced_and_stays_the_same() -> None:
     )
 
 
-def test_template_begins_with_the_address_of_its_schema() -> None:
+def test_template_starts_with_the_address_of_its_schema() -> None:
     text = workspace.with_schema("# Two processes.\nnum_processes: 2\n", FOUND)
     assert text.startswith(
         "# yaml-language-server: $schema=https://docs.test/config_schema.json\n# Two"

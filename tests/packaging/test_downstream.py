@@ -1,4 +1,4 @@
-"""Released plugins keep working under the core that is being worked on."""
+"""Released plugins keep working with the current core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 SCRIPT = Path(downstream.__file__)
 
 
-def test_without_a_release_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_says_if_nothing_has_been_released(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(downstream, "last_tag", lambda: None)
     monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
     assert downstream.main() == 0
@@ -22,7 +22,7 @@ def test_without_a_release_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys) -
 @pytest.mark.dist
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_plugins_of_the_last_release_pass_the_suite_of_this_core() -> None:
+def test_released_plugins_pass_the_suite_with_this_core() -> None:
     ref = downstream.last_tag() or "HEAD"
     only = ["ddp", "fsdp2", "tensorboard"]
     command = [sys.executable, str(SCRIPT), "--ref", ref, "--only", *only]

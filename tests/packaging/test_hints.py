@@ -1,4 +1,4 @@
-"""The command that a hint names works where the core was installed from."""
+"""The pip command in a hint matches how the core was installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INDEX = 'pip install "accelerate-core[wandb]"'
 
 
 def hint(extra: str, *folders: Path) -> str:
-    """Ask a process that sees these folders and no installed package."""
+    """Return the hint of a process that only sees these folders and no installed packages."""
     done = subprocess.run(
         [sys.executable, "-S", "-c", ASK, extra],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
@@ -33,7 +33,7 @@ def hint(extra: str, *folders: Path) -> str:
 
 
 def metadata(folder: Path, name: str, **direct_url: object) -> None:
-    """Write what pip notes of a distribution."""
+    """Write the metadata that pip writes for a distribution."""
     info = folder / f"{name.replace('-', '_')}-0.1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
@@ -45,7 +45,7 @@ STANDARD = ("ddp", "launch", "checkpoint", "tracking", "compile", "dispatch")
 
 
 @pytest.mark.parametrize(
-    ("direct_url", "said"),
+    ("direct_url", "command"),
     [
         ({"url": "CORE", "dir_info": {"editable": True}}, f"pip install -e {ROOT}/trackers/wandb"),
         ({"url": "CORE", "dir_info": {}}, f"pip install {ROOT}/trackers/wandb"),
@@ -54,8 +54,8 @@ STANDARD = ("ddp", "launch", "checkpoint", "tracking", "compile", "dispatch")
         ({}, INDEX),
     ],
 )
-def test_a_hint_goes_where_the_core_came_from(
-    tmp_path: Path, direct_url: dict[str, object], said: str
+def test_hint_installs_from_where_the_core_was_installed(
+    tmp_path: Path, direct_url: dict[str, object], command: str
 ) -> None:
     if direct_url.get("url") == "CORE":
         direct_url = {**direct_url, "url": (ROOT / "core").as_uri()}
@@ -63,11 +63,11 @@ def test_a_hint_goes_where_the_core_came_from(
     for name in STANDARD:
         metadata(tmp_path, f"accelerate-{name}")
     source = Path(catalog.__file__).parents[2]
-    assert hint("wandb", tmp_path, source) == said
+    assert hint("wandb", tmp_path, source) == command
     assert hint("warp", tmp_path, source) == 'pip install "accelerate-core[warp]"'
 
 
-def test_the_hint_of_a_clone_installs_all_that_is_missing(tmp_path: Path) -> None:
+def test_hint_of_a_clone_installs_all_missing_packages(tmp_path: Path) -> None:
     clone, site = tmp_path / "my clone's", tmp_path / "site"
     for folder in ("core", "trackers/wandb", "extensions/tracking"):
         shutil.copytree(
@@ -85,9 +85,9 @@ def test_the_hint_of_a_clone_installs_all_that_is_missing(tmp_path: Path) -> Non
         subprocess.run([shell, "-c", words], check=True, timeout=120)
 
     install(f"pip install {shlex.quote(str(clone / 'core'))}")
-    said = hint("wandb", site)
-    assert said.count("my clone") == 2
-    install(said)
+    command = hint("wandb", site)
+    assert command.count("my clone") == 2
+    install(command)
     names = {path.name.partition("-")[0] for path in site.glob("*.dist-info")}
     assert {"accelerate_wandb", "accelerate_tracking"} <= names
     assert hint("wandb", site) == INDEX

@@ -1,4 +1,4 @@
-"""One distribution is released by one command, on real git and with real builds."""
+"""One command releases one distribution. These tests use real git repositories and real builds."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def git(clone: Path, *arguments: str) -> str:
     return subprocess.check_output(["git", *arguments], cwd=clone, text=True).strip()
 
 
-def refused(clone: Path, said: str, *arguments: str) -> None:
-    """A refusal says why, and leaves commits, tags and files as they were."""
+def refused(clone: Path, message: str, *arguments: str) -> None:
+    """Check that `cut` fails with a message, and leaves commits, tags and files unchanged."""
     look = ("status", "--porcelain"), ("rev-parse", "HEAD"), ("tag",)
     before = [git(clone, *command) for command in look]
     done = release(clone, "cut", *arguments)
     assert done.returncode == 1, done.stdout
-    assert said in done.stderr
+    assert message in done.stderr
     assert [git(clone, *command) for command in look] == before
 
 
@@ -38,7 +38,7 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(300)
-def test_a_release_is_one_commit_a_tag_and_the_same_bytes_for_all(
+def test_release_makes_one_commit_one_tag_and_reproducible_files(
     clone: Path, tmp_path: Path
 ) -> None:
     dry = release(clone, "cut", "accelerate-ddp", "0.2.0", "--dry-run")
@@ -72,25 +72,25 @@ def test_a_release_is_one_commit_a_tag_and_the_same_bytes_for_all(
     assert again.returncode == 0, again.stderr
     assert hashes(tmp_path / "first") == hashes(tmp_path / "second")
 
-    refused(clone, f"the tag {TAG} exists already", "accelerate-ddp", "0.2.0")
+    refused(clone, f"The tag {TAG} already exists", "accelerate-ddp", "0.2.0")
     refused(clone, "0.1.9 is not newer than 0.2.0", "accelerate-ddp", "0.1.9")
-    refused(clone, f"its first is '## 0.2.0 ({today})'", "accelerate-ddp", "0.3.0")
+    refused(clone, f"but starts with '## 0.2.0 ({today})'", "accelerate-ddp", "0.3.0")
     (clone / "README.md").write_text("changed\n")
-    refused(clone, "the working tree has changes", "accelerate-ddp", "0.3.0")
+    refused(clone, "The working tree has changes", "accelerate-ddp", "0.3.0")
     moved = release(clone, "build", TAG)
-    assert f"the tree is not that of {TAG}" in moved.stderr
+    assert f"The working tree is not at {TAG}" in moved.stderr
 
 
-def test_what_cannot_be_released_is_refused(clone: Path) -> None:
+def test_invalid_releases_are_refused(clone: Path) -> None:
     refused(clone, "Did you mean 'accelerate-ddp'?", "acelerate-dpp", "0.2.0")
-    refused(clone, "'two' is no version", "accelerate-ddp", "two")
-    refused(clone, "write 0.2.0rc1", "accelerate-ddp", "0.2.0-rc1")
+    refused(clone, "'two' is not a version", "accelerate-ddp", "two")
+    refused(clone, "Write 0.2.0rc1", "accelerate-ddp", "0.2.0-rc1")
     refused(clone, "0.0.9 is older than 0.1.0", "accelerate-ddp", "0.0.9")
     note = release(clone, "cut", "accelerate-core", "0.2.0", "--dry-run").stdout
-    assert "accelerate-launch asks for accelerate-core==0.1.*, which excludes 0.2.0" in note
+    assert "accelerate-launch requires accelerate-core==0.1.*, which excludes 0.2.0" in note
     for key, value in (("tag.gpgSign", "true"), ("gpg.program", "false")):
         git(clone, "config", key, value)
-    refused(clone, "git tag", "accelerate-ddp", "0.2.0")  # after the build and the commit
+    refused(clone, "git tag", "accelerate-ddp", "0.2.0")  # fails after the build and the commit
     (clone / ".git/info/exclude").write_text("*.secret\n")
     hidden = clone / "backends/ddp/src/accelerate_ddp/key.secret"
     hidden.write_text("")
@@ -99,9 +99,11 @@ def test_what_cannot_be_released_is_refused(clone: Path) -> None:
     log = clone / "backends/ddp/CHANGELOG.md"
     log.write_text("# Changelog\n\n## 0.3.0 (unreleased)\n\n- A thing.\n")
     git(clone, "commit", "--all", "--message", "Plan")
-    refused(clone, "'## 0.3.0 (unreleased)', newer than 0.2.0", "accelerate-ddp", "0.2.0")
+    newer = "'## 0.3.0 (unreleased)', which is newer than 0.2.0"
+    refused(clone, newer, "accelerate-ddp", "0.2.0")
     log.write_text("# Changelog\n\n## 0.1.0 (unreleased)\n\n### Added\n\n## 0.0.1\n\n- A thing.\n")
-    (clone / "backends/fsdp2/README.md").unlink()  # which its project names
+    (clone / "backends/fsdp2/README.md").unlink()  # its pyproject.toml names this file
     git(clone, "commit", "--all", "--message", "Break")
-    refused(clone, "says nothing under '## 0.1.0 (unreleased)'", "accelerate-ddp", "0.2.0")
+    empty = "The section '## 0.1.0 (unreleased)' in backends/ddp/CHANGELOG.md is empty"
+    refused(clone, empty, "accelerate-ddp", "0.2.0")
     refused(clone, "README", "accelerate-fsdp2", "0.2.0")

@@ -1,4 +1,4 @@
-"""Wheels and sdists are whole and the same each time; the wheels, in an empty environment, train."""
+"""Wheels and sdists are complete and reproducible, and the wheels work in an empty environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MEMBERS = [
     if member.split("/")[0] in ("core", "backends", "trackers", "extensions")
 ]
 
-#: What `accelerate-core[standard]` means.
+#: The distributions in `accelerate-core[standard]`.
 SMALL = ("core", "ddp", "launch", "checkpoint", "tracking", "compile", "dispatch")
 
 SCRIPT = """
@@ -62,7 +62,7 @@ accelerator.save_state("state", blocking=False)
 accelerator.wait_for_checkpoint()
 accelerator.load_state("state")
 """
-#: What the core alone cannot do, and the moment at which it says so.
+#: Code that needs more than the core -> a part of the error message.
 MISSING = {
     "Accelerator(cpu=True, log_with='all')": "feeds trackers",
     "Accelerator(cpu=True, project_config=ProjectConfiguration('.', automatic_checkpoint_naming=True))": (
@@ -113,11 +113,11 @@ def test_every_member_has_a_wheel_with_its_types_and_no_tests(wheels: Path) -> N
         links = re.findall(r"\]\(([^)]+)\)", about.get_payload())
         assert [link for link in links if not link.startswith("https://")] == [], wheel.name
         tests = [name for name in names if "test_" in Path(name).name]
-        # Scripts of the original's `test_utils`, which people launch.
+        # The drop-in includes scripts of Accelerate's `test_utils`, which people launch.
         assert not [name for name in tests if "/served/" not in name], wheel.name
 
 
-def test_every_member_has_an_sdist_and_twine_takes_both(wheels: Path) -> None:
+def test_every_member_has_an_sdist_and_twine_accepts_both(wheels: Path) -> None:
     found = sorted(wheels.glob("*.tar.gz"))
     assert len(found) == len(MEMBERS)
     for sdist in found:
@@ -128,7 +128,7 @@ def test_every_member_has_an_sdist_and_twine_takes_both(wheels: Path) -> None:
     run(sys.executable, "-m", "twine", "check", "--strict", *found, *wheels.glob("*.whl"))
 
 
-def test_another_folder_gives_the_same_bytes(
+def test_builds_in_another_folder_are_identical(
     wheels: Path, clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", run("git", "log", "-1", "--format=%ct", cwd=ROOT))
@@ -141,7 +141,7 @@ def test_another_folder_gives_the_same_bytes(
     assert first == second
 
 
-# Of `make dist`, which selects all of this folder: `make test` need not make an environment again.
+# Only `make dist` runs this test, so that `make test` doesn't have to create an environment.
 @pytest.mark.soak
 @pytest.mark.dist
 @pytest.mark.timeout(900)
@@ -152,9 +152,9 @@ def test_wheels_in_an_empty_environment_train(wheels: Path, tmp_path: Path) -> N
     pip = (*install, "-c", ROOT / "constraints.txt")
     run(*pip, "torch", timeout=600)
     found = sorted(wheels.glob("*.whl"))
-    # Not the package that feeds them: its own tracker needs no library.
+    # Without accelerate-tracking, because its tracker needs no library.
     trackers = [w for w in found if _is_tracker(w) and "accelerate_tracking" not in w.name]
-    # Together, so that siblings are found among the wheels and nowhere else.
+    # Installed together, so that pip only uses these wheels for our own packages.
     small = [wheel for name in SMALL for wheel in wheels.glob(f"accelerate_{name}-*.whl")]
     script = tmp_path / "train.py"
     core_alone(venv, next(wheels.glob("accelerate_core-*.whl")), pip, tmp_path)
@@ -167,7 +167,7 @@ def test_wheels_in_an_empty_environment_train(wheels: Path, tmp_path: Path) -> N
         )
         assert f"{backend} {processes} True" in out
     assert "numpy" not in run(venv / "bin" / "python", "-m", "pip", "list")
-    # XLA's takes another torch.
+    # The XLA backend needs another torch.
     others = [w for w in found if w not in trackers and "accelerate_xla" not in w.name]
     run(*pip, *others, timeout=600)
     out = run(
@@ -182,7 +182,7 @@ def test_wheels_in_an_empty_environment_train(wheels: Path, tmp_path: Path) -> N
         cwd=tmp_path,
     )
     assert "fsdp2 2 True" in out
-    # The trackers' libraries are a gigabyte: without them each says what it needs.
+    # The libraries of the trackers take a gigabyte. Without them, each tracker says what it needs.
     run(*pip, "--no-deps", *trackers)
     rows = {row["name"]: row for row in json.loads(run(launch, "plugins", "--json"))}
     for wheel in trackers:
@@ -192,7 +192,7 @@ def test_wheels_in_an_empty_environment_train(wheels: Path, tmp_path: Path) -> N
 
 
 def core_alone(venv: Path, wheel: Path, pip: tuple[Any, ...], tmp_path: Path) -> None:
-    """One wheel trains on one process, and names what is missing with its pip command."""
+    """Check that the core alone trains on one process, and that errors name missing packages."""
     run(*pip, wheel, timeout=600)
     python = venv / "bin" / "python"
     found = json.loads(run(python, "-m", "pip", "list", "--format", "json"))
@@ -201,15 +201,15 @@ def core_alone(venv: Path, wheel: Path, pip: tuple[Any, ...], tmp_path: Path) ->
     script.write_text(SCRIPT.replace("SAVING", ""))
     done = subprocess.run([python, script], capture_output=True, text=True, timeout=120)
     assert "single 1 True" in done.stdout, done.stderr
-    assert "This run cannot be saved" in done.stderr  # told once, before hours of training
+    assert "This run cannot be saved" in done.stderr  # warns before hours of training
     head = "import accelerate_core\nfrom accelerate_core import Accelerator, ProjectConfiguration\n"
-    for code, said in MISSING.items():
+    for code, message in MISSING.items():
         done = subprocess.run(
             [python, "-c", head + code], capture_output=True, text=True, timeout=120, cwd=tmp_path
         )
         last = done.stderr.strip().splitlines()[-1]
         assert done.returncode, code
-        assert said in last, last
+        assert message in last, last
         assert 'pip install "accelerate-core[' in last, last
     command = venv / "bin" / "accelerate-core"
     done = subprocess.run([command, "launch"], capture_output=True, text=True, timeout=60)

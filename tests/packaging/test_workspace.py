@@ -1,4 +1,4 @@
-"""A new distribution needs no line in a list that somebody writes by hand."""
+"""A new distribution does not have to be added to any hand-written list."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(root: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """The workspace with one more tracker, which nothing names yet; the rest of it is linked."""
+    """A workspace with links to our distributions, and one more tracker that no file names yet."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     (tmp_path / "tools").symlink_to(ROOT / "tools")
@@ -77,7 +77,7 @@ def test_new_distribution_joins_the_import_contracts_without_a_hand_written_line
 
 def test_ruff_and_mypy_find_a_new_distribution(root: Path) -> None:
     package = root / "trackers/invented/src/accelerate_invented"
-    # An import of its own package stands apart from those of third-party packages.
+    # ruff must sort imports of the package itself into a separate group.
     (package / "values.py").write_text("import torch\n\nimport accelerate_invented\n")
     sorted_imports = run(root, BIN / "ruff", "check", "--select", "I", package / "values.py")
     assert sorted_imports.returncode == 0, sorted_imports.stdout
@@ -117,7 +117,7 @@ def test_members_that_require_each_other_are_refused_by_name(root: Path) -> None
     assert "in a circle: accelerate-invented, accelerate-other" in refused.stderr
 
 
-def test_files_of_tests_have_names_of_their_own() -> None:
-    """pytest imports them by that name alone: two of one name cannot be run together."""
+def test_test_files_have_unique_names() -> None:
+    """pytest imports them by name, so two files with the same name cannot be run together."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
