@@ -242,8 +242,8 @@ def compatibility() -> str:
     lines += ["## Declarations of trackers", ""]
     lines += [
         "Every tracker works with every backend and precision, because it runs on a thread of the main "
-        "process. [Tracking](tracking.md#what-each-tracker-supports) shows what you can log to each tracker, and "
-        "[write a tracker](write_a_tracker.md) explains these declarations.",
+        "process. [Tracking](tracking.md#what-each-tracker-supports) shows what you can log to each tracker, "
+        "and [write a tracker](write_a_tracker.md) explains these declarations.",
         "",
     ]
     trackers = [*tracker_classes(), written["diary"]]
