@@ -350,7 +350,7 @@ def test_validate_uses_the_plugins_own_checks(env: dict[str, str], tmp_path: Pat
     file.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 1\n")
     status, output = validate(env, file)
     assert status == 2
-    assert "fsdp_version=1 is not offered" in output
+    assert "fsdp_version=1 is not supported" in output
     assert f"{file} line 3" in output.replace("\n", "")
     file.write_text("fp8_config:\n  fp8_format: E5M2\n")
     status, output = validate(env, file)

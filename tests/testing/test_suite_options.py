@@ -155,4 +155,4 @@ def test_what_a_machine_refuses_is_told_as_skipped(tmp_path: Path) -> None:
     for name, begins in (("precisions", "bf16 passed; fp16 refused: "), ("overflow", "fp16 is ")):
         state, detail = told[name]
         assert (state, detail[: len(begins)]) == ("skipped", begins), told
-        assert "DeepSpeed has no fp16 on cpu" in detail
+        assert "is not supported by DeepSpeed on this cpu" in detail

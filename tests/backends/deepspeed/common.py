@@ -1,4 +1,4 @@
-"""What the workers of DeepSpeed share: models, data, and plain PyTorch to compare with."""
+"""Helpers of the DeepSpeed workers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from accelerate_deepspeed import DeepSpeedPlugin
 
 sys.path.append(str(Path(__file__).parents[1] / "fsdp2"))
 torch.set_num_threads(1)
-#: Keeps the process group, so that each case has an Accelerator of its own on it.
+#: Keeps the process group alive, so that each case can create its own Accelerator.
 KEPT = Accelerator(cpu=True, backend="deepspeed", process_group_timeout=PG_TIMEOUT)
 
 FIELDS = DeepSpeedPlugin.__dataclass_fields__
 
 
 def speed(config: Any = None, **options: Any) -> Accelerator:
-    """Return an Accelerator; what is a field of the plugin goes there."""
+    """Return an Accelerator. Options that are fields of the DeepSpeed plugin are passed to it."""
     fields = {name: options.pop(name) for name in list(options) if name in FIELDS}
     steps = options.pop("steps", None)
     if steps is not None:
@@ -36,7 +36,7 @@ def speed(config: Any = None, **options: Any) -> Accelerator:
 
 
 def whole(accelerator: Accelerator, model: Any) -> dict[str, torch.Tensor]:
-    """The whole weights on every rank."""
+    """Return the whole weights on every rank."""
     return accelerator.communicator.broadcast_object(
         {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     )

@@ -1,4 +1,4 @@
-"""Tells DeepSpeed that this CPU has fp16: torch computes in it on every CPU, slowly.
+"""Makes DeepSpeed believe that this CPU supports fp16. torch does, slowly, on every CPU.
 
 Import it before DeepSpeed is used. For tests only.
 """

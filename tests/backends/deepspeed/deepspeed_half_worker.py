@@ -1,4 +1,4 @@
-"""What every rank does with DeepSpeed's own half precision: dtypes, the loss scale, skipped steps."""
+"""Cases for DeepSpeed's own half precision: dtypes, the loss scale and skipped steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accelerate_deepspeed.zero import GatheredParameters
 
 SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
 STAGES = (0, 1, 2, 3)
-#: Where the optimizer's state, and at stage 3 the parameters, are on the host.
+#: Configs that offload the optimizer's state and, with stage 3, parameters.
 OFFLOADED = [
     {
         "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}, **more},
@@ -63,7 +63,7 @@ Pair = namedtuple("Pair", "one other")
 
 
 class Nested(nn.Module):
-    """Takes and returns more than tensors; notes the dtypes it sees."""
+    """Takes and returns nested structures, and records the dtypes of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def nested_batch() -> tuple[Pair, dict[str, Any]]:
 
 
 @case
-def inputs_are_cast_and_outputs_upcast_whatever_they_are_in() -> None:
+def nested_inputs_are_cast_and_outputs_are_upcast() -> None:
     for options in (
         *({"zero_stage": stage, "mixed_precision": "fp16"} for stage in STAGES),
         *({"config": {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}}
@@ -97,19 +97,19 @@ def inputs_are_cast_and_outputs_upcast_whatever_they_are_in() -> None:
         pair, batch = nested_batch()
         inner = accelerator.unwrap_model(model)
         for called in (model, inner) if options.get("zero_stage", 2) else (model,):
-            told = called(pair, batch=batch)
+            out = called(pair, batch=batch)
             assert inner.seen == ([dtype] * 3, torch.int64, torch.bool, Pair)
-            assert type(told["pair"]) is Pair
-            assert {told["pair"].one.dtype, told["pair"].other[0].dtype} == {torch.float32}
-            assert (told["ids"].dtype, told["name"]) == (torch.int64, "a")
-            accelerator.backward(told["pair"].one.sum())
+            assert type(out["pair"]) is Pair
+            assert {out["pair"].one.dtype, out["pair"].other[0].dtype} == {torch.float32}
+            assert (out["ids"].dtype, out["name"]) == (torch.int64, "a")
+            accelerator.backward(out["pair"].one.sum())
             optimizer.step()
             optimizer.zero_grad()
-        assert pair.one.dtype is torch.float32  # what the user holds is as it was
+        assert pair.one.dtype is torch.float32  # the user's own object is unchanged
 
 
 @case
-def outputs_stay_half_and_inputs_are_not_cast_where_that_is_said() -> None:
+def casting_of_inputs_and_outputs_can_be_disabled() -> None:
     handlers = [AutocastKwargs(upcast_outputs=False)]
     for options in ({"upcast_outputs": False}, {"kwargs_handlers": handlers}):
         accelerator = speed(zero_stage=2, mixed_precision="fp16", **options)
@@ -126,8 +126,8 @@ def outputs_stay_half_and_inputs_are_not_cast_where_that_is_said() -> None:
 
 
 @case
-def a_model_without_an_engine_computes_under_autocast() -> None:
-    for stage in (2, 3):  # at stage 3 it has an engine, which does not train
+def model_that_does_not_train_computes_in_fp16() -> None:
+    for stage in (2, 3):  # with stage 3, it has an engine
         accelerator = speed(zero_stage=stage, mixed_precision="fp16")
         model = accelerator.prepare_model(Tower().requires_grad_(False), evaluation_mode=True)
         seen: list[torch.dtype] = []
@@ -141,7 +141,7 @@ def a_model_without_an_engine_computes_under_autocast() -> None:
 
 
 @case
-def models_made_in_parts_train() -> None:
+def models_created_with_zero3_init_flag_train() -> None:
     accelerator = half(zero_stage=3, zero3_init_flag=True)
     with accelerator.init_model_context():
         model = Tower()
@@ -161,12 +161,14 @@ def models_made_in_parts_train() -> None:
 
 
 @case
-def fp16_is_refused_where_deepspeed_has_none() -> None:
+def fp16_is_rejected_if_deepspeed_does_not_support_it() -> None:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: False)
-        with pytest.raises(ConfigurationError, match=r"no fp16 on cpu.*bf16"):
+        with pytest.raises(
+            ConfigurationError, match=r"not supported by DeepSpeed on this cpu.*bf16"
+        ):
             speed(zero_stage=2, mixed_precision="fp16")
 
 
@@ -174,20 +176,20 @@ def fp16_is_refused_where_deepspeed_has_none() -> None:
 
 
 @case
-def losses_and_norms_are_those_of_ddp() -> None:
+def losses_and_norms_are_close_to_ddp() -> None:
     expected = train({}, backend="ddp", mixed_precision="fp16")
     for where in EVERYWHERE:
         plugin = DeepSpeedPlugin(where.get("config"), zero_stage=where.get("zero_stage"))
-        told = train({}, deepspeed_plugin=plugin, mixed_precision="fp16")
-        worst = max(abs(a - b) for a, b in zip(told["losses"], expected["losses"], strict=True))
-        assert worst <= 1e-2, (where, worst, told["losses"], expected["losses"])
-        apart = [abs(a - b) / b for a, b in zip(told["norms"], expected["norms"], strict=True)]
+        found = train({}, deepspeed_plugin=plugin, mixed_precision="fp16")
+        worst = max(abs(a - b) for a, b in zip(found["losses"], expected["losses"], strict=True))
+        assert worst <= 1e-2, (where, worst, found["losses"], expected["losses"])
+        apart = [abs(a - b) / b for a, b in zip(found["norms"], expected["norms"], strict=True)]
         assert max(apart) <= 3e-2, (where, apart)
 
 
 @case
-def half_precision_at_stage_0_begins_without_a_step_of_zeros() -> None:
-    def make(parameters, lr):  # where a step more or less shows
+def half_precision_with_stage_0_starts_without_deepspeeds_extra_step() -> None:
+    def make(parameters, lr):  # an extra step would change the weights noticeably
         return ADAM(parameters, lr=lr, weight_decay=0.5, betas=(0.5, 0.5))
 
     for precision in ("fp16", "bf16"):
@@ -207,7 +209,7 @@ def half_precision_at_stage_0_begins_without_a_step_of_zeros() -> None:
 
 
 @case
-def norms_and_clipping_are_of_unscaled_gradients() -> None:
+def norms_and_clipping_use_unscaled_gradients() -> None:
     for scale in (256.0, 65536.0):
         for norm_type in (2.0, float("inf")):
             for where in EVERYWHERE:
@@ -220,15 +222,15 @@ def norms_and_clipping_are_of_unscaled_gradients() -> None:
                     sgd.step()
                     sgd.zero_grad()
                     accelerator.backward(loss_of(model))
-                    told = accelerator.clip_grad_norm_(model.parameters(), limit, norm_type)
-                    assert abs(float(told) - float(norm)) < 2e-2 * float(norm), (where, told, norm)
+                    got = accelerator.clip_grad_norm_(model.parameters(), limit, norm_type)
+                    assert abs(float(got) - float(norm)) < 2e-2 * float(norm), (where, got, norm)
                     optimizer.step()
                     assert not accelerator.optimizer_step_was_skipped, where
                 near(accelerator, model, plain)
 
 
 @case
-def values_are_clipped_unscaled() -> None:
+def clip_grad_value_uses_unscaled_gradients() -> None:
     plain = Tower()
     sgd = SGD(plain.parameters(), 0.5)
     mse_loss(plain(X), Y).backward()
@@ -243,7 +245,7 @@ def values_are_clipped_unscaled() -> None:
 
 
 @case
-def micro_batches_and_items_are_counted_as_without_a_scale() -> None:
+def accumulation_and_num_items_work_with_a_loss_scale() -> None:
     for items in (False, True):
         plain = Tower()
         sgd = SGD(plain.parameters(), 0.5)
@@ -268,13 +270,13 @@ def micro_batches_and_items_are_counted_as_without_a_scale() -> None:
 
 
 @case
-def it_compiles() -> None:
+def compiled_engine_trains_in_fp16() -> None:
     plain = Tower()
     sgd = SGD(plain.parameters(), 0.5)
     mse_loss(plain(X), Y).backward()
     sgd.step()
     for stage in STAGES:
-        # Casts are part of the graph; the hooks of stage 3 are not.
+        # Casts are part of the graph, but the hooks of stage 3 are not.
         dynamo = TorchDynamoPlugin(backend="eager", fullgraph=stage < 3)
         accelerator, model, optimizer = trained(zero_stage=stage, dynamo_plugin=dynamo)
         assert model.is_compiled
@@ -294,7 +296,7 @@ class Halves(nn.Module):
 
 
 @case
-def layers_over_two_ranks_skip_together() -> None:
+def tensor_parallel_ranks_skip_a_step_together() -> None:
     specs = [
         {"patterns": [f".*{name}.weight$"], "partition_type": kind}
         for name, kind in (("up", "column"), ("down", "row"))
@@ -327,13 +329,13 @@ def layers_over_two_ranks_skip_together() -> None:
 
 
 def overflow(accelerator: Any, model: Any) -> None:
-    """Plant an overflow on the last rank alone."""
+    """Cause an overflow on the last rank only."""
     factor = float("inf") if RANK == SIZE - 1 else 1.0
     accelerator.backward(loss_of(model) * factor)
 
 
 @case
-def an_overflow_on_one_rank_skips_one_step_on_all_and_halves_the_scale() -> None:
+def overflow_on_one_rank_skips_a_step_on_all_and_halves_the_scale() -> None:
     def nothing(model: Any) -> None: ...
 
     def norm(model: Any) -> None:
@@ -352,7 +354,7 @@ def an_overflow_on_one_rank_skips_one_step_on_all_and_halves_the_scale() -> None
             optimizer = SGD(model.parameters(), 0.5)
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
             model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-            told = []
+            found = []
             for planted in (False, True, False):
                 before = whole(accelerator, model)
                 if planted:
@@ -366,13 +368,13 @@ def an_overflow_on_one_rank_skips_one_step_on_all_and_halves_the_scale() -> None
                 after = whole(accelerator, model)
                 same = all(torch.equal(after[name], before[name]) for name in after)
                 assert accelerator.optimizer_step_was_skipped == planted == same, (where, between)
-                told.append((model.optimizer.loss_scale, schedule.get_last_lr()[0]))
-            assert told == [(256, 0.25), (128, 0.25), (128, 0.125)], (where, between, told)
+                found.append((model.optimizer.loss_scale, schedule.get_last_lr()[0]))
+            assert found == [(256, 0.25), (128, 0.25), (128, 0.125)], (where, between, found)
             assert optimizer.steps_taken == 2
 
 
 @case
-def an_overflow_that_was_dropped_does_not_skip_the_next_step() -> None:
+def overflow_dropped_by_zero_grad_does_not_skip_the_next_step() -> None:
     for where in EVERYWHERE:
         accelerator, model, optimizer = trained(**where)
         overflow(accelerator, model)
@@ -384,7 +386,7 @@ def an_overflow_that_was_dropped_does_not_skip_the_next_step() -> None:
 
 
 @case
-def an_overflow_inside_of_a_cycle_skips_its_step() -> None:
+def overflow_inside_a_cycle_skips_its_step() -> None:
     for where in EVERYWHERE:
         accelerator, model, optimizer = trained(steps=2, **where)
         skipped = []
@@ -401,7 +403,7 @@ def an_overflow_inside_of_a_cycle_skips_its_step() -> None:
 
 
 @case
-def the_scale_grows_stays_or_waits_as_it_is_told() -> None:
+def loss_scale_follows_its_options() -> None:
     for where in ({"zero_stage": stage} for stage in STAGES):
         accelerator, model, optimizer = trained(scale=8.0, scaling={"growth_interval": 2}, **where)
         assert model.optimizer.loss_scale == 8
@@ -412,7 +414,11 @@ def the_scale_grows_stays_or_waits_as_it_is_told() -> None:
     zero = {"zero_optimization": {"stage": 2}}
     for section, options, scales in (
         ({"enabled": True, "loss_scale": 64}, {}, [64, 64, 64, 64]),
-        ({"enabled": True, "initial_scale_power": 5}, {}, [32, 16, 8, 4]),  # waits once
+        (
+            {"enabled": True, "initial_scale_power": 5},
+            {},
+            [32, 16, 8, 4],
+        ),  # hysteresis delays the first
         ({}, {"kwargs_handlers": [GradScalerKwargs(enabled=False)]}, [1, 1, 1, 1]),
     ):
         accelerator = speed(
@@ -420,17 +426,17 @@ def the_scale_grows_stays_or_waits_as_it_is_told() -> None:
         )
         model = Tower()
         model, optimizer = accelerator.prepare(model, SGD(model.parameters(), 0.5))
-        told = []
+        found = []
         for _ in range(4):
             overflow(accelerator, model)
             optimizer.step()
             assert accelerator.optimizer_step_was_skipped
-            told.append(model.optimizer.loss_scale)
-        assert told == scales, (section, told)
+            found.append(model.optimizer.loss_scale)
+        assert found == scales, (section, found)
 
 
 @case
-def a_run_goes_on_bit_for_bit_with_its_scale() -> None:
+def run_resumes_bit_for_bit_with_its_loss_scale() -> None:
     for number, where in enumerate(EVERYWHERE):
         accelerator, model, optimizer = trained(ADAM, lr=1e-2, **where)
         ends = []
@@ -460,35 +466,35 @@ def a_run_goes_on_bit_for_bit_with_its_scale() -> None:
 
 
 @case
-def one_loss_through_several_engines_has_one_scale() -> None:
+def loss_through_several_engines_has_one_scale() -> None:
     for where in ({"zero_stage": stage} for stage in STAGES):
         accelerator = half(**where)
         plain = [Tower(0), Tower(1)]
-        theirs = [SGD(model.parameters(), 0.5) for model in plain]
+        plain_optimizers = [SGD(model.parameters(), 0.5) for model in plain]
         models = [Tower(0), Tower(1)]
-        ours = [SGD(model.parameters(), 0.5) for model in models]
-        *models, first, second = accelerator.prepare(*models, *ours)
+        optimizers = [SGD(model.parameters(), 0.5) for model in models]
+        *models, first, second = accelerator.prepare(*models, *optimizers)
         for planted in (True, False, True, False):
-            if planted:  # the scale of the second comes down alone
+            if planted:  # only the second scale decreases
                 overflow(accelerator, models[1])
                 second.step()
                 assert accelerator.optimizer_step_was_skipped
                 assert models[1].optimizer.loss_scale < models[0].optimizer.loss_scale
                 second.zero_grad()
                 continue
-            # The first has gradients by its own scale already.
+            # The first model already has gradients with its own scale.
             accelerator.backward(mse_loss(models[0](mine(X)), mine(Y)))
             out = models[1](models[0](mine(X)))
             accelerator.backward(mse_loss(out, mine(Y)))
             scales = {model.optimizer.loss_scale for model in models}
             assert len(scales) == 1, scales
             both = [parameter for model in models for parameter in model.parameters()]
-            told = accelerator.clip_grad_norm_(both, 0.02)
+            got = accelerator.clip_grad_norm_(both, 0.02)
             mse_loss(plain[0](X), Y).backward()
             mse_loss(plain[1](plain[0](X)), Y).backward()
             norm = nn.utils.clip_grad_norm_([p for one in plain for p in one.parameters()], 0.02)
-            assert abs(float(told) - float(norm)) < 2e-2 * float(norm), (where, told, norm)
-            for optimizer in (first, second, *theirs):
+            assert abs(float(got) - float(norm)) < 2e-2 * float(norm), (where, got, norm)
+            for optimizer in (first, second, *plain_optimizers):
                 optimizer.step()
                 optimizer.zero_grad()
         for model, expected in zip(models, plain, strict=True):
@@ -496,7 +502,7 @@ def one_loss_through_several_engines_has_one_scale() -> None:
 
 
 @case
-def static_scales_that_differ_are_refused_for_one_loss() -> None:
+def different_static_scales_are_rejected_for_one_loss() -> None:
     plugins = {
         name: DeepSpeedPlugin({"zero_optimization": {"stage": 2},
                                "fp16": {"enabled": True, "loss_scale": scale}})

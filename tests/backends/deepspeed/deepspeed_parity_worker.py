@@ -1,6 +1,7 @@
-"""Parity with plain PyTorch: eight steps, accumulation 2, clipping, on every rank in turn.
+"""Compare eight steps with accumulation and clipping with plain PyTorch.
 
-The plain stages of ZeRO are those of the conformance suite: `TestZeRO0` and its neighbours there.
+The ZeRO stages without further options are tested by the conformance suite (`TestZeRO0` and
+others).
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ REFERENCE = train(None)
 
 def compare(tolerance: float, norms: float | None = None, config=None, **options) -> None:
     fields = {n: options.pop(n) for n in list(options) if n in DeepSpeedPlugin.__dataclass_fields__}
-    told = train({}, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config, **fields), **options)
-    worst = max(abs(a - b) for a, b in zip(told["losses"], REFERENCE["losses"], strict=True))
-    assert worst <= tolerance, (worst, told["losses"], REFERENCE["losses"])
-    apart = max(abs(a - b) / b for a, b in zip(told["norms"], REFERENCE["norms"], strict=True))
-    assert apart <= (norms or tolerance), (apart, told["norms"], REFERENCE["norms"])
+    found = train({}, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config, **fields), **options)
+    worst = max(abs(a - b) for a, b in zip(found["losses"], REFERENCE["losses"], strict=True))
+    assert worst <= tolerance, (worst, found["losses"], REFERENCE["losses"])
+    apart = max(abs(a - b) / b for a, b in zip(found["norms"], REFERENCE["norms"], strict=True))
+    assert apart <= (norms or tolerance), (apart, found["norms"], REFERENCE["norms"])
 
 
 @case
-def optimizer_offload_with_torchs_optimizer() -> None:
+def optimizer_offload_with_torchs_optimizer_matches_plain_torch() -> None:
     for stage in (1, 2, 3):
         compare(
             1e-5,
@@ -36,7 +37,7 @@ def optimizer_offload_with_torchs_optimizer() -> None:
 
 
 @case
-def parameter_offload() -> None:
+def parameter_offload_matches_plain_torch() -> None:
     compare(
         1e-5,
         config={
@@ -51,13 +52,13 @@ def parameter_offload() -> None:
 
 
 @case
-def bf16_is_torchs_autocast() -> None:
+def bf16_autocast_of_the_core_is_close_to_fp32() -> None:
     for stage in (0, 1, 2, 3):
         compare(1e-2, 3e-2, zero_stage=stage, mixed_precision="bf16")
 
 
 @case
-def torch_autocast_of_deepspeed() -> None:
+def torch_autocast_of_deepspeed_is_close_to_fp32() -> None:
     compare(
         1e-2,
         3e-2,
@@ -69,7 +70,7 @@ def torch_autocast_of_deepspeed() -> None:
 
 
 @case
-def hpz() -> None:
+def hpz_matches_plain_torch() -> None:
     compare(1e-5, config={"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})
 
 

@@ -1,7 +1,7 @@
-"""The runs of `resume_worker` at several ZeRO stages, one after the other in the same processes.
+"""Run `resume_worker` with several ZeRO stages, one after the other in the same processes.
 
-Arguments: folder, steps in all, stages; each stage has a folder and a process group of its own.
-The precision is of the environment.
+Arguments: folder, total number of micro-batches, stages. Each stage has its own folder and process
+group. The precision comes from the environment.
 """
 
 from __future__ import annotations

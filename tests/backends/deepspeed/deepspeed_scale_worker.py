@@ -1,4 +1,4 @@
-"""Saves a run whose loss scale has come down from 256, or tells the scale of one that was saved.
+"""Save a run whose loss scale has decreased from 256, or load it, and write the scale as the result.
 
 Arguments: the folder.
 """
@@ -16,7 +16,7 @@ from worker import write_result
 from accelerate_core import GradScalerKwargs
 
 if __name__ == "__main__":
-    told = {}
+    scales = {}
     for stage in (1, 2, 3):
         scaling = [GradScalerKwargs(init_scale=256.0)]
         accelerator = speed(zero_stage=stage, mixed_precision="fp16", kwargs_handlers=scaling)
@@ -30,6 +30,6 @@ if __name__ == "__main__":
                 accelerator.backward(model(torch.ones(2, 8)).sum() * factor)
                 optimizer.step()
             accelerator.save_state(str(folder))
-        told[stage] = [float(model.optimizer.loss_scale), model.optimizer.loss_scaler.cur_iter]
-    write_result(told)
+        scales[stage] = [float(model.optimizer.loss_scale), model.optimizer.loss_scaler.cur_iter]
+    write_result(scales)
     KEPT.end_training()

@@ -1,4 +1,4 @@
-"""DeepSpeed on two ranks: the cases are in the workers beside."""
+"""DeepSpeed on two ranks. The cases are in the workers in this folder."""
 
 from __future__ import annotations
 

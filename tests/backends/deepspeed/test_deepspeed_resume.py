@@ -1,4 +1,4 @@
-"""Going on with DeepSpeed: bit for bit, on other numbers of ranks, after damage."""
+"""Resuming with DeepSpeed: bit for bit, with other numbers of ranks, and after damage."""
 
 from __future__ import annotations
 
@@ -22,18 +22,22 @@ def run(
     stages: tuple[str, ...] = STAGES,
     precision: str = "no",
 ) -> dict[str, dict[int, float]]:
-    """Return for each stage the loss of every micro-batch; `starts` are ranks, and until when."""
+    """Train, and return the loss of each micro-batch for each stage.
+
+    Args:
+        starts: number of ranks, and the micro-batch at which to stop.
+    """
     folder.mkdir(exist_ok=True)
     for ranks, until in starts:
         worker = HERE / "deepspeed_resume_worker.py"
         environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": precision}
         arguments = [folder, until, *stages]
         run_workers(worker, ranks, arguments, timeout=200, env=environment).checked()
-    told = {}
+    found = {}
     for stage in stages:
         lines = (folder / stage / "losses.txt").read_text().splitlines()
-        told[stage] = {int(step): float(loss) for step, loss in (line.split() for line in lines)}
-    return told
+        found[stage] = {int(step): float(loss) for step, loss in (line.split() for line in lines)}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -41,36 +45,36 @@ def straight(tmp_path_factory):
     return run(tmp_path_factory.mktemp("straight"), (2, 16))
 
 
-def test_on_as_many_ranks_bit_for_bit(tmp_path, straight):
-    # Stopped in the middle of a cycle, and at a boundary in an epoch that has begun.
+def test_same_number_of_ranks_resumes_bit_for_bit(tmp_path, straight):
+    # Stopped in the middle of a cycle, and at the end of a cycle in the middle of an epoch.
     assert run(tmp_path, (2, 5), (2, 14), (2, 16)) == straight
 
 
 @pytest.mark.timeout(500)
-def test_in_fp16_bit_for_bit(tmp_path):
+def test_fp16_resumes_bit_for_bit(tmp_path):
     stages = ("0", *STAGES)
-    told = [
+    found = [
         run(tmp_path / name, *starts, stages=stages, precision="fp16")
         for name, starts in (("straight", [(2, 10)]), ("stopped", [(2, 5), (2, 10)]))
     ]
-    assert told[0] == told[1]
+    assert found[0] == found[1]
 
 
-def test_in_fp16_on_another_number_of_ranks_nearly(tmp_path, straight):
+def test_fp16_resumes_closely_with_another_number_of_ranks(tmp_path, straight):
     found = run(tmp_path, (2, 6), (1, 10), precision="fp16")
     for stage, losses in found.items():
         for step, loss in losses.items():
             assert abs(straight[stage][step] - loss) <= 1e-2, (stage, step, loss)
 
 
-def test_the_loss_scale_comes_along_to_another_number_of_ranks(tmp_path):
+def test_loss_scale_is_kept_with_another_number_of_ranks(tmp_path):
     for ranks in (2, 1):
         worker, environment = HERE / "deepspeed_scale_worker.py", {"OMP_NUM_THREADS": "1"}
-        told = run_workers(worker, ranks, [tmp_path], timeout=150, env=environment).checked()
-        assert told.results == [{stage: [128, 2] for stage in STAGES}] * ranks
+        result = run_workers(worker, ranks, [tmp_path], timeout=150, env=environment).checked()
+        assert result.results == [{stage: [128, 2] for stage in STAGES}] * ranks
 
 
-def test_on_other_numbers_of_ranks_nearly(tmp_path, straight):
+def test_other_numbers_of_ranks_resume_closely(tmp_path, straight):
     found = run(tmp_path, (1, 6), (2, 10), (1, 16))
     for stage, losses in straight.items():
         assert found[stage].keys() == losses.keys()
@@ -78,22 +82,22 @@ def test_on_other_numbers_of_ranks_nearly(tmp_path, straight):
             assert abs(found[stage][step] - loss) <= 1e-5, (stage, step, loss, found[stage][step])
 
 
-def test_gradients_of_a_cycle_are_refused_on_another_number_of_ranks(tmp_path):
+def test_gradients_of_a_cycle_are_rejected_with_another_number_of_ranks(tmp_path):
     run(tmp_path, (2, 5), stages=("2",))
     worker = HERE / "deepspeed_resume_worker.py"
-    refused = run_workers(worker, 1, [tmp_path, 10, "2"], timeout=150)
-    assert not refused.ok
-    assert "in the middle of an accumulation cycle on 2 process(es)" in refused.stderr
-    assert "cannot move its gradients to 1 process(es)" in refused.stderr
+    result = run_workers(worker, 1, [tmp_path, 10, "2"], timeout=150)
+    assert not result.ok
+    assert "in the middle of an accumulation cycle on 2 process(es)" in result.stderr
+    assert "cannot move its gradients to 1 process(es)" in result.stderr
 
 
-def test_damage_to_every_file_is_refused_and_passed_over(tmp_path):
+def test_damaged_checkpoint_is_rejected_by_name_and_skipped(tmp_path):
     run(tmp_path, (2, 4), (2, 8), stages=("2",))
     environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
     worker = HERE.parent / "fsdp2" / "damage_worker.py"
     arguments = [tmp_path / "2", "deepspeed"]
-    told = run_workers(worker, 2, arguments, timeout=250, env=environment).checked()
-    tried = told.results[0]
+    result = run_workers(worker, 2, arguments, timeout=250, env=environment).checked()
+    tried = result.results[0]
     names = {name for name, _ in tried}
     engine = "backend_deepspeed/engine_0"
     assert f"{engine}/mp_rank_00_model_states.pt" in names

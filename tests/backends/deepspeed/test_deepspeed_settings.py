@@ -1,4 +1,4 @@
-"""Configs: where they come from, what "auto" becomes, and what is refused, in one process."""
+"""DeepSpeed configs, commands and the launcher in one process."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def resolved(config=None, **fields) -> HfDeepSpeedConfig:
     return plugin.hf_ds_config
 
 
-def test_without_anything_the_stage_is_2_and_nothing_is_clipped():
+def test_default_is_stage_2_without_clipping():
     config = resolved()
     assert config.config == {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.0}
-    assert resolved({"steps_per_print": 5}).stage == 0  # DeepSpeed's own meaning of a config
+    assert resolved({"steps_per_print": 5}).stage == 0  # DeepSpeed's own default in a config
 
 
-def test_a_client_that_fills_its_config_later_is_read():
-    """As Transformers' Trainer does: it counts micro-batches itself, by a plugin of one step."""
+def test_config_can_be_filled_in_later():
+    """Transformers' Trainer does this. It counts micro-batches itself, with a plugin of one step."""
     config = HfDeepSpeedConfig({"gradient_accumulation_steps": 3})
     plugin = DeepSpeedPlugin(hf_ds_config=config)
     assert plugin.hf_ds_config is config
@@ -104,13 +104,13 @@ def test_every_auto_is_resolved_with_its_reason():
     assert zero["stage3_param_persistence_threshold"] == 160
     assert config.get_value("train_batch_size") == 64
     assert config.get_value("optimizer.params") == {"lr": 0.5, "weight_decay": 0.25}
-    # Both counts are divided, so that the warm-up is the same part of the whole.
+    # Both numbers are divided, so that the warm-up is the same fraction of the schedule.
     assert config.get_value("scheduler.params.total_num_steps") == 6
     assert config.get_value("scheduler.params.warmup_num_steps") == 2
     assert "zero_stage" in config.where("zero_optimization.stage")
 
 
-def test_a_schedule_of_the_config_takes_the_rate_of_torchs_optimizer():
+def test_scheduler_of_the_config_uses_the_learning_rate_of_torchs_optimizer():
     given = {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}
     config = resolved({"scheduler": {"type": "WarmupLR", "params": given}})
     sgd = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.3)
@@ -118,7 +118,7 @@ def test_a_schedule_of_the_config_takes_the_rate_of_torchs_optimizer():
     assert config.get_value("scheduler.params") == {"warmup_max_lr": 0.3, "warmup_num_steps": 1}
 
 
-def test_what_nothing_says_is_named():
+def test_error_names_an_auto_that_cannot_be_resolved():
     config = resolved({"zero_optimization": {"stage": 2, "sub_group_size": "auto"}})
     with pytest.raises(ConfigurationError, match=r"zero_optimization\.sub_group_size"):
         steps.resolve_rest(config)
@@ -128,43 +128,43 @@ def test_what_nothing_says_is_named():
     ("given", "text"),
     [
         ({"zero_optimisation": {}}, "Did you mean 'zero_optimization'"),
-        ('{"fp16": {}, "fp16": {}}', "'fp16' twice"),
+        ('{"fp16": {}, "fp16": {}}', "the key 'fp16' twice"),
         ('{"fp16": ', "line 1, column"),
-        ("[1]", "is no file, no JSON"),
+        ("[1]", "is not an existing file, JSON"),
         (3, "not int"),
-        ({"zero_optimization": 3}, "takes an object"),
-        ({"msamp": {"enabled": True}}, "msamp .in the config dict. is not offered"),
+        ({"zero_optimization": 3}, "must be an object"),
+        ({"msamp": {"enabled": True}}, "msamp .in the config dict. is not supported"),
     ],
 )
-def test_bad_configs_are_refused(given, text):
+def test_invalid_config_is_rejected(given, text):
     with pytest.raises(ConfigurationError, match=text):
         resolved(given)
 
 
-def test_without_an_accelerator_no_plugin_is_active():
-    with pytest.raises(ValueError, match="No Accelerator with the backend deepspeed"):
+def test_no_plugin_is_active_without_an_accelerator():
+    with pytest.raises(ValueError, match="no Accelerator with the backend deepspeed"):
         get_active_deepspeed_plugin()
 
 
-def test_base64_may_be_longer_than_a_file_name():
+def test_base64_config_can_be_longer_than_a_file_name():
     config = {"zero_optimization": {"stage": 1}, "tensorboard": {"output_path": "x" * 300}}
     encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
     assert resolved(encoded).stage == 1
     twice = base64.urlsafe_b64encode(b'{"fp16": {}, "fp16": {}}').decode()
-    with pytest.raises(ConfigurationError, match="base64 text has 'fp16' twice"):
+    with pytest.raises(ConfigurationError, match="base64 text has the key 'fp16' twice"):
         resolved(twice)
 
 
-def test_a_precision_that_wants_the_loss_scaled_is_refused():
-    """DeepSpeed scales by itself, in its fp16; nobody would undo what another one scales."""
+def test_other_precisions_with_loss_scaling_are_not_supported():
+    """DeepSpeed only scales losses for its own fp16."""
     needs = {"autocast", "loss_scaling"}
     assert lacking(DeepSpeedBackend.supports, "other", needs) == ["loss_scaling"]
     assert lacking(DeepSpeedBackend.supports, "fp16", needs) == []
 
 
-def test_a_file_with_a_list_is_refused(tmp_path):
+def test_invalid_config_file_is_rejected(tmp_path):
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(ConfigurationError, match="is a list"):
+    with pytest.raises(ConfigurationError, match="not a list"):
         resolved(tmp_path / "list.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe{")
     with pytest.raises(ConfigurationError, match="cannot be read"):
@@ -181,11 +181,11 @@ def test_a_file_with_a_list_is_refused(tmp_path):
         ({"gradient_clipping": "much"}, r"gradient_clipping.*'much'.*a valid number"),
         ({"gradient_clipping": -1.0}, "at least 0"),
         ({"gradient_accumulation_steps": 0}, "at least 1"),
-        ({"enable_msamp": True}, "enable_msamp is not offered.*needs DeepSpeed 0.13.*torchao"),
+        ({"enable_msamp": True}, "enable_msamp is not supported.*needs DeepSpeed 0.13.*torchao"),
         ({"multinode_launcher": "pdhs"}, "Did you mean 'pdsh'"),
         (
             {"offload_param_device": "nvme", "zero_stage": 3},
-            r"\(offload_param_nvme_path\): offload needs",
+            r"\(offload_param_nvme_path\): offload to nvme needs",
         ),
         (
             {
@@ -193,17 +193,17 @@ def test_a_file_with_a_list_is_refused(tmp_path):
                 "offload_param_nvme_path": "/no/such",
                 "zero_stage": 3,
             },
-            "is no directory",
+            "is not a directory",
         ),
         ({"offload_optimizer_device": "cpu", "zero_stage": 0}, "stage 1, 2 or 3"),
     ],
 )
-def test_bad_fields_are_refused(fields, text):
+def test_invalid_field_is_rejected(fields, text):
     with pytest.raises(ConfigurationError, match=text):
         resolved(**fields)
 
 
-def test_environment_and_file_fill_what_the_constructor_leaves_out(tmp_path):
+def test_unset_fields_come_from_environment_and_config_file(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(
         "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n"
@@ -225,20 +225,20 @@ def test_environment_and_file_fill_what_the_constructor_leaves_out(tmp_path):
     ("config", "wanted", "text"),
     [
         ({"bf16": {"enabled": True}}, "fp16", "contradicts bf16"),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16", "both on"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16", "both true"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"},
           "zero_optimization": {"stage": 1}}, "fp16", "still scaled"),
-        ({"torch_autocast": {"enabled": True, "dtype": "int8"}}, "bf16", "none of"),
+        ({"torch_autocast": {"enabled": True, "dtype": "int8"}}, "bf16", "must be bfloat16 or float16"),
         ({"fp16": {"enabled": False}}, "fp16", "contradicts fp16"),
     ],
 )  # fmt: skip
-def test_precisions_that_go_wrong_are_refused(config, wanted, text):
+def test_conflicting_precision_is_rejected(config, wanted, text):
     with pytest.raises(ConfigurationError, match=text):
         steps.resolve_precision(resolved(config), wanted, "the test")
 
 
 SCALES = [
-    # config, GradScalerKwargs, what the section fp16 is then
+    # config, GradScalerKwargs, the resulting section fp16
     ({}, None, {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2000,
                 "hysteresis": 1, "loss_scale": 0}),
     ({}, {"init_scale": 8.0, "growth_interval": 3},
@@ -254,10 +254,10 @@ SCALES = [
 
 
 @pytest.mark.parametrize(("section", "scaling", "expected"), SCALES)
-def test_the_loss_scale_is_the_cores_and_the_configs(section, scaling, expected):
+def test_loss_scale_combines_grad_scaler_kwargs_and_the_config(section, scaling, expected):
     config = resolved({"fp16": section} if section else {})
     given = None if scaling is None else GradScalerKwargs(**scaling)
-    for _ in range(2):  # a plugin may serve a second Accelerator
+    for _ in range(2):  # a plugin can be used by a second Accelerator
         assert steps.resolve_precision(config, "fp16", "the test", given)
         assert config.config["fp16"] == expected
 
@@ -266,20 +266,20 @@ def test_the_loss_scale_is_the_cores_and_the_configs(section, scaling, expected)
     ("section", "scaling", "text"),
     [
         ({}, {"growth_factor": 4.0}, r"growth_factor=4\.0.*factor of 2"),
-        ({}, {"backoff_factor": 0.25}, r"backoff_factor=0\.25.*is 0\.5"),
+        ({}, {"backoff_factor": 0.25}, r"backoff_factor=0\.25.*value is 0\.5"),
         ({}, {"init_scale": 100.0}, r"init_scale=100\.0.*power of 2"),
         ({"initial_scale_power": 8}, {"init_scale": 8.0}, "init_scale=8.0.*initial_scale_power=8"),
         ({"loss_scale": 128}, {"init_scale": 8.0}, r"static scale fp16\.loss_scale=128"),
         ({"loss_scale": 128}, {"enabled": False}, r"enabled=False.*fp16\.loss_scale=128"),
     ],
 )
-def test_scales_that_cannot_be_are_refused(section, scaling, text):
+def test_unsupported_loss_scale_is_rejected(section, scaling, text):
     config = resolved({"fp16": {"enabled": True, **section}})
     with pytest.raises(ConfigurationError, match=text):
         steps.resolve_precision(config, "fp16", "the test", GradScalerKwargs(**scaling))
 
 
-def test_an_op_that_cannot_be_compiled_says_what_to_install_or_set(monkeypatch, tmp_path):
+def test_error_for_an_op_that_cannot_be_compiled_says_what_to_install_or_set(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -295,7 +295,7 @@ def test_an_op_that_cannot_be_compiled_says_what_to_install_or_set(monkeypatch, 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_the_cpus_adam_is_compiled_once_and_says_so(tmp_path):
+def test_cpu_adam_is_compiled_once_with_a_message(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "import torch, warnings\n"
@@ -325,31 +325,31 @@ def test_the_cpus_adam_is_compiled_once_and_says_so(tmp_path):
         "    torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)\n"
         "a.end_training()\n"
     )
-    told = []
+    outputs = []
     for _ in range(2):
         environment = clean_environment(TORCH_EXTENSIONS_DIR=str(tmp_path / "built"))
         done = subprocess.run(
             [sys.executable, script], env=environment, capture_output=True, text=True, timeout=1500
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        told.append(done.stdout)
-    assert "compiling DeepSpeed's op cpu_adam" in told[0]
-    assert "is ready after" in told[0]
-    assert "compiling" not in told[1]
+        outputs.append(done.stdout)
+    assert "compiling DeepSpeed's op cpu_adam" in outputs[0]
+    assert "is ready after" in outputs[0]
+    assert "compiling" not in outputs[1]
 
 
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_show_config_tells_every_value_and_why(tmp_path):
+def test_show_config_shows_each_value_and_its_reason(tmp_path):
     file = tmp_path / "ds.json"
     config = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}
     file.write_text(json.dumps(config))
     arguments = ["show-config", str(file), "--num_processes", "2", "--micro_batch", "4"]
-    told = CliRunner().invoke(command, arguments, terminal_width=200, env={"COLUMNS": "200"})
-    assert told.exit_code == 0, told.output
-    assert "train_batch_size" in told.output
-    assert "micro-batch x steps x ranks" in told.output
+    shown = CliRunner().invoke(command, arguments, terminal_width=200, env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    assert "train_batch_size" in shown.output
+    assert "micro-batch x steps x ranks" in shown.output
     plain = CliRunner().invoke(command, [*arguments, "--json"])
     assert json.loads(plain.output)["train_batch_size"] == 8
     wrong = CliRunner().invoke(command, ["show-config", str(file), "--zero_stage", "3"])
@@ -358,11 +358,11 @@ def test_show_config_tells_every_value_and_why(tmp_path):
     assert "Traceback" not in wrong.output
 
 
-def test_consolidating_what_is_no_checkpoint_is_refused(tmp_path):
-    told = CliRunner().invoke(command, ["consolidate", str(tmp_path), str(tmp_path / "out")])
-    assert told.exit_code == 1
-    assert "no engine's files" in told.output
-    with pytest.raises(CheckpointError, match="no engine's checkpoint"):
+def test_consolidate_rejects_a_folder_without_a_checkpoint(tmp_path):
+    result = CliRunner().invoke(command, ["consolidate", str(tmp_path), str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "contains no files of a DeepSpeed engine" in result.output
+    with pytest.raises(CheckpointError, match="not a checkpoint of a DeepSpeed engine"):
         merge(tmp_path)
 
 
@@ -381,8 +381,8 @@ def test_importing_the_package_imports_neither_deepspeed_nor_transformers():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_consolidates_where_deepspeed_is_not_installed(tmp_path):
-    """The reader needs torch; DeepSpeed's classes in the files are stood in for."""
+def test_consolidate_works_without_deepspeed(tmp_path):
+    """Reading only needs torch. DeepSpeed's classes in the files are replaced."""
     script = tmp_path / "train.py"
     script.write_text(
         "import torch\n"
@@ -472,24 +472,24 @@ def launched(tmp_path: Path, hosts: str, port: int, **variables: str) -> list[st
 
 
 def _without_ssh(arguments: list[str]) -> list[str]:
-    """No ssh server is asked whether it is there: all hosts are this one."""
+    """Skip DeepSpeed's check for an ssh server, because all hosts are this machine."""
     at = arguments.index("deepspeed.launcher.runner") + 1
     return [*arguments[:at], "--no_ssh_check", *arguments[at:]]
 
 
 @pytest.mark.dist
-def test_a_host_file_starts_its_slots(tmp_path):
+def test_host_file_starts_one_process_per_slot(tmp_path):
     assert launched(tmp_path, "localhost slots=2\n", 29713) == ["2 None", "2 None"]
 
 
 @pytest.mark.parametrize(
     ("variables", "text"),
     [
-        ({"ACCELERATE_DEEPSPEED_HOSTFILE": "/no/such"}, "is not there"),
+        ({"ACCELERATE_DEEPSPEED_HOSTFILE": "/no/such"}, "does not exist"),
         ({"ACCELERATE_DEEPSPEED_MULTINODE_LAUNCHER": "pdsh"}, "needs a host file"),
     ],
 )
-def test_what_cannot_be_launched_is_said(variables, text):
+def test_missing_host_file_is_rejected(variables, text):
     from accelerate_deepspeed.launching import DeepSpeedLauncher
     from accelerate_launch import LaunchPlan, Target
 
@@ -499,8 +499,8 @@ def test_what_cannot_be_launched_is_said(variables, text):
 
 
 @pytest.mark.parametrize("kind", ["pdsh", "openmpi", "mvapich", "mpich", "impi", "slurm", "nossh"])
-def test_the_command_of_each_launcher(tmp_path, kind):
-    """Each is DeepSpeed's own; most need programs and machines that are not here."""
+def test_command_of_each_launcher_is_accepted_by_deepspeed(tmp_path, kind):
+    """The command is parsed by DeepSpeed but not run, because most launchers need other programs."""
     from accelerate_deepspeed.launching import DeepSpeedLauncher
     from accelerate_launch import LaunchPlan, Target
 
@@ -520,7 +520,7 @@ def test_the_command_of_each_launcher(tmp_path, kind):
     at = made.index("deepspeed.launcher.runner")
     from deepspeed.launcher.runner import parse_args
 
-    read = parse_args(made[at + 1 :])  # DeepSpeed takes it as meant
+    read = parse_args(made[at + 1 :])
     assert (read.hostfile, read.include) == (str(hosts), "one:0@two:1")
     if kind == "nossh":
         assert read.no_ssh

@@ -1,4 +1,4 @@
-"""DeepSpeed for accelerate-core. Importing this does not import deepspeed."""
+"""DeepSpeed for accelerate-core. Importing this package doesn't import deepspeed."""
 
 from accelerate_deepspeed.backend import DeepSpeedBackend
 from accelerate_deepspeed.config import HfDeepSpeedConfig

@@ -1,9 +1,9 @@
-"""Gradients in the middle of an accumulation cycle, as a checkpoint keeps them.
+"""Save and load gradients in the middle of an accumulation cycle.
 
-Where DeepSpeed has them depends on the stage. Stages 0 and 1 leave them on their rank, in the
-parameters, until the cycle ends. Stage 2 reduces each micro-batch and adds up this rank's part in
-lists of tensors; stage 3 does so in one flat buffer. With an offloaded optimizer, stages 1 and 2
-add up in host memory. Names below say which of these a tensor belongs to.
+Where DeepSpeed keeps them depends on the stage. Stages 0 and 1 keep unreduced gradients in the
+parameters until the cycle ends. Stage 2 reduces each micro-batch and accumulates this rank's part in
+lists of tensors. Stage 3 does the same in one flat buffer. With an offloaded optimizer, stages 1 and
+2 accumulate in host memory. The names of saved tensors say where they belong.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ _COUNT = "micro_step"
 
 
 def read(one: TrainedEngine) -> dict[str, torch.Tensor]:
-    """Return what an engine has accumulated on this rank since its last step.
-
-    Args:
-        one: the `TrainedEngine`.
+    """Return the gradients that an engine has accumulated on this rank since its last step.
 
     Raises:
-        CheckpointError: DeepSpeed keeps it out of reach.
+        CheckpointError: DeepSpeed does not give access to them.
     """
     if not one.dirty:
         return {}
@@ -39,7 +36,7 @@ def read(one: TrainedEngine) -> dict[str, torch.Tensor]:
 def _places(one: TrainedEngine) -> Iterator[tuple[str, torch.Tensor]]:
     optimizer = one.engine.optimizer
     if one.stage == 3:
-        # DeepSpeed numbers parameters in the process; their order is the same in the next one.
+        # DeepSpeed's numbers of parameters differ between processes, but their order doesn't.
         for number, (key, part) in enumerate(getattr(optimizer, STAGE_3_PARTS).items()):
             yield f"part.{number}", part
             if key in optimizer._offload_boundary_param_ids:
@@ -64,7 +61,7 @@ def _places(one: TrainedEngine) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def write(one: TrainedEngine, gradients: Mapping[str, torch.Tensor]) -> None:
-    """Put back what `read` returned, into an engine without gradients."""
+    """Restore the gradients that `read` returned, into an engine without gradients."""
     optimizer = one.engine.optimizer
     parameters = list(one.engine.module.parameters())
     parts = getattr(optimizer, STAGE_3_PARTS, {})
@@ -90,10 +87,10 @@ def write(one: TrainedEngine, gradients: Mapping[str, torch.Tensor]) -> None:
     for group, tensors in groups.items():
         optimizer.all_grad_tensors[group] = tensors
     if one.stage > 0:
-        # Stage 3 counts at the next forward; here the micro-batches that were saved are counted.
+        # Stage 3 increments its counter later than other stages, in the next forward.
         optimizer.micro_step_id = int(gradients[_COUNT]) + (one.stage == 3)
         optimizer._epilogue_ran_this_backward = False
-    one.begun()
+    one.begin_backward()
 
 
 def _refuse_unreadable(one: TrainedEngine) -> None:
@@ -106,11 +103,12 @@ def _refuse_unreadable(one: TrainedEngine) -> None:
     elif (one.stage > 0 and not hasattr(optimizer, "micro_step_id")) or (
         one.stage == 0 and hasattr(optimizer, "fp32_groups_gradients")
     ):
-        why = f"{type(optimizer).__name__} keeps them to itself"
+        why = f"{type(optimizer).__name__} gives no access to them"
     elif getattr(optimizer, "zenflow", False):
-        why = "ZenFlow keeps them to itself"
+        why = "ZenFlow gives no access to them"
     if why:
         raise CheckpointError(
-            f"DeepSpeed's gradients of an unfinished accumulation cycle cannot be saved here: {why}. "
-            "Save after the optimizer's step, where accelerator.sync_gradients is True."
+            "The state cannot be saved in the middle of this accumulation cycle, because the "
+            f"gradients cannot be saved: {why}. Save after an optimizer step, when "
+            "accelerator.sync_gradients is True."
         )

@@ -1,6 +1,6 @@
-"""From fields, config and the run to the config DeepSpeed gets: every "auto" resolved, with why.
+"""Resolve each "auto" in DeepSpeed's config, from fields, settings and the run, and record why.
 
-Nothing here imports deepspeed, so that a config can be shown and checked where it is not.
+This module doesn't import deepspeed, so configs can be shown and checked without it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from accelerate_deepspeed.config import AUTO, HfDeepSpeedConfig
 from accelerate_deepspeed.optimizers import DummyOptim, DummyScheduler
 from accelerate_deepspeed.settings import DeepSpeedPlugin
 
-#: Field of the plugin -> name in the config, and what "auto" means where the field says nothing:
-#: None removes the key, AUTO leaves it to `prepare`.
+#: Field of the plugin -> name in the config, and the value for "auto" if the field is not set. None
+#: removes the key, and AUTO leaves it to `prepare`.
 _FIELDS: dict[str, tuple[str, Any]] = {
     "zero_stage": ("zero_optimization.stage", 2),
     "gradient_accumulation_steps": ("gradient_accumulation_steps", AUTO),
@@ -35,13 +35,14 @@ _FIELDS: dict[str, tuple[str, Any]] = {
 
 @dataclass(frozen=True)
 class RunSizes:
-    """The numbers of a run that batch sizes follow from.
+    """The numbers of a run that determine batch sizes.
 
     Attributes:
-        data_ranks: ranks with different samples.
-        all_ranks: all ranks: DeepSpeed counts those of one tensor parallel group singly.
+        data_ranks: number of ranks that read different samples.
+        all_ranks: number of ranks that DeepSpeed counts, including each tensor parallel rank.
         accumulation: micro-batches per optimizer step.
-        micro_batch: samples per rank and forward; None if no loader says.
+        accumulation_origin: where that number comes from.
+        micro_batch: samples per rank and forward, or None if no loader determines it.
     """
 
     data_ranks: int
@@ -52,7 +53,11 @@ class RunSizes:
 
 
 def resolve_fields(plugin: DeepSpeedPlugin) -> None:
-    """Put the plugin's fields into its config, which must not say something else."""
+    """Copy the plugin's fields into its config.
+
+    Raises:
+        ConfigurationError: a field contradicts the config, or a value is invalid.
+    """
     config: HfDeepSpeedConfig = plugin.hf_ds_config
     bare = not config.config
     for field, (name, default) in _FIELDS.items():
@@ -67,19 +72,19 @@ def resolve_fields(plugin: DeepSpeedPlugin) -> None:
             if not _same(value, there):
                 raise ConfigurationError(
                     f"{field}={value!r} (from {origin_of(plugin, field)}) contradicts "
-                    f"{name}={there!r} (of {config.origin}). Remove one of them, or write "
+                    f"{name}={there!r} (in {config.origin}). Remove one of them, or write "
                     '"auto" in the config.'
                 )
         elif config.has(name) or value != "none":
             config.set_value(name, value, f"{field} from {origin_of(plugin, field)}")
     if not config.has("gradient_clipping"):
-        # DeepSpeed's own default is 1.0, which no loop asked for.
-        config.set_value("gradient_clipping", 0.0, "the loop clips, or nobody")
+        # DeepSpeed's own default is 1.0, which would clip without a request.
+        config.set_value("gradient_clipping", 0.0, "only clip_grad_norm_ clips")
     if bare and not config.has("zero_optimization.stage"):
         config.set_value("zero_optimization.stage", 2, "default of zero_stage")
     config.choices("zero_optimization.stage", (0, 1, 2, 3))
     for field in ("zero_stage", "offload_optimizer_device", "offload_param_device"):
-        # What the config says is to be seen in the plugin, too.
+        # Make the config's value visible in the plugin's field.
         name, _ = _FIELDS[field]
         if getattr(plugin, field) is None and config.has(name):
             setattr(plugin, field, config.get_value(name))
@@ -87,7 +92,7 @@ def resolve_fields(plugin: DeepSpeedPlugin) -> None:
     limit = config.get_value("gradient_clipping")
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
         raise ConfigurationError(
-            f"{config.shown('gradient_clipping')} takes a number of at least 0."
+            f"{config.shown('gradient_clipping')} must be a number of at least 0."
         )
     _check_offload(config)
 
@@ -112,30 +117,41 @@ def _check_offload(config: HfDeepSpeedConfig) -> None:
         least = 3 if kind == "param" or device == "nvme" else 1
         if config.stage < least:
             raise ConfigurationError(
-                f"{config.shown(name)} needs ZeRO stage {'3' if least == 3 else '1, 2 or 3'}; the "
-                f"stage is {config.stage} ({config.where('zero_optimization.stage')})."
+                f"{config.shown(name)} needs ZeRO stage {'3' if least == 3 else '1, 2 or 3'}, but "
+                f"the stage is {config.stage} ({config.where('zero_optimization.stage')})."
             )
         if device == "nvme":
             path = config.get_value(f"{section}.nvme_path")
             shown = f"{section}.nvme_path={path!r} (offload_{kind}_nvme_path)"
             if path in (None, ""):
-                raise ConfigurationError(f"{shown}: offload needs a directory on a fast disk.")
+                raise ConfigurationError(
+                    f"{shown}: offload to nvme needs a directory on a fast disk. Set it."
+                )
             if not Path(path).is_dir():
-                raise ConfigurationError(f"{shown} is no directory; make it first.")
+                raise ConfigurationError(f"{shown} is not a directory. Create it first.")
             if not os.access(path, os.W_OK):
-                raise ConfigurationError(f"{shown} cannot be written to.")
+                raise ConfigurationError(
+                    f"{shown} is not writable. Change its permissions, or choose another directory."
+                )
 
 
 def accumulation_of(config: HfDeepSpeedConfig) -> int | None:
-    """Return the accumulation steps that fields or config state, None for none."""
+    """Return the accumulation steps from fields or config, or None if they are not set."""
     return _whole(config, "gradient_accumulation_steps")
 
 
 def check_accumulation(config: HfDeepSpeedConfig, steps: Any) -> int | None:
-    """Return what `accumulation_of` does; `steps`, the run's with their origin, must agree.
+    """Return the accumulation steps of the config, after comparing them with the run's.
 
-    A `GradientAccumulationPlugin` of one step is of a loop that says itself when gradients are
-    synchronised, as Transformers' Trainer does: the config's number is for its batch sizes.
+    A `GradientAccumulationPlugin` with one step is not compared. It is used by loops that control
+    synchronisation themselves, such as Transformers' Trainer, for which the number in the config
+    only determines batch sizes.
+
+    Args:
+        steps: the run's accumulation steps, with their origin.
+
+    Raises:
+        ConfigurationError: the numbers differ.
     """
     there = accumulation_of(config)
     given = steps.origin not in ("default", "backend deepspeed")
@@ -156,7 +172,7 @@ _PRECISIONS = {"fp16": "fp16", "float16": "fp16", "bf16": "bf16", "bfloat16": "b
 
 
 def own_precision(config: HfDeepSpeedConfig) -> tuple[str, str] | None:
-    """Return the precision a config switches on, and where; None if it leaves that to the run."""
+    """Return the precision that a config turns on, and the name of the setting, or None."""
     sections = ("fp16", "bf16", "bfloat16")
     names = {f"{section}.enabled": _PRECISIONS[section] for section in sections}
     found = {name: precision for name, precision in names.items() if config.is_true(name)}
@@ -164,12 +180,12 @@ def own_precision(config: HfDeepSpeedConfig) -> tuple[str, str] | None:
         dtype = str(config.get_value("torch_autocast.dtype", "bfloat16")).removeprefix("torch.")
         if dtype not in _PRECISIONS:
             raise ConfigurationError(
-                f"torch_autocast.dtype={dtype!r} of {config.origin} is none of bfloat16 and float16."
+                f"torch_autocast.dtype={dtype!r} in {config.origin} must be bfloat16 or float16."
             )
         found["torch_autocast.enabled"] = _PRECISIONS[dtype]
     if len(found) > 1:
         raise ConfigurationError(
-            f"{' and '.join(found)} are both on in {config.origin}; switch one of them on."
+            f"{' and '.join(found)} are both true in {config.origin}. Turn on only one of them."
         )
     return next(((precision, name) for name, precision in found.items()), None)
 
@@ -177,27 +193,27 @@ def own_precision(config: HfDeepSpeedConfig) -> tuple[str, str] | None:
 def resolve_precision(
     config: HfDeepSpeedConfig, wanted: str, origin: str, scaling: GradScalerKwargs | None = None
 ) -> bool:
-    """Resolve precision; return whether DeepSpeed does it, and the core does not.
+    """Resolve the precision, and return whether DeepSpeed handles it instead of the core.
 
-    `bf16` is torch's autocast over fp32 parameters, as of every other backend, and the core's. A
-    config may switch on DeepSpeed's own bf16 (half precision parameters over an fp32 copy) or its
-    `torch_autocast`. `fp16` is DeepSpeed's own.
+    By default, `bf16` is the core's: torch's autocast with fp32 parameters, as with other backends.
+    A config can turn on DeepSpeed's own bf16 (half precision parameters and an fp32 copy) or its
+    `torch_autocast` instead. `fp16` is always DeepSpeed's own.
 
     Args:
-        scaling: how the user wants losses scaled, None if nothing was said.
+        scaling: the user's options for loss scaling, or None.
     """
     own = own_precision(config)
     asked = own is not None
     if own is not None and own[0] != wanted:
         raise ConfigurationError(
-            f"mixed_precision={wanted!r} (from {origin}) contradicts {own[1]} of {config.origin}, "
-            f"which is {own[0]}. Leave one of them out."
+            f"mixed_precision={wanted!r} (from {origin}) contradicts {own[1]}=true in "
+            f"{config.origin}, which means {own[0]}. Leave one of them out."
         )
     name = "fp16.enabled"
     if wanted == "fp16" and own is None:
         if config.is_false(name):
             raise ConfigurationError(
-                f"mixed_precision='fp16' (from {origin}) contradicts {name}=false of "
+                f"mixed_precision='fp16' (from {origin}) contradicts {name}=false in "
                 f"{config.origin}. Leave one of them out."
             )
         config.set_value(name, True, f"mixed_precision='fp16' from {origin}")
@@ -206,14 +222,15 @@ def resolve_precision(
         if config.is_auto(f"{section}.enabled"):
             text = f"mixed_precision={wanted!r} from {origin}"
             if section != "fp16" and wanted == "bf16":
-                text += ", which is torch's autocast of the core; true asks for DeepSpeed's own"
+                text += ", which uses the core's autocast (true uses DeepSpeed's own bf16)"
             config.set_value(f"{section}.enabled", False, text)
     if own is None:
         return False
     if own == ("fp16", "torch_autocast.enabled"):
         raise ConfigurationError(
-            "torch_autocast with float16 clips gradients that are still scaled. Use the section "
-            "fp16 (mixed_precision='fp16'), or bfloat16."
+            "torch_autocast with float16 is not supported, because DeepSpeed would clip gradients "
+            "that are still scaled. Use the section fp16 (mixed_precision='fp16') or the dtype "
+            "bfloat16."
         )
     if own[1] == name:
         _resolve_scale(config, scaling, asked)
@@ -223,25 +240,25 @@ def resolve_precision(
 def _resolve_scale(
     config: HfDeepSpeedConfig, scaling: GradScalerKwargs | None, asked: bool
 ) -> None:
-    """Put how the loss is scaled into the section fp16.
+    """Fill in the options for loss scaling in the section fp16.
 
     Args:
-        asked: the config itself has switched fp16 on. What it leaves out is then DeepSpeed's
-            default; else it is as with the core's scaler, which comes down at each overflow.
+        asked: whether the config itself turned on fp16. Missing options then have DeepSpeed's
+            defaults. Otherwise they match the core's scaler, which backs off at each overflow.
     """
     wanted = scaling or GradScalerKwargs()
     given = wanted.to_kwargs()
     for field, only in (("growth_factor", 2.0), ("backoff_factor", 0.5)):
         if given.get(field, only) != only:
             raise ConfigurationError(
-                f"GradScalerKwargs({field}={given[field]}) is not possible with DeepSpeed, whose "
-                f"loss scale grows and falls by a factor of 2: {field} is {only}."
+                f"GradScalerKwargs({field}={given[field]}) is not supported with DeepSpeed, which "
+                f"changes the loss scale by a factor of 2. The only valid value is {only}."
             )
     power = math.log2(wanted.init_scale)
     if power < 0 or not power.is_integer():
         raise ConfigurationError(
-            f"GradScalerKwargs(init_scale={wanted.init_scale}) is not possible with DeepSpeed, "
-            "whose first loss scale is a power of 2, and 1 at least."
+            f"GradScalerKwargs(init_scale={wanted.init_scale}) is not supported with DeepSpeed. The "
+            "initial loss scale must be a power of 2, and at least 1."
         )
     settings: dict[str, tuple[Any, str]] = {
         "initial_scale_power": (int(power), "init_scale"),
@@ -264,17 +281,19 @@ def _resolve_scale(
                 'Remove one of them, or write "auto" in the config.'
             )
         if config.is_auto(name) or (not config.has(name) and (field in given or not asked)):
-            why = f"{field} of GradScalerKwargs" if field in given else "as the core's scaler"
+            why = (
+                f"{field} of GradScalerKwargs" if field in given else "default of the core's scaler"
+            )
             config.set_value(name, value, why)
     if config.is_auto("fp16.auto_cast"):
-        config.set_value("fp16.auto_cast", True, "inputs are cast unless it is false")
+        config.set_value("fp16.auto_cast", True, "inputs are cast by default")
 
 
 # --- batches --------------------------------------------------------------------------------------
 
 
 def resolve_batches(config: HfDeepSpeedConfig, run: RunSizes) -> None:
-    """Resolve the three batch sizes, of which each follows from the other two."""
+    """Resolve the three batch sizes. Each is determined by the other two."""
     micro_name, total_name = "train_micro_batch_size_per_gpu", "train_batch_size"
     micro, total = (_whole(config, name) for name in (micro_name, total_name))
     config.set_value("gradient_accumulation_steps", run.accumulation, run.accumulation_origin)
@@ -284,10 +303,13 @@ def resolve_batches(config: HfDeepSpeedConfig, run: RunSizes) -> None:
         micro, why = run.micro_batch, "the loader's batch size"
         if micro is None and total is not None:
             if total % each:
-                raise ConfigurationError(f"{config.shown(total_name)} is no multiple of {steps}.")
+                raise ConfigurationError(
+                    f"{config.shown(total_name)} is not divisible by {each} = {steps}. Change "
+                    f"{total_name}."
+                )
             micro, why = total // each, f"{total_name} / steps / ranks"
         elif micro is None:
-            micro, why = 1, "no loader was prepared with it"
+            micro, why = 1, "no loader was prepared in the same call"
         config.set_value(micro_name, micro, why)
     if total not in (None, micro * each):
         raise ConfigurationError(
@@ -303,15 +325,15 @@ def _whole(config: HfDeepSpeedConfig, name: str) -> int | None:
     if value in (None, AUTO):
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigurationError(f"{config.shown(name)} takes a whole number of at least 1.")
+        raise ConfigurationError(f"{config.shown(name)} must be an integer of at least 1.")
     return value
 
 
-# --- what follows from the model, the optimizer and the scheduler ---------------------------------
+# --- values derived from the model, the optimizer and the scheduler -------------------------------
 
 
 def resolve_sizes(config: HfDeepSpeedConfig, model: Any) -> None:
-    """Resolve the bucket sizes of stage 3 by the model's hidden size."""
+    """Resolve the bucket sizes of stage 3 from the model's hidden size."""
     hidden = hidden_size(model)
     square = hidden * hidden if hidden is not None else 0
     for key, size in (
@@ -322,13 +344,15 @@ def resolve_sizes(config: HfDeepSpeedConfig, model: Any) -> None:
         name = f"zero_optimization.{key}"
         if config.is_auto(name) and hidden is None:
             config.del_config_sub_tree(name)
-            config.provenance[name] = "left to DeepSpeed: the model's config has no hidden_size"
+            config.provenance[name] = (
+                "DeepSpeed's default, because the model's config has no hidden_size"
+            )
         elif config.is_auto(name):
-            config.set_value(name, size, f"from the model's hidden size of {hidden}")
+            config.set_value(name, size, f"from the model's hidden size, {hidden}")
 
 
 def hidden_size(model: Any) -> int | None:
-    """Return `hidden_size` of a model's config, the largest of `hidden_sizes`, else None."""
+    """Return `hidden_size` from a model's config, or the largest of `hidden_sizes`, or None."""
     config = getattr(model, "config", None)
     for one in (config, getattr(config, "text_config", None)):
         size, sizes = getattr(one, "hidden_size", None), getattr(one, "hidden_sizes", None)
@@ -342,24 +366,24 @@ def hidden_size(model: Any) -> int | None:
 def resolve_optimizer(
     config: HfDeepSpeedConfig, optimizer: Any, scheduler: Any, data_ranks: int, split: bool
 ) -> None:
-    """Resolve the sections `optimizer` and `scheduler` by their stand-ins.
+    """Resolve the sections `optimizer` and `scheduler` from `DummyOptim` and `DummyScheduler`.
 
     Args:
-        data_ranks: by how many a stand-in's numbers of steps are divided, unless batches are
-            split among the ranks.
+        data_ranks: the numbers of steps in `DummyScheduler` are divided by this, unless `split`.
+        split: whether batches are split over ranks.
     """
     dummy = optimizer if isinstance(optimizer, DummyOptim) else None
     makes = dummy is not None and dummy.optimizer_callable is not None
     if config.has("optimizer"):
         if optimizer is not None and dummy is None:
             raise ConfigurationError(
-                f"{config.origin} has an optimizer, and prepare got a "
-                f"{type(optimizer).__name__}, too: remove one, or prepare DummyOptim(parameters)."
+                f"{config.origin} has an optimizer, but prepare also received a "
+                f"{type(optimizer).__name__}. Remove one of them, or prepare DummyOptim(parameters)."
             )
         if makes:
             raise ConfigurationError(
-                f"{config.origin} has an optimizer, and DummyOptim an optimizer_callable, too: "
-                "remove one."
+                f"{config.origin} has an optimizer, but DummyOptim also has an optimizer_callable. "
+                "Remove one of them."
             )
         known: dict[str, Any] = {}
         if dummy is not None:
@@ -367,8 +391,8 @@ def resolve_optimizer(
         _fill(config, "optimizer", known, "DummyOptim")
     elif dummy is not None and not makes:
         raise ConfigurationError(
-            f"DummyOptim stands for the optimizer of a DeepSpeed config, and {config.origin} has "
-            "none: add the section, or prepare a torch optimizer."
+            "DummyOptim is a placeholder for the optimizer in a DeepSpeed config, but "
+            f"{config.origin} has no section optimizer. Add one, or prepare a torch optimizer."
         )
     if dummy is None:
         there = getattr(optimizer, "defaults", {}).get("lr")
@@ -384,21 +408,22 @@ def _resolve_scheduler(config: HfDeepSpeedConfig, scheduler: Any, lr: Any, parts
     if config.has("scheduler"):
         if (scheduler is not None and dummy is None) or makes:
             raise ConfigurationError(
-                f"{config.origin} has a scheduler, and prepare got one, too: remove one, or "
-                "prepare DummyScheduler(optimizer)."
+                f"{config.origin} has a scheduler, but prepare also received one. Remove one of "
+                "them, or prepare DummyScheduler(optimizer)."
             )
         known = {"warmup_min_lr": 0.0, "warmup_max_lr": lr, "cycle_max_lr": lr}
         if dummy is not None:
             known |= dummy.kwargs
-            # DeepSpeed takes 2 for 1, and refuses 0.
+            # DeepSpeed replaces 1 by 2, and rejects 0.
             known["warmup_num_steps"] = max(1, math.ceil(dummy.warmup_num_steps / parts))
             if dummy.total_num_steps is not None:
                 known["total_num_steps"] = math.ceil(dummy.total_num_steps / parts)
         _fill(config, "scheduler", known, "DummyScheduler")
     elif dummy is not None and not makes:
         raise ConfigurationError(
-            f"DummyScheduler stands for the scheduler of a DeepSpeed config, and {config.origin} "
-            "has none: add the section, give lr_scheduler_callable, or prepare a torch scheduler."
+            "DummyScheduler is a placeholder for the scheduler in a DeepSpeed config, but "
+            f"{config.origin} has no section scheduler. Add one, pass lr_scheduler_callable, or "
+            "prepare a torch scheduler."
         )
 
 
@@ -407,41 +432,47 @@ def _fill(config: HfDeepSpeedConfig, section: str, known: dict[str, Any], by: st
         name = f"{section}.params.{key}"
         if value == AUTO and known.get(key) is None:
             raise ConfigurationError(
-                f'{name} is "auto" in {config.origin}, and no {by} says what it is: write a value.'
+                f'{name} is "auto" in {config.origin}, but there is no {by} with a value for it. '
+                "Write a value into the config."
             )
         if value == AUTO:
             config.set_value(name, known[key], by)
 
 
-#: Values of DeepSpeed's own for which "auto" is a meaning.
+#: Prefixes of settings for which DeepSpeed itself supports "auto".
 _ITS_OWN = ("data_types.", "expert_parallel.", "elasticity.", "autotuning.", "tensor_parallel.")
 
 
 def resolve_rest(config: HfDeepSpeedConfig) -> None:
-    """Refuse what is still "auto"."""
+    """Check that no value is still "auto".
+
+    Raises:
+        ConfigurationError: there is one, which DeepSpeed does not support.
+    """
     for name in config.autos():
         if not name.startswith(_ITS_OWN):
             raise ConfigurationError(
-                f'{name} is "auto" in {config.origin}, and nothing says what it is: write a value.'
+                f'{name} is "auto" in {config.origin}, but it cannot be derived from the run. Write '
+                "a value into the config."
             )
 
 
 def resolve_engine(config: HfDeepSpeedConfig, prepared: bool) -> None:
-    """Set what this backend needs of the engine: its `step()` is the boundary."""
+    """Set the options that this backend needs, so that `step()` ends an accumulation cycle."""
     name = "managed_gradient_accumulation"
     if config.is_true(name):
         raise ConfigurationError(
-            f"{config.shown(name)} lets DeepSpeed count micro-batches; here the loop says when to "
-            "step. Leave it out."
+            f"{config.shown(name)} is not supported. It makes DeepSpeed count micro-batches, but "
+            "here the training loop determines when to step. Leave it out."
         )
-    config.set_value(name, False, "the loop says when to step")
+    config.set_value(name, False, "the training loop determines when to step")
     overlap = "zero_optimization.overlap_comm"
     if config.stage == 1 and config.is_true(overlap):
         raise ConfigurationError(
-            f"{config.shown(overlap)} cannot be with stage 1 and a loop that says when to step; "
-            "use stage 2, or leave it out."
+            f"{config.shown(overlap)} is not supported with stage 1, because the training loop "
+            "determines when to step. Use stage 2, or leave it out."
         )
     if prepared and not config.has("zero_allow_untested_optimizer"):
         config.set_value("zero_allow_untested_optimizer", True, "an optimizer was prepared")
     if not config.has("steps_per_print"):
-        config.set_value("steps_per_print", 2**31, "progress is the loop's to print")
+        config.set_value("steps_per_print", 2**31, "the training loop prints progress")

@@ -1,4 +1,4 @@
-"""The backend: DeepSpeed's engine owns reduction, clipping and the step; the loop stays as it is."""
+"""The deepspeed backend. DeepSpeed's engine does reduction, clipping and the optimizer step."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ from accelerate_deepspeed.settings import (
     tell_transformers,
 )
 
-#: Picks parameters that train in C: clipping asks in every step.
+#: Filters trainable parameters in C, because clipping does it in every step.
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class DeepSpeedBackend(Backend):
-    """Trains models in DeepSpeed engines, ZeRO stages 0 to 3."""
+    """Train models in DeepSpeed engines, with ZeRO stages 0 to 3."""
 
     name = "deepspeed"
     api_version = (1, 0)
@@ -98,19 +98,19 @@ class DeepSpeedBackend(Backend):
         for plugin in self.plugins.values():
             automatic.resolve_fields(plugin)
         self._selected = next(iter(self.plugins))
-        #: Engines that train.
+        #: The engines that train.
         self.engines = Engines()
         self._deepspeed: Any = None
         self._ulysses: TransformersUlysses | None = None
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
-        """The plugin that the next model is prepared with."""
+        """The plugin for the models that are prepared next."""
         return self.plugins[self._selected]
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
-        """Claim what asks for DeepSpeed."""
+        """Claim the run if DeepSpeed was requested."""
         for name in ("deepspeed_plugin", "deepspeed_plugins"):
             if request.arguments.get(name) is not None:
                 return Claim(60, f"{name} was passed")
@@ -121,12 +121,12 @@ class DeepSpeedBackend(Backend):
         return None
 
     def core_defaults(self) -> Mapping[str, Any]:
-        """Take accumulation, precision and parallel dimensions from DeepSpeed's config.
+        """Return accumulation steps, precision and parallel dimensions from DeepSpeed's config.
 
-        Schedulers move once per optimizer step.
+        The default for schedulers is to move once per optimizer step.
         """
         config = self.plugin.hf_ds_config
-        # DeepSpeed's users count a schedule in optimizer steps.
+        # With DeepSpeed, schedules are usually defined in optimizer steps.
         found: dict[str, Any] = {"scheduler_steps": "per_step"}
         if (steps := automatic.accumulation_of(config)) is not None:
             found["gradient_accumulation_steps"] = steps
@@ -138,22 +138,26 @@ class DeepSpeedBackend(Backend):
         return found
 
     def check(self, setup: SetupView) -> None:
-        """Refuse what contradicts the Accelerator, or what DeepSpeed gets wrong."""
+        """Check the plugins' configs against the settings of the Accelerator.
+
+        Raises:
+            ConfigurationError: they contradict each other, or DeepSpeed does not support them.
+        """
         steps = setup.provenance["gradient_accumulation_steps"]
         precision = setup.mixed_precision
         origin = setup.provenance["mixed_precision"].origin
-        does: set[bool] = set()
+        own_precision: set[bool] = set()
         for plugin in self.plugins.values():
             config = plugin.hf_ds_config
-            does.add(automatic.resolve_precision(config, precision, origin, self._scaling))
+            own_precision.add(automatic.resolve_precision(config, precision, origin, self._scaling))
             automatic.check_accumulation(config, steps)
             self._check_parallel(setup.parallelism_config, config)
-        if len(does) > 1:
+        if len(own_precision) > 1:
             raise ConfigurationError(
-                "Of several DeepSpeed plugins one leaves precision to the core and another one "
-                "does not; let all their configs say the same about fp16 and bf16."
+                "Some DeepSpeed plugins use DeepSpeed's own fp16 or bf16, and others don't. Use the "
+                "same settings of fp16 and bf16 in all their configs."
             )
-        if True in does:
+        if True in own_precision:
             self.owns = frozenset({*self.owns, "precision"})  # type: ignore[misc]
 
     def _check_parallel(self, sizes: Any, config: HfDeepSpeedConfig) -> None:
@@ -161,15 +165,15 @@ class DeepSpeedBackend(Backend):
         there = config.get_value(name)
         if isinstance(there, int) and there > 1 and there != tensor:
             raise ConfigurationError(
-                f"tp_size={tensor} of parallelism_config contradicts {config.shown(name)}. Remove "
+                f"tp_size={tensor} in parallelism_config contradicts {config.shown(name)}. Remove "
                 "one of them."
             )
         if tensor > 1:
             config.set_value(name, tensor, "tp_size of parallelism_config")
             if sizes.tp_handler is not None and sizes.tp_handler.plan is not None:
                 raise ConfigurationError(
-                    "A plan in TorchTensorParallelConfig is for torch's tensor parallelism; with "
-                    "DeepSpeed say it in tensor_parallel.partition_config of its config."
+                    "The plan in TorchTensorParallelConfig is for torch's tensor parallelism. With "
+                    "DeepSpeed, set tensor_parallel.partition_config in its config instead."
                 )
         handler = sizes.sp_handler
         if handler is None and sizes.sp_size > 1:
@@ -178,30 +182,33 @@ class DeepSpeedBackend(Backend):
             sizes.sp_handler = handler
         if handler is not None and not isinstance(handler, DeepSpeedSequenceParallelConfig):
             raise ConfigurationError(
-                "sp_handler takes a DeepSpeedSequenceParallelConfig with this backend, not "
-                f"{type(handler).__name__}."
+                "With the backend deepspeed, sp_handler must be a DeepSpeedSequenceParallelConfig, "
+                f"not a {type(handler).__name__}."
             )
         if sizes.sp_size == 1:
             return
         scatter = "zero_optimization.reduce_scatter"
         if config.stage == 3 and config.is_false(scatter):
             raise ConfigurationError(
-                f"{config.shown(scatter)} at stage 3 with sp_size adds up the gradients of small "
-                "buckets and averages those of large ones: leave it out."
+                f"{config.shown(scatter)} gives wrong gradients with stage 3 and sp_size, because "
+                "DeepSpeed then sums small buckets but averages large ones. Leave it out."
             )
         if tensor > 1:
-            raise ConfigurationError("sp_size and tp_size cannot both be above 1 with DeepSpeed.")
+            raise ConfigurationError(
+                f"sp_size={sizes.sp_size} and tp_size={tensor} cannot be combined with DeepSpeed. Set "
+                "one of them to 1."
+            )
         if sizes.sp_backend not in (None, "deepspeed"):
             raise ConfigurationError(
-                f"sp_backend={sizes.sp_backend!r} is not of this backend; leave it out."
+                f"sp_backend={sizes.sp_backend!r} is for another backend. Leave it out."
             )
 
     def distributed_type(self, accelerator: AcceleratorView) -> str:
-        """`DEEPSPEED`."""
+        """Return `DEEPSPEED`."""
         return "DEEPSPEED"
 
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
-        """Serve the plugins, and the choice among them."""
+        """Provide the plugins, and functions to select one."""
         trained = self.engines.trained
         wrapped = DeepSpeedEngineWrapper(trained[-1].engine) if trained else None
         return {
@@ -210,15 +217,15 @@ class DeepSpeedBackend(Backend):
             "deepspeed_plugins": self.plugins if self._several else self.plugin,
             "select_deepspeed_plugin": self.select,
             "get_deepspeed_plugin": self.get,
-            # A prepared loader cuts its batches along the sequence as they are read.
+            # A prepared loader already splits batches along the sequence.
             "deepspeed_ulysses_dl_adapter": lambda loader, model=None: loader,
         }
 
     def select(self, name: str) -> None:
-        """Prepare models with another one of the plugins from now on.
+        """Use another plugin for models that are prepared from now on.
 
         Raises:
-            ConfigurationError: there is none of that name.
+            ConfigurationError: there is no plugin with that name.
         """
         self.get(name)
         self._selected = name
@@ -228,29 +235,30 @@ class DeepSpeedBackend(Backend):
         """Return a plugin by name.
 
         Raises:
-            ConfigurationError: there is none of that name.
+            ConfigurationError: there is no plugin with that name.
         """
         if name not in self.plugins:
             raise ConfigurationError(
-                f"There is no DeepSpeed plugin {name!r}; there are {listing(self.plugins)}."
-                f"{did_you_mean(str(name), self.plugins)}"
+                f"There is no DeepSpeed plugin named {name!r}. The plugins are "
+                f"{listing(self.plugins)}.{did_you_mean(str(name), self.plugins)}"
             )
         return self.plugins[name]
 
     # --- start --------------------------------------------------------------------------------
 
     def on_start(self, accelerator: AcceleratorView) -> None:
-        """Import deepspeed, let it use the process group, and check configs with its own models.
+        """Import deepspeed, connect it to the process group, and validate configs with its own code.
 
         Raises:
-            ConfigurationError: the device has no fp16, or a config does not fit its own model.
+            ConfigurationError: the device does not support fp16, or a config is invalid.
         """
         self._deepspeed = library.connect(accelerator)
         device = self._deepspeed.accelerator.get_accelerator()
         if accelerator.mixed_precision == "fp16" and not device.is_fp16_supported():
             raise ConfigurationError(
-                f"DeepSpeed has no fp16 on {accelerator.device.type}; use mixed_precision='bf16' or "
-                f"'no' (it is from {accelerator.provenance['mixed_precision'].origin})."
+                f"mixed_precision='fp16' (from {accelerator.provenance['mixed_precision'].origin}) "
+                f"is not supported by DeepSpeed on this {accelerator.device.type}. Use 'bf16' or "
+                "'no'."
             )
         for plugin in self.plugins.values():
             library.check_sections(plugin.hf_ds_config)
@@ -261,11 +269,11 @@ class DeepSpeedBackend(Backend):
             self._ulysses = TransformersUlysses(sizes, accelerator.process_index)
 
     def on_free(self, accelerator: AcceleratorView) -> None:
-        """Destroy the engines: their hooks hold them, whoever lets go of them."""
+        """Destroy the engines, which their hooks would otherwise keep alive."""
         self.engines.destroy()
 
     def on_end(self, accelerator: AcceleratorView) -> None:
-        """Leave the environment and Transformers as they were; take the engines' hooks off."""
+        """Remove the engines' hooks, and restore the environment and Transformers."""
         self.engines.end()
         library.disconnect()
         tell_transformers(None)
@@ -275,14 +283,14 @@ class DeepSpeedBackend(Backend):
     def feed_device(
         self, accelerator: AcceleratorView, batches: Iterator[Any], non_blocking: bool
     ) -> Iterator[Any]:
-        """Move batches to the device, cut along the sequence with `sp_size`."""
+        """Move batches to the device. With `sp_size`, split them along the sequence."""
         if self._ulysses is None and accelerator.device.type == "cpu":
-            return batches  # they are in place already
+            return batches  # they are already on the device
         moved = super().feed_device(accelerator, batches, non_blocking)
         return moved if self._ulysses is None else self._ulysses.shard(moved)
 
     def init_model_context(self, accelerator: AcceleratorView) -> AbstractContextManager[Any]:
-        """Shard parameters while models are made, with stage 3 and `zero3_init_flag`."""
+        """With stage 3 and `zero3_init_flag`, shard parameters while models are created."""
         context: AbstractContextManager[Any] = nullcontext()
         if self.plugin.is_zero3_init_enabled():
             config = self.plugin.hf_ds_config.known_by_now().config
@@ -290,7 +298,7 @@ class DeepSpeedBackend(Backend):
         return context
 
     def classify(self, accelerator: AcceleratorView, obj: Any) -> str | None:
-        """Recognise the stand-ins."""
+        """Recognise `DummyOptim` and `DummyScheduler`."""
         if isinstance(obj, DummyOptim):
             return "optimizer"
         return "scheduler" if isinstance(obj, DummyScheduler) else None
@@ -298,7 +306,7 @@ class DeepSpeedBackend(Backend):
     # --- prepare ------------------------------------------------------------------------------
 
     def prepare(self, accelerator: AcceleratorView, plan: Any) -> None:
-        """Build an engine for each model with something to train."""
+        """Create an engine for each model that trains."""
         plan.rebind()
         jobs = assign(plan)
         sizes = self._sizes(accelerator, plan)
@@ -325,16 +333,14 @@ class DeepSpeedBackend(Backend):
     def _needs_engine(self, accelerator: AcceleratorView, job: Job) -> bool:
         model, config = job.model.value, self.plugin.hf_ds_config
         if isinstance(model, self._deepspeed.DeepSpeedEngine):
-            raise PrepareError(
-                "The model is a DeepSpeedEngine already; pass the module inside of it."
-            )
+            raise PrepareError("The model is already a DeepSpeedEngine. Pass its .module instead.")
         to_train = trains_something(model) and not job.model.evaluation_mode
         if job.optimizer is not None or config.is_zero3() or (to_train and config.has("optimizer")):
             return True
         if to_train:
             accelerator.warn_once(
-                f"{type(model).__name__} was prepared without an optimizer, so it is not trained "
-                "by DeepSpeed; pass both in one call: prepare(model, optimizer)."
+                f"{type(model).__name__} was prepared without an optimizer, so DeepSpeed does not "
+                "train it. Pass both in the same call: prepare(model, optimizer)."
             )
         return False
 
@@ -348,7 +354,7 @@ class DeepSpeedBackend(Backend):
             origin = self.plugin.hf_ds_config.where("gradient_accumulation_steps")
         return automatic.RunSizes(
             data_ranks=count,
-            # Ulysses tells DeepSpeed of its groups; of a tensor parallel one it counts each rank.
+            # DeepSpeed knows the groups of Ulysses, but counts each rank of a tensor parallel group.
             all_ranks=count if self._ulysses is not None else accelerator.num_processes,
             accumulation=there or accelerator.gradient_accumulation_steps,
             accumulation_origin=origin,
@@ -356,7 +362,7 @@ class DeepSpeedBackend(Backend):
         )
 
     def unwrap_model(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
-        """Return the module inside of the engine."""
+        """Return the module inside the engine."""
         if self._deepspeed is not None and isinstance(model, self._deepspeed.DeepSpeedEngine):
             inner: nn.Module = model.module
             return inner
@@ -367,7 +373,7 @@ class DeepSpeedBackend(Backend):
     def autocast(
         self, accelerator: AcceleratorView, model: nn.Module | None, settings: Any
     ) -> AbstractContextManager[Any]:
-        """Leave precision to the engine where it does it."""
+        """Return the core's autocast, unless the engine handles precision itself."""
         if "precision" in self.owns:
             return nullcontext()
         return super().autocast(accelerator, model, settings)
@@ -375,35 +381,36 @@ class DeepSpeedBackend(Backend):
     def backward(
         self, accelerator: AcceleratorView, loss: torch.Tensor, kwargs: dict[str, Any]
     ) -> None:
-        """Run backward of the engines the loss comes from; the core has divided it."""
+        """Run backward through the engines on which the loss depends. It is already divided."""
         found = self.engines.of_loss(loss)
         if not found:
             super().backward(accelerator, loss, kwargs)
             return
         if not kwargs.get("scale_wrt_gas", True):
-            # Never: who passes it has divided, as Transformers' Trainer does.
+            # We never divide. Callers that pass False, such as Transformers' Trainer, have divided.
             del kwargs["scale_wrt_gas"]
         if unknown := kwargs.keys() - {"retain_graph"}:
             raise ConfigurationError(
-                f"backward({min(unknown)}=...) is not possible with DeepSpeed, which takes "
-                "retain_graph and scale_wrt_gas=False only."
+                f"backward({min(unknown)}=...) is not supported with DeepSpeed. It only supports "
+                "retain_graph and scale_wrt_gas=False."
             )
         if self._ulysses is not None and found[0].stage < 3:
-            # Stages 0 to 2 add the parts of a sequence up, stage 3 takes their mean, as here.
+            # Stages 0 to 2 sum the gradients of the parts of a sequence, but we need their mean, as
+            # stage 3 computes it.
             loss = loss / self._ulysses.size
         if len(found) > 1:
             use_smallest_scale(found)
         for one in found:
             if one.reduced:
-                one.begun()
+                one.begin_backward()
             one.dirty = True
             one.backward_ended = False
-        # The first engine scales the loss; the hooks of the others know that it is done.
+        # Only the first engine scales the loss.
         first, *others = found
         if others:
             first, *others = sorted(found, key=lambda one: one.stage)
         if first.stage == 0 and first.scales and first.loss_scale != 1.0:
-            # DeepSpeed divides gradients by it, and has not multiplied.
+            # With stage 0, DeepSpeed divides gradients by the scale without multiplying the loss.
             loss = loss.float() * first.loss_scale
         if not others:
             first.engine.backward(loss, scale_wrt_gas=False, **kwargs)
@@ -421,7 +428,7 @@ class DeepSpeedBackend(Backend):
     def scale_gradients(
         self, accelerator: AcceleratorView, models: Sequence[nn.Module], factor: torch.Tensor
     ) -> None:
-        """Multiply each rank's part of the gradients."""
+        """Multiply the gradients by `factor`."""
         for model in models:
             one = self.engines.of(model)
             if one is not None:
@@ -435,7 +442,7 @@ class DeepSpeedBackend(Backend):
         norm_type: float,
         clip_value: float | None,
     ) -> Any:
-        """Have the coming step clip, and return the norm at hand over all ranks."""
+        """Clip gradients in the next step, and return their norm over all ranks now."""
         what = "clip_grad_norm_" if clip_value is None else "clip_grad_value_"
         found = self._engines_of(what, parameters)
         if not found:
@@ -452,8 +459,8 @@ class DeepSpeedBackend(Backend):
     ) -> torch.Tensor:
         if norm_type not in (2, float("inf")):
             raise ConfigurationError(
-                f"clip_grad_norm_(norm_type={norm_type}) is not possible with DeepSpeed, which "
-                "measures gradients in the 2-norm and the largest element (inf)."
+                f"clip_grad_norm_(norm_type={norm_type}) is not supported with DeepSpeed. It only "
+                "supports norm_type=2 and inf."
             )
         for one in found:
             there = one.configured_norm
@@ -465,7 +472,7 @@ class DeepSpeedBackend(Backend):
                     "in the config."
                 )
         each = []
-        for one in found:  # a comprehension is a call more
+        for one in found:  # a comprehension would add a call
             each.append(one.norm(float(norm_type)))
         total = each[0]
         if len(each) > 1:
@@ -473,7 +480,7 @@ class DeepSpeedBackend(Backend):
             total = torch.linalg.vector_norm(norms, norm_type)
         if norm_type == 2:
             for one, norm in zip(found, each, strict=True):
-                # A part of the whole is clipped to its part of the limit.
+                # Each engine clips to its share of the limit.
                 share = float(norm / total.clamp(min=1e-12)) if len(each) > 1 else 1.0
                 one.clip(max_norm * max(share, 1e-12))
         else:
@@ -492,47 +499,54 @@ class DeepSpeedBackend(Backend):
                 continue
             if here < len(own):
                 raise ConfigurationError(
-                    f"{what} got {here} of {len(own)} parameters of "
-                    f"{type(one.engine.module).__name__}; DeepSpeed keeps the gradients of a model "
-                    "together, so pass model.parameters()."
+                    f"{what} received {here} of {len(own)} parameters of "
+                    f"{type(one.engine.module).__name__}, but with DeepSpeed all gradients of a "
+                    "model must be clipped together. Pass model.parameters()."
                 )
             if not one.dirty:
-                raise ConfigurationError(f"{what} without a backward since the last step.")
+                raise ConfigurationError(
+                    f"{what} was called without a backward since the last step, so there are no "
+                    "gradients."
+                )
             found.append(one)
         return found
 
     def optimizer_step(
         self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
-        """Step the engine; False if gradients overflowed."""
+        """Step the engine. Returns False if gradients overflowed."""
         one = self.engines.of(optimizer)
         if one is None:
             return super().optimizer_step(accelerator, optimizer, closure)
         if closure is not None:
-            raise ConfigurationError("A closure cannot be used with DeepSpeed.")
+            raise ConfigurationError(
+                "optimizer.step(closure) is not supported with DeepSpeed. Call backward before step."
+            )
         if not one.dirty:
-            accelerator.warn_once("optimizer.step() without a backward before it does nothing.")
+            accelerator.warn_once(
+                "optimizer.step() has no effect, because there was no backward since the last step."
+            )
             return True
         return one.step()
 
     def zero_grad(self, accelerator: AcceleratorView, optimizer: Any, set_to_none: bool) -> None:
-        """Drop gradients that no step has used; a step has cleared its own."""
+        """Drop gradients that no step has used. A step clears its own."""
         one = self.engines.of(optimizer)
         if one is None:
             super().zero_grad(accelerator, optimizer, set_to_none)
         elif one.dirty:
             one.drop()
 
-    # --- keep ---------------------------------------------------------------------------------
+    # --- checkpoints --------------------------------------------------------------------------
 
     def save_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any], later: bool
     ) -> Callable[[], None] | None:
-        """Write each engine with DeepSpeed's own writer; models without an engine as tensors."""
+        """Write engines with DeepSpeed's own writer, and models without an engine as tensors."""
         if later:
             accelerator.warn_once(
-                "DeepSpeed writes its checkpoints while training waits: blocking=False has no "
-                "effect on them."
+                "blocking=False has no effect on DeepSpeed's checkpoints, which cannot be written "
+                "in the background."
             )
         checkpoint.save(accelerator, directory, options)
         return None
@@ -540,7 +554,7 @@ class DeepSpeedBackend(Backend):
     def load_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
     ) -> None:
-        """Read what `save_state` wrote, on any number of ranks."""
+        """Read a checkpoint, which may have been saved with another number of ranks."""
         for one in self.engines.trained:
             one.drop()
         checkpoint.load(accelerator, directory, options)
@@ -548,7 +562,7 @@ class DeepSpeedBackend(Backend):
     def pending_gradients(
         self, accelerator: AcceleratorView, model: nn.Module, parameters: Collection[torch.Tensor]
     ) -> Mapping[str, torch.Tensor]:
-        """Return what the engine has accumulated on this rank."""
+        """Return the gradients that the engine has accumulated on this rank."""
         one = self.engines.of(model)
         if one is None:
             return super().pending_gradients(accelerator, model, parameters)
@@ -561,7 +575,7 @@ class DeepSpeedBackend(Backend):
         gradients: Mapping[str, torch.Tensor],
         factor: float | None,
     ) -> None:
-        """Put it back into the engine."""
+        """Restore the gradients in the engine."""
         one = self.engines.of(model)
         if one is None:
             super().load_pending_gradients(accelerator, model, gradients, factor)
@@ -569,7 +583,7 @@ class DeepSpeedBackend(Backend):
             accumulated.write(one, gradients)
 
     def consolidate(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
-        """Return the whole state dict on rank 0, with stage 3 an empty one elsewhere."""
+        """Return the whole state dict. With stage 3, it is empty on all ranks but rank 0."""
         return checkpoint.whole_state(accelerator, model)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of engines, by DeepSpeed's own code, inside of the directory of a `save_state`."""
+"""Checkpoints of engines, written with DeepSpeed's own code into the directory of `save_state`."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ _NOTE = "engines.json"
 
 
 def _engines(accelerator: AcceleratorView) -> Sequence[Any]:
-    """Return the prepared models: DeepSpeed's engines, which are untyped, and models without one."""
+    """Return the prepared models. Those with an engine are engines, which are untyped."""
     return accelerator.models
 
 
 def whole_state(accelerator: AcceleratorView, model: Any) -> dict[str, Any]:
-    """Return a model's whole state dict; with stage 3 rank 0's only."""
+    """Return a model's whole state dict. With stage 3, it is empty on all ranks but rank 0."""
     partitioned = getattr(model, "zero_optimization_partition_weights", None)
     if partitioned is not None and partitioned():
-        # Whatever its name says, the dtype is that of the parameters.
+        # Despite its name, it returns the parameters in their own dtype.
         return dict(model._zero3_consolidated_16bit_state_dict() or {})
     return dict(accelerator.unwrap_model(model).state_dict())
 
 
 def save(accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]) -> None:
-    """Write engines with `save_checkpoint`, other models as tensors.
+    """Write engines with `save_checkpoint`, and other models as tensors.
 
-    A rank that cannot write goes on to where the others wait, and fails then.
+    A rank that fails to write raises the error after all ranks have finished, so that none hangs.
     """
     _known("save_state", options, _SAVE_OPTIONS)
     if accelerator.is_main_process:
         directory.mkdir(parents=True, exist_ok=True)
     accelerator.wait_for_everyone()
-    told: list[dict[str, Any]] = []
-    trouble: BaseException | None = None
+    entries: list[dict[str, Any]] = []
+    failure: BaseException | None = None
     for index, model in enumerate(_engines(accelerator)):
-        told.append({"engine": _trains(model)})
+        entries.append({"engine": _trains(model)})
         if not _trains(model):
             state = whole_state(accelerator, model)
             if accelerator.is_main_process:
@@ -66,35 +66,38 @@ def save(accelerator: AcceleratorView, directory: Path, options: Mapping[str, An
             model.save_checkpoint(
                 str(directory), tag=f"engine_{index}", client_state={}, save_latest=False, **options
             )
-        trouble = trouble or files.trouble
-        told[-1] |= _layout(model)
-    if trouble is not None:
-        raise trouble
+        failure = failure or files.failure
+        entries[-1] |= _layout(model)
+    if failure is not None:
+        raise failure
     if accelerator.is_main_process:
-        (directory / _NOTE).write_text(json.dumps({"models": told}, indent=1))
+        (directory / _NOTE).write_text(json.dumps({"models": entries}, indent=1))
 
 
 def load(accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]) -> None:
-    """Read what `save` wrote; on another number of ranks by the universal form."""
+    """Read what `save` wrote, through the universal format if the number of ranks differs."""
     _known("load_state", options, _LOAD_OPTIONS)
     try:
-        told = json.loads((directory / _NOTE).read_text())["models"]
+        entries = json.loads((directory / _NOTE).read_text())["models"]
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{directory} has no {_NOTE}: it was not written with DeepSpeed ({error})."
+            f"{directory} was not saved with DeepSpeed: {_NOTE} cannot be read ({error})."
         ) from None
-    if len(told) != len(_engines(accelerator)):
+    if len(entries) != len(_engines(accelerator)):
         raise CheckpointError(
-            f"{directory} has {len(told)} models, and {len(_engines(accelerator))} are prepared."
+            f"{directory} has {len(entries)} models, but {len(_engines(accelerator))} are prepared."
         )
     names = {"load_optimizer_states", "load_module_only"} & options.keys()
     strict = bool(options.get("load_module_strict", options.get("strict", True)))
     arguments = {name: options[name] for name in names} | {"load_module_strict": strict}
-    for index, (model, saved) in enumerate(zip(_engines(accelerator), told, strict=True)):
+    for index, (model, saved) in enumerate(zip(_engines(accelerator), entries, strict=True)):
         trains = _trains(model)
         if trains != saved["engine"]:
-            was = "was not" if trains else "was"
-            raise CheckpointError(f"Model {index} of {directory} {was} trained by an engine.")
+            was, now = ("was not", "is") if trains else ("was", "is not")
+            raise CheckpointError(
+                f"Model {index} of {directory} {was} trained by a DeepSpeed engine when it was "
+                f"saved, but {now} now. Prepare it in the same way as before."
+            )
         if not trains:
             _load_plain(accelerator, model, read_file(directory / f"model_{index}.pt"), strict)
             continue
@@ -111,7 +114,7 @@ def load(accelerator: AcceleratorView, directory: Path, options: Mapping[str, An
                     _load_engine(model, folder, tag, arguments)
                 finally:
                     model._config.load_universal_checkpoint = False
-                # The universal form has what the optimizer holds, and nothing else.
+                # The universal format only contains parameters that the optimizer has.
                 _load_others(accelerator, model, beside_the_optimizer(directory / tag))
 
 
@@ -120,7 +123,7 @@ def _trains(model: Any) -> bool:
 
 
 def _layout(engine: Any) -> dict[str, int]:
-    """Return what has to be alike for an engine's files to be read as they are."""
+    """Return the values that must be equal to load an engine's files without conversion."""
     return {
         "stage": int(engine.zero_optimization_stage()),
         "data_ranks": int(engine.dp_world_size),
@@ -132,7 +135,7 @@ def _known(what: str, options: Mapping[str, Any], known: tuple[str, ...]) -> Non
     for name in options:
         if name not in known:
             raise ConfigurationError(
-                f"{what}({name}=...) is not known with DeepSpeed, which takes {listing(known)}."
+                f"{what}({name}=...) is not supported with DeepSpeed. It supports {listing(known)}."
                 f"{did_you_mean(name, known)}"
             )
 
@@ -164,7 +167,7 @@ def _load_engine(engine: Any, directory: Path, tag: str, arguments: Mapping[str,
     with _checkpoint_engine(engine):
         path, _ = engine.load_checkpoint(str(directory), tag=tag, **arguments)
     if path is None:
-        raise CheckpointError(f"DeepSpeed has not found {directory / tag}.")
+        raise CheckpointError(f"DeepSpeed did not find the checkpoint {directory / tag}.")
 
 
 @contextmanager
@@ -175,33 +178,37 @@ def _universal(
     here: Mapping[str, int],
     saved: Mapping[str, int],
 ) -> Iterator[Path]:
-    """Have the checkpoint in the form that any number of ranks reads, beside it, for a while."""
+    """A context in which a temporary copy of the checkpoint exists in the universal format.
+
+    Raises:
+        CheckpointError: the stages are not compatible, or the conversion failed.
+    """
     stages = (saved["stage"], here["stage"])
     if stages[0] != stages[1] and not set(stages) <= {1, 2}:
         raise CheckpointError(
-            f"{directory.parent} was saved at ZeRO stage {stages[0]} on {saved['data_ranks']} "
-            f"ranks, and does not load at stage {stages[1]} on {here['data_ranks']}: go on at the "
-            "same stage (1 and 2 are alike), or start from its weights (accelerate-core deepspeed "
-            "consolidate)."
+            f"{directory.parent} was saved with ZeRO stage {stages[0]} on {saved['data_ranks']} "
+            f"ranks, and cannot be loaded with stage {stages[1]} on {here['data_ranks']} ranks. Use "
+            "the same stage (1 and 2 are compatible), or only load its weights after running "
+            "accelerate-core deepspeed consolidate."
         )
     accelerator.warn_once(
-        f"{directory.parent} was saved on {saved['data_ranks']} ranks at stage {saved['stage']}: "
-        "it is converted to DeepSpeed's universal form first."
+        f"{directory.parent} was saved on {saved['data_ranks']} ranks with stage {saved['stage']}. "
+        "It will be converted to DeepSpeed's universal format before it is loaded."
     )
     checkpoint = directory.parent
     token = accelerator.communicator.broadcast_object(secrets.token_hex(4))
     folder = checkpoint.parent / f".{checkpoint.name}.universal-{token}"
-    trouble: str | None = None
+    failure: str | None = None
     if accelerator.is_main_process:
         try:
             to_universal(directory / tag, folder / tag)
         except Exception as error:
-            trouble = f"{type(error).__name__}: {error}"
-    trouble = accelerator.communicator.broadcast_object(trouble)
+            failure = f"{type(error).__name__}: {error}"
+    failure = accelerator.communicator.broadcast_object(failure)
     try:
-        if trouble is not None:
+        if failure is not None:
             raise CheckpointError(
-                f"{checkpoint} could not be converted to DeepSpeed's universal form: {trouble}"
+                f"{checkpoint} could not be converted to DeepSpeed's universal format: {failure}"
             )
         yield folder
         accelerator.wait_for_everyone()
@@ -211,18 +218,22 @@ def _universal(
 
 
 def to_universal(source: Path, target: Path, workers: int = 1) -> None:
-    """Convert an engine's files to DeepSpeed's universal form, which any number of ranks reads."""
+    """Convert an engine's files to DeepSpeed's universal format, which any number of ranks can load.
+
+    Raises:
+        CheckpointError: the checkpoint has stage 0, or is damaged.
+    """
     for path in sorted(source.glob("*.pt")):
         check_file(path)
     if not list(source.glob("*_optim_states.pt")):
         raise CheckpointError(
-            f"{source} has no *_optim_states.pt: a checkpoint of stage 0 loads on any number of "
-            "ranks as it is."
+            f"{source} has no *_optim_states.pt, so it was saved with stage 0. It doesn't need to be "
+            "converted, because any number of ranks can load it."
         )
     from deepspeed.checkpoint import ds_to_universal
 
     target.mkdir(parents=True)
-    said = io.StringIO()
+    output = io.StringIO()
     arguments = argparse.Namespace(
         input_folder=str(source),
         output_folder=str(target),
@@ -232,21 +243,21 @@ def to_universal(source: Path, target: Path, workers: int = 1) -> None:
         strict=True,
         inject_missing_state=True,
     )
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(output):
         ds_to_universal.main(arguments)
 
 
 @contextmanager
 def _checkpoint_engine(engine: Any) -> Iterator[Any]:
-    """Let an engine write and read its files as a run can bear it.
+    """A context in which an engine reads and writes files safely.
 
-    A failure to write is kept for the end, so that no rank waits for one that left; what is read is
-    not unpickled.
+    If writing fails, the error is kept until the end, so that no other rank hangs. Reading only
+    unpickles classes on the allow-list.
     """
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     class Files(TorchCheckpointEngine):
-        trouble: BaseException | None = None
+        failure: BaseException | None = None
 
         def __init__(self) -> None:
             self.name = "accelerate"
@@ -261,8 +272,11 @@ def _checkpoint_engine(engine: Any) -> Iterator[Any]:
         def _try(self, act: Callable[[], None]) -> None:
             try:
                 act()
-            except (OSError, RuntimeError) as error:  # torch.save turns a full disk into the latter
-                self.trouble = self.trouble or error
+            except (
+                OSError,
+                RuntimeError,
+            ) as error:  # torch.save raises RuntimeError for a full disk
+                self.failure = self.failure or error
 
         def load(self, path: str, map_location: Any = None) -> Any:
             return read_file(path, "cpu" if map_location is None else map_location)

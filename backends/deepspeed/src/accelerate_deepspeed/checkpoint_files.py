@@ -1,6 +1,6 @@
-"""DeepSpeed's checkpoint files, read without unpickling anything but tensors and what they need.
+"""Read DeepSpeed's checkpoint files, unpickling only tensors and an allow-list of classes.
 
-Works where deepspeed is not installed: classes its files name are stood in for by empty ones.
+deepspeed doesn't need to be installed. Its classes in the files are then replaced by empty ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from accelerate_core.plugin import CheckpointError
 
 
 class _Opaque:
-    """Stands for an object of DeepSpeed that nobody here looks into."""
+    """Replaces an object of DeepSpeed whose contents are not needed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -34,7 +34,7 @@ class _Stage(int, Enum):
     weights = 3
 
 
-#: Classes that DeepSpeed puts into its files. They hold numbers, and run nothing when made.
+#: Classes that DeepSpeed stores in its files. They hold numbers and run no code when created.
 _NAMES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -44,7 +44,7 @@ _NAMES = (
 )
 
 
-#: Their containers.
+#: Containers in these files.
 _CONTAINERS = (OrderedDict, defaultdict, dict, set)
 
 
@@ -52,13 +52,17 @@ def _allowed() -> list[Any]:
     found: list[Any] = [*_CONTAINERS]
     for name in _NAMES:
         module, _, attribute = name.rpartition(".")
-        stand_in: Any = _Stage if attribute == "ZeroStageEnum" else _Opaque
-        found.append((getattr(sys.modules.get(module), attribute, stand_in), name))
+        substitute: Any = _Stage if attribute == "ZeroStageEnum" else _Opaque
+        found.append((getattr(sys.modules.get(module), attribute, substitute), name))
     return found
 
 
 def read_file(path: Path | str, map_location: Any = "cpu") -> Any:
-    """Return what a file holds; refuse objects that none of DeepSpeed's files have."""
+    """Read a file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or contains objects that are not on the allow-list.
+    """
     try:
         with torch.serialization.safe_globals(_allowed()):
             return torch.load(path, map_location=map_location, weights_only=True)
@@ -67,21 +71,26 @@ def read_file(path: Path | str, map_location: Any = "cpu") -> Any:
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{path} is damaged, or holds Python objects that are not unpickled: {first}"
+            f"{path} is damaged, or contains Python objects that are not unpickled: {first}"
         ) from None
 
 
 def check_file(path: Path) -> None:
-    """Refuse a file that DeepSpeed's own readers, which unpickle anything, must not see."""
+    """Check a file before DeepSpeed's own readers, which unpickle anything, read it.
+
+    Raises:
+        CheckpointError: the file is damaged, or contains objects that are not on the allow-list.
+    """
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     usual = {*_NAMES, *(f"{kind.__module__}.{kind.__name__}" for kind in _CONTAINERS)}
-    if strange := [name for name in named if name not in usual]:
-        raise CheckpointError(
-            f"{path} holds the Python object {strange[0]}, which is not unpickled."
-        )
+    for name in named:
+        if name not in usual:
+            raise CheckpointError(
+                f"{path} contains the Python object {name}, which is not unpickled."
+            )
 
 
 # --- weights in fp32 ------------------------------------------------------------------------------
@@ -90,12 +99,12 @@ def check_file(path: Path) -> None:
 def merge(directory: Path) -> dict[str, torch.Tensor]:
     """Return the whole weights of an engine's checkpoint in fp32, by name.
 
-    The layouts of the flat groups are those of DeepSpeed's `zero_to_fp32`: with stages 1 and 2 the
-    ranks' partitions of a group lie one after the other; with stage 3 each parameter is cut into as
-    many pieces as there are ranks.
+    The layout of the flat groups is the same as in DeepSpeed's `zero_to_fp32`. With stages 1 and 2,
+    a group is the concatenation of all ranks' partitions. With stage 3, each parameter is split into
+    one piece per rank.
 
     Args:
-        directory: with `*_model_states.pt` and, for stages 1 to 3, `*_optim_states.pt`.
+        directory: contains `*_model_states.pt` and, for stages 1 to 3, `*_optim_states.pt`.
 
     Raises:
         CheckpointError: files are missing, damaged, or of a kind that cannot be merged.
@@ -104,8 +113,8 @@ def merge(directory: Path) -> dict[str, torch.Tensor]:
     states = sorted(directory.glob("*_optim_states.pt"), key=_rank_of)
     if len({path.name[path.name.index("mp_rank_") :] for path in models}) > 1:
         raise CheckpointError(
-            f"{directory} is of several tensor parallel ranks; gather whole weights on the ranks "
-            "with save_model instead."
+            f"{directory} was saved by several tensor parallel ranks, which cannot be merged. Save "
+            "whole weights with accelerator.save_model during the run instead."
         )
     model = read_file(models[0])
     if not states:
@@ -116,14 +125,15 @@ def merge(directory: Path) -> dict[str, torch.Tensor]:
     expected = max(counts) if isinstance(counts, list | tuple) else int(counts)
     if len(optimizers) != expected:
         raise CheckpointError(
-            f"{directory} has {len(optimizers)} *_optim_states.pt of {expected}: files are missing."
+            f"{directory} has {len(optimizers)} of {expected} files *_optim_states.pt. The others "
+            "are missing."
         )
     module = _tensors(model.get("module") or {})
     if stage == 3:
         merged = _merge_3(model, optimizers) | _frozen_3(models)
         buffers = model.get("buffer_names") or ()
         merged |= {name: _fp32(module[name]) for name in buffers if name in module}
-    else:  # frozen parameters are in no group, and stage 1 keeps them with the model only
+    else:  # frozen parameters are in no group, and stage 1 only saves them with the model
         merged = _merge_12(model, optimizers)
         others = module | (model.get("frozen_param_fragments") or {})
         merged |= {name: _fp32(value) for name, value in others.items() if name not in merged}
@@ -135,7 +145,7 @@ def merge(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def beside_the_optimizer(directory: Path) -> dict[str, torch.Tensor]:
-    """Return the buffers and the frozen parameters of an engine's checkpoint, by name."""
+    """Return the buffers and frozen parameters in an engine's checkpoint, by name."""
     models = _model_files(directory)
     model = read_file(models[0])
     module = _tensors(model.get("module") or {})
@@ -150,11 +160,11 @@ def beside_the_optimizer(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def _model_files(directory: Path) -> list[Path]:
-    """Return the files that have what is beside the optimizer, those of rank 0 first."""
+    """Return the files with the model's state, sorted by rank."""
     found = sorted(directory.glob("*mp_rank_*_model_states.pt"), key=_rank_of)
     if not found:
         raise CheckpointError(
-            f"{directory} has no *_model_states.pt: it is no engine's checkpoint."
+            f"{directory} is not a checkpoint of a DeepSpeed engine: it has no *_model_states.pt."
         )
     return found
 
@@ -173,7 +183,7 @@ def _merge_3(model: dict[str, Any], optimizers: list[Any]) -> dict[str, torch.Te
 
 
 def _cut(flats: list[torch.Tensor], shapes: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Cut flat tensors, in which each parameter has an equal piece, into parameters by name."""
+    """Split flat tensors, which contain equal pieces of each parameter, into whole parameters."""
     found: dict[str, torch.Tensor] = {}
     offset = 0
     for name, shape in shapes.items():
@@ -181,7 +191,7 @@ def _cut(flats: list[torch.Tensor], shapes: dict[str, Any]) -> dict[str, torch.T
         end = offset - (-count // len(flats))
         if any(end > flat.numel() for flat in flats):
             raise CheckpointError(
-                f"The weights end before {name!r}: the files do not belong together."
+                f"The weights end before {name!r}, so the files are not from the same checkpoint."
             )
         pieces = [flat[offset:end] for flat in flats]
         whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -1,4 +1,4 @@
-"""`accelerate-core deepspeed`: show the config in force, and convert checkpoints."""
+"""The command `accelerate-core deepspeed`, which shows configs and converts checkpoints."""
 
 from __future__ import annotations
 
@@ -39,30 +39,32 @@ def _errors_shown() -> Iterator[None]:
 
 @click.group("deepspeed", context_settings=_HELP)
 def command() -> None:
-    """Show what DeepSpeed would be configured with; convert its checkpoints."""
+    """Show DeepSpeed's resolved config, and convert its checkpoints."""
 
 
 @command.command("show-config", context_settings=_HELP)
 @click.argument("config", required=False)
-@click.option("--zero_stage", type=int, help="as the field of DeepSpeedPlugin")
+@click.option("--zero_stage", type=int, help="zero_stage of DeepSpeedPlugin")
 @click.option("--mixed_precision", default=None, help="no, bf16 or fp16")
 @click.option("--gradient_accumulation_steps", type=click.IntRange(1), default=None)
 @click.option("--num_processes", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--micro_batch", type=click.IntRange(1), help="batch size of the loader, per process")
-@click.option("--hidden_size", type=click.IntRange(1), help="of the model's config")
-@click.option("--lr", type=float, help="where the config leaves it to DummyOptim")
+@click.option("--hidden_size", type=click.IntRange(1), help="hidden size in the model's config")
+@click.option("--lr", type=float, help="learning rate of DummyOptim, if the config has auto")
 @click.option("--weight_decay", type=float, default=0.0, show_default=True)
-@click.option("--total_num_steps", type=click.IntRange(1), help="as that of DummyScheduler")
+@click.option("--total_num_steps", type=click.IntRange(1), help="total_num_steps of DummyScheduler")
 @click.option("--warmup_num_steps", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="the config alone, as DeepSpeed gets it")
+@click.option(
+    "--json", "as_json", is_flag=True, help="print only the config that DeepSpeed receives"
+)
 def show_config(config: str | None, as_json: bool, **options: Any) -> None:
-    """Show each value of the config, and where it comes from.
+    """Show each value of the resolved config, and where it comes from.
 
-    Every "auto" is resolved. What only the run knows (a loader's batch size, the model's hidden
-    size, what the stand-ins say) is given by options; without them such values stay "auto".
+    Every "auto" is resolved. Values that depend on the run, such as the loader's batch size or the
+    model's hidden size, stay "auto" unless you pass them as options.
 
-    CONFIG is a JSON file (or JSON, or base64 of it); without it the environment and the config
-    file of the launcher decide, as they would in a run.
+    CONFIG is a JSON file, JSON, or base64-encoded JSON. Without it, the config comes from the
+    environment and the launcher's config file, as in a run.
     """
     with _errors_shown():
         resolved = _resolve(config, options)
@@ -82,8 +84,8 @@ def show_config(config: str | None, as_json: bool, **options: Any) -> None:
 
 
 def _resolve(config: str | None, options: dict[str, Any]) -> HfDeepSpeedConfig:
-    said = {"hf_ds_config": config, "zero_stage": options["zero_stage"]}
-    given = {name: value for name, value in said.items() if value is not None}
+    fields = {"hf_ds_config": config, "zero_stage": options["zero_stage"]}
+    given = {name: value for name, value in fields.items() if value is not None}
     sources = Sources.of(dict(os.environ))
     asked = DeepSpeedPlugin(**given) if given else None
     plugin, _ = resolve_settings(DeepSpeedPlugin, asked, sources, owner="deepspeed")
@@ -123,7 +125,7 @@ def _resolve(config: str | None, options: dict[str, Any]) -> HfDeepSpeedConfig:
 
 
 def _engines(directory: Path) -> list[Path]:
-    """Return the engines' folders of a checkpoint, of its `backend_deepspeed`, or of one engine."""
+    """Return the folders of engines in a checkpoint, in its `backend_deepspeed`, or the engine's own."""
     for root in (directory / "backend_deepspeed", directory):
         found = sorted(path for path in root.glob("engine_*") if path.is_dir())
         if found:
@@ -131,24 +133,27 @@ def _engines(directory: Path) -> list[Path]:
     if list(directory.glob("*mp_rank_*_model_states.pt")):
         return [directory]
     raise click.ClickException(
-        f"{directory} has no engine's files: give the directory that save_state wrote, or one of "
-        "DeepSpeed's own checkpoints with *_model_states.pt in it."
+        f"{directory} contains no files of a DeepSpeed engine. Pass the directory that save_state "
+        "wrote, or a checkpoint of DeepSpeed that contains *_model_states.pt."
     )
 
 
 @command.command("consolidate", context_settings=_HELP)
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path))
-@click.option("--engine", type=int, default=0, show_default=True, help="which model")
+@click.option("--engine", type=int, default=0, show_default=True, help="number of the model")
 @click.option("--max_shard_size", default="10GB", show_default=True)
 def consolidate(checkpoint: Path, output: Path, engine: int, max_shard_size: str) -> None:
-    """Write CHECKPOINT's whole fp32 weights as safetensors.
+    """Write the whole fp32 weights of CHECKPOINT as safetensors.
 
-    Needs torch, not deepspeed. CHECKPOINT may be one that DeepSpeed alone has written.
+    DeepSpeed doesn't need to be installed. CHECKPOINT can also be written by DeepSpeed itself.
     """
     found = _engines(checkpoint)
     if not 0 <= engine < len(found):
-        raise click.ClickException(f"There is no engine {engine}; there are {len(found)}.")
+        raise click.ClickException(
+            f"--engine {engine} does not exist: {checkpoint} has {len(found)} engine(s), numbered "
+            "from 0."
+        )
     with _errors_shown():
         with console(stderr=True).status(f"Merging {found[engine]}"):
             weights = merge(found[engine])
@@ -162,16 +167,14 @@ def consolidate(checkpoint: Path, output: Path, engine: int, max_shard_size: str
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True)
 def universal(checkpoint: Path, output: Path, workers: int) -> None:
-    """Convert CHECKPOINT to DeepSpeed's universal form.
+    """Convert CHECKPOINT to DeepSpeed's universal format, for other programs.
 
-    It is for programs that use DeepSpeed alone.
-
-    `load_state` does this by itself where the number of ranks is another one.
+    You don't need this for `load_state`, which converts checkpoints if the number of ranks changes.
     """
     with _errors_shown():
         for folder in _engines(checkpoint):
             target = output / folder.name
             if target.exists():
-                raise click.ClickException(f"{target} exists already.")
+                raise click.ClickException(f"{target} already exists. Pass another OUTPUT.")
             to_universal(folder, target, workers)
             click.echo(str(target))

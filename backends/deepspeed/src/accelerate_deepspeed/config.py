@@ -1,4 +1,4 @@
-"""DeepSpeed's own config: read from anywhere, looked up by dotted names, checked."""
+"""DeepSpeed's own config: read from any source, accessed by dotted names, and checked."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 
 from accelerate_core.plugin import ConfigurationError, did_you_mean, listing
 
-#: The value that means "as the run needs it".
+#: The value for settings that should be derived from the run.
 AUTO = "auto"
 
-#: Why MS-AMP is not run from here.
+#: Why MS-AMP is not supported.
 NO_MSAMP = (
-    "is not offered: MS-AMP is not maintained any more, and needs DeepSpeed 0.13, where this backend "
-    "runs 0.19 and later. Use mixed_precision='fp8' with torchao (AORecipeKwargs of accelerate-fp8), "
-    "or 'bf16'."
+    "is not supported: MS-AMP is no longer maintained and needs DeepSpeed 0.13, but this backend "
+    "needs 0.19 or newer. Use mixed_precision='fp8' with torchao (AORecipeKwargs of "
+    "accelerate-fp8), or 'bf16'."
 )
 
-#: What DeepSpeed reads at the top of a config. It ignores other keys without a word.
+#: The top-level keys that DeepSpeed reads. It silently ignores other keys.
 KNOWN_KEYS = {
     "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint",
     "comet", "comms_logger", "communication_data_type", "compile", "compression_training",
@@ -44,7 +44,7 @@ KNOWN_KEYS = {
 
 
 def _read(given: Any) -> tuple[dict[str, Any], str]:
-    """Return a config as a dict, and a phrase that says where it is from."""
+    """Return a config as a dict, and a phrase that says where it comes from."""
     if isinstance(given, Mapping):
         config = copy.deepcopy(dict(given))
         origin = "the config dict"
@@ -55,7 +55,7 @@ def _read(given: Any) -> tuple[dict[str, Any], str]:
         config, origin = _read_text(os.fspath(given))
     else:
         raise ConfigurationError(
-            "hf_ds_config takes the path of a JSON file, a dict, JSON, base64 of JSON or an "
+            "hf_ds_config must be the path of a JSON file, a dict, JSON, base64-encoded JSON or an "
             f"HfDeepSpeedConfig, not {type(given).__name__}."
         )
     for key in config:
@@ -72,7 +72,7 @@ def _read_text(text: str) -> tuple[dict[str, Any], str]:
     if text.lstrip().startswith("{"):
         return _parse(text, "the JSON text")
     try:
-        # Before the path: a long text is no name that a file system looks up.
+        # Try base64 before a path, because file systems reject long names with an error.
         decoded = base64.urlsafe_b64decode(text).decode("utf-8")
     except ValueError:
         decoded = ""
@@ -87,61 +87,63 @@ def _read_text(text: str) -> tuple[dict[str, Any], str]:
     folder = path.parent if path.parent.is_dir() else Path()
     near = [other.name for other in folder.glob("*.json")]
     raise ConfigurationError(
-        f"The DeepSpeed config {text!r} is no file, no JSON and no base64 of JSON."
+        f"The DeepSpeed config {text!r} is not an existing file, JSON, or base64-encoded JSON."
         f"{did_you_mean(path.name, near)}"
     )
 
 
 def _parse(text: str, origin: str) -> tuple[dict[str, Any], str]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for key, value in pairs:
             if key in made:
-                raise ConfigurationError(f"The DeepSpeed config {origin} has {key!r} twice.")
+                raise ConfigurationError(
+                    f"The DeepSpeed config {origin} has the key {key!r} twice."
+                )
             made[key] = value
         return made
 
     try:
-        config = json.loads(text, object_pairs_hook=once)
+        config = json.loads(text, object_pairs_hook=refuse_duplicates)
     except json.JSONDecodeError as error:
         raise ConfigurationError(
-            f"The DeepSpeed config {origin} is no JSON: {error.msg} in line {error.lineno}, "
+            f"The DeepSpeed config {origin} is not valid JSON: {error.msg} in line {error.lineno}, "
             f"column {error.colno}."
         ) from None
     if not isinstance(config, dict):
         raise ConfigurationError(
-            f"The DeepSpeed config {origin} is a {type(config).__name__}; a JSON object is needed."
+            f"The DeepSpeed config {origin} must be a JSON object, not a {type(config).__name__}."
         )
     return config, origin
 
 
 class HfDeepSpeedConfig:
-    """A DeepSpeed config that is asked by dotted names, as Transformers and its users do.
+    """A DeepSpeed config with access by dotted names, compatible with Transformers' class.
 
     Args:
-        config_file_or_dict: path of a JSON file, a dict, JSON as a text, base64 of JSON, or another
-            `HfDeepSpeedConfig`.
+        config_file_or_dict: path of a JSON file, a dict, JSON as a string, base64-encoded JSON, or
+            another `HfDeepSpeedConfig`.
 
     Raises:
-        ConfigurationError: it is none of these, no JSON, has a key twice, or a key that DeepSpeed
-            does not have.
+        ConfigurationError: the config cannot be read, has a duplicate key, or has a key that
+            DeepSpeed does not know.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
         config, origin = _read(config_file_or_dict)
         self.config = config
         self.origin = origin
-        #: Where values that were filled in came from, by dotted name.
+        #: Dotted name -> where a value that was filled in comes from.
         self.provenance: dict[str, str] = {}
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """Return the section a dotted name lies in, None if there is none, and its last part.
+        """Return the section that contains a dotted name, or None, and the last part of the name.
 
         Args:
             ds_key_long: a dotted name, such as `zero_optimization.stage`.
 
         Raises:
-            ConfigurationError: a part of the name is there and is no object.
+            ConfigurationError: a part of the name exists but is not an object.
         """
         *path, key = ds_key_long.split(".")
         section: Any = self.config
@@ -151,7 +153,7 @@ class HfDeepSpeedConfig:
                 return None, key
         if not isinstance(section, dict):
             raise ConfigurationError(
-                f"{'.'.join(path)} of {self.origin} is {section!r}; it takes an object."
+                f"{'.'.join(path)} of {self.origin} must be an object, not {section!r}."
             )
         return section, key
 
@@ -160,13 +162,13 @@ class HfDeepSpeedConfig:
 
         Args:
             ds_key_long: a dotted name.
-            default: returned where it is missing.
+            default: returned if the config doesn't have the name.
         """
         section, key = self.find_config_node(ds_key_long)
         return default if section is None else section.get(key, default)
 
     def has(self, ds_key_long: str) -> bool:
-        """Tell whether a name is there.
+        """Return whether the config has a name.
 
         Args:
             ds_key_long: a dotted name.
@@ -175,7 +177,7 @@ class HfDeepSpeedConfig:
         return section is not None and key in section
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Tell whether a value is left to us.
+        """Return whether a value is "auto".
 
         Args:
             ds_key_long: a dotted name.
@@ -183,11 +185,11 @@ class HfDeepSpeedConfig:
         return bool(self.get_value(ds_key_long) == AUTO)
 
     def set_value(self, ds_key_long: str, value: Any, source: str) -> None:
-        """Set a value, with its origin.
+        """Set a value, and record where it comes from.
 
         Args:
             ds_key_long: a dotted name.
-            source: where the value is from.
+            source: where the value comes from.
         """
         *path, key = ds_key_long.split(".")
         section = self.config
@@ -197,7 +199,7 @@ class HfDeepSpeedConfig:
         self.provenance[ds_key_long] = source
 
     def where(self, ds_key_long: str) -> str:
-        """Say where a value comes from.
+        """Return where a value comes from.
 
         Args:
             ds_key_long: a dotted name.
@@ -205,7 +207,7 @@ class HfDeepSpeedConfig:
         return self.provenance.get(ds_key_long, f"{ds_key_long} of {self.origin}")
 
     def shown(self, ds_key_long: str) -> str:
-        """Say what a value is and where it comes from.
+        """Return a value and where it comes from, as text for an error message.
 
         Args:
             ds_key_long: a dotted name.
@@ -219,16 +221,16 @@ class HfDeepSpeedConfig:
             ds_key_long: a dotted name.
 
         Raises:
-            ValueError: with `must_exist`, if it is not there.
+            ValueError: the config doesn't have the name, and `must_exist` is True.
         """
         section, key = self.find_config_node(ds_key_long)
         if section is not None and key in section:
             del section[key]
         elif must_exist:
-            raise ValueError(f"There is no {ds_key_long} in {self.origin}.")
+            raise ValueError(f"{self.origin} has no {ds_key_long}.")
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Tell whether a value is there and true; a missing one is not.
+        """Return whether a value exists and is true.
 
         Args:
             ds_key_long: a dotted name.
@@ -237,7 +239,7 @@ class HfDeepSpeedConfig:
         return value != AUTO and bool(value)
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Tell whether a value is there and false; a missing one is not.
+        """Return whether a value exists and is false.
 
         Args:
             ds_key_long: a dotted name.
@@ -247,26 +249,26 @@ class HfDeepSpeedConfig:
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage; 0 if there is none."""
+        """The ZeRO stage, or 0 if it is not set."""
         stage = self.get_value("zero_optimization.stage", 0)
         return 0 if stage == AUTO else int(stage)
 
     def is_zero2(self) -> bool:
-        """Tell whether this is stage 2."""
+        """Return whether the stage is 2."""
         return self.stage == 2
 
     def is_zero3(self) -> bool:
-        """Tell whether this is stage 3."""
+        """Return whether the stage is 3."""
         return self.stage == 3
 
     def is_offload(self) -> bool:
-        """Tell whether parameters or optimizer state are kept off the device."""
+        """Return whether parameters or optimizer state are offloaded."""
         kinds = ("offload_optimizer", "offload_param")
         devices = {self.get_value(f"zero_optimization.{kind}.device") for kind in kinds}
         return bool(devices & {"cpu", "nvme"})
 
     def values(self) -> Iterator[tuple[str, Any]]:
-        """Iterate over the dotted names and the values that are no sections."""
+        """Yield the dotted name and value of each entry that is not a section."""
 
         def walk(node: Any, name: str) -> Iterator[tuple[str, Any]]:
             if not isinstance(node, dict) or not node:
@@ -282,22 +284,22 @@ class HfDeepSpeedConfig:
         return [name for name, value in self.values() if value == AUTO]
 
     def known_by_now(self) -> HfDeepSpeedConfig:
-        """Return a copy without what only `prepare` resolves, for models that are made before it."""
+        """Return a copy without values that `prepare` resolves, for models created before it."""
         config = HfDeepSpeedConfig(self)
         for name in (*config.autos(), "train_batch_size", "gradient_accumulation_steps"):
             config.del_config_sub_tree(name)
-        config.config["train_micro_batch_size_per_gpu"] = 1  # of no matter yet
+        config.config["train_micro_batch_size_per_gpu"] = 1  # required, but not used yet
         return config
 
     def choices(self, name: str, allowed: tuple[Any, ...]) -> None:
-        """Check a value against what is allowed.
+        """Check that a value is one of `allowed`.
 
         Raises:
-            ConfigurationError: it is something else.
+            ConfigurationError: it is not.
         """
         value = self.get_value(name)
         if value not in (None, AUTO) and value not in allowed:
             raise ConfigurationError(
-                f"{self.shown(name)} is not known; allowed are {listing(allowed)}."
+                f"{self.shown(name)} is not a valid value. Allowed values are {listing(allowed)}."
                 f"{did_you_mean(str(value), map(str, allowed))}"
             )

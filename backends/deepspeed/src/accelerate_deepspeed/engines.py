@@ -1,8 +1,8 @@
-"""Engines that train, and their gradients between the last backward of a cycle and the step.
+"""DeepSpeed's engines, and access to their gradients between backward and step.
 
-DeepSpeed finishes gradients inside of `engine.step()`. What users do between backward and step
-(the norm, clipping, dividing by a number of items) needs them before; so they are finished when
-they are first asked for, and `step()` is told not to do it once more.
+DeepSpeed reduces gradients inside `engine.step()`. Computing the norm, clipping and dividing by a
+number of items happen before that and need reduced gradients. They are therefore reduced when they
+are first needed, and `step()` then skips the reduction.
 """
 
 from __future__ import annotations
@@ -20,70 +20,70 @@ import torch.distributed as dist
 from accelerate_core.plugin import ConfigurationError
 from accelerate_deepspeed.settings import DeepSpeedPlugin
 
-#: Where stage 3 has this rank's part of each parameter's gradient.
+#: Attribute in which stage 3 keeps this rank's part of each parameter's gradient.
 STAGE_3_PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
 class TrainedEngine:
-    """An engine that trains: its gradients, from the first backward of a cycle to the step.
+    """An engine that trains, with access to its gradients.
 
     Args:
-        plugin: the settings it was made with.
+        plugin: the settings of the engine.
     """
 
     def __init__(self, engine: Any, plugin: DeepSpeedPlugin) -> None:
         self.engine = engine
         self.plugin = plugin
         self.stage = int(engine.zero_optimization_stage())
-        #: The module's parameters, listed once: walking a model takes many calls.
+        #: The module's parameters, cached because traversing a model takes many calls.
         self.parameters = list(engine.module.parameters())
-        #: Whether the engine scales losses, which takes calls to ask in every step.
+        #: Whether the engine scales losses, cached because it is needed in every step.
         self.scales = bool(engine.fp16_enabled())
         config = plugin.hf_ds_config
-        #: `gradient_clipping` of the config; 0.0 without one.
+        #: `gradient_clipping` of the config, or 0.0.
         self.configured_norm = float(config.get_value("gradient_clipping", 0.0) or 0.0)
-        #: A backward has run since the last step.
+        #: Whether a backward has run since the last step.
         self.dirty = False
-        #: This cycle's gradients were reduced since its last backward.
+        #: Whether gradients were reduced since the last backward.
         self.reduced = False
         self._norm: Any = None
         self._clip: float | None = None
-        #: DeepSpeed's work at the end of a backward has been done.
+        #: Whether DeepSpeed's epilogue of the current backward has run.
         self.backward_ended = False
-        #: The engine's hooks were taken off.
+        #: Whether the engine's hooks were removed.
         self.closed = False
-        #: Finished gradients of a cycle that went on: group -> tensors.
+        #: Gradients that were reduced before the last micro-batch of a cycle: group -> tensors.
         self._carried: dict[Any, list[torch.Tensor]] = {}
-        # The core has divided the loss, or the user has, who calls loss.backward().
-        engine.__dict__["_backward_prologue_per_tensor"] = _as_it_is
+        # The core has already divided the loss. If the user calls loss.backward(), it's not divided.
+        engine.__dict__["_backward_prologue_per_tensor"] = _unchanged
         epilogue = engine._backward_epilogue
 
-        def noted() -> None:
+        def record_and_run_epilogue() -> None:
             if not self.dirty or self.reduced:
-                self.begun()
+                self.begin_backward()
             self.backward_ended = True
             epilogue()
 
-        engine.__dict__["_backward_epilogue"] = noted
+        engine.__dict__["_backward_epilogue"] = record_and_run_epilogue
 
     @property
     def finished(self) -> bool:
-        """Whether gradients were reduced before the step, to be measured or changed."""
+        """Whether gradients were reduced before the step, because they were measured or changed."""
         return self.reduced or bool(self._carried)
 
-    def begun(self) -> None:
-        """Note a backward: what was finished is so no more."""
+    def begin_backward(self) -> None:
+        """Record that a backward has begun. Gradients are then no longer fully reduced."""
         optimizer = self.engine.optimizer
         offload = getattr(optimizer, "cpu_offload", False)
         if self.reduced and self.stage == 1 and offload:
             self.drop()
             raise ConfigurationError(
-                "Gradients were measured or changed before the last micro-batch of a cycle, which "
-                "stage 1 with offload_optimizer cannot: its next backward replaces them. Do it "
-                "where accelerator.sync_gradients is true, or use stage 2."
+                "Gradients were measured or changed before the last micro-batch of a cycle. This is "
+                "not supported by stage 1 with offload_optimizer, whose next backward replaces them. "
+                "Do it only when accelerator.sync_gradients is True, or use stage 2."
             )
         if self.reduced and self.stage in (1, 2) and not offload:
-            # These stages begin anew after they have finished; the others add to what is there.
+            # After a reduction, these stages start from zero. Other stages continue to accumulate.
             averaged = getattr(optimizer, "averaged_gradients", {})
             self._carried = {key: list(group) for key, group in averaged.items() if group}
         self.dirty = True
@@ -91,16 +91,17 @@ class TrainedEngine:
         self._norm = None
 
     def joined(self) -> AbstractContextManager[None]:
-        """Let another engine's backward, of a loss that is scaled already, run through this one."""
-        # Stage 0 takes part in no other engine's backward by itself, and the others ask for a scale.
+        """Return a context for the backward of a loss that another engine has already scaled."""
+        # Without this, stage 0 ignores the other engine's backward, and other stages scale again.
         name = "_manual_backward_expected" if self.stage else "_running_engine_backward"
         return _set((self.engine, name, True))
 
     def finish_backward(self) -> None:
-        """End a backward that went through this engine, also where DeepSpeed lost count.
+        """End a backward that went through this engine, even if DeepSpeed miscounted.
 
-        It counts forwards, not backwards: a discriminator that has judged two batches is left with
-        a depth of one, and takes the next backward for a part of this one.
+        DeepSpeed counts forwards instead of backwards. For example, after a discriminator's two
+        forwards and one backward, its depth is 1, and it would treat the next backward as a part of
+        this one.
         """
         if not self.backward_ended:
             self.engine._backward_epilogue()
@@ -108,10 +109,10 @@ class TrainedEngine:
         if state is not None:
             state.backward_active_depth = 0
 
-    # --- what is done to gradients ----------------------------------------------------------------
+    # --- operations on gradients ------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Reduce what is not reduced yet, on all ranks together."""
+        """Reduce gradients, if they are not reduced yet. All ranks must call this."""
         if self.reduced:
             return
         engine = self.engine
@@ -132,7 +133,7 @@ class TrainedEngine:
         for grad in self._parts("num_items"):
             grad.mul_(factor.to(grad.device, torch.promote_types(grad.dtype, torch.float32)))
         norms = getattr(self.engine.optimizer, "norm_for_param_grads", None)
-        if norms:  # with offload they were measured when gradients left the device
+        if norms:  # with offload, norms were computed when gradients were moved to the host
             for key in norms:
                 norms[key] = norms[key] * factor.to(getattr(norms[key], "device", "cpu"))
         self._norm = None
@@ -142,7 +143,7 @@ class TrainedEngine:
         self.finish()
         bound = value * self.loss_scale
         for grad in self._parts("clip_grad_value_"):
-            if self.engine.fp16_enabled():  # what has overflowed must not be clipped to a number
+            if self.engine.fp16_enabled():  # clipping must not hide an overflow
                 grad.masked_fill_(grad.isinf(), math.nan)
             grad.clamp_(-bound, bound)
         self._norm = None
@@ -159,7 +160,7 @@ class TrainedEngine:
         return scaled / self.loss_scale if self.scales else scaled
 
     def clip(self, max_norm: float) -> None:
-        """Clip to a norm in the coming step; stage 0 now."""
+        """Clip to a norm, in the next step or, with stage 0, immediately."""
         if self.stage == 0:
             self.scale(torch.clamp(max_norm / (self.norm(2.0) + 1e-6), max=1.0))
         else:
@@ -167,21 +168,21 @@ class TrainedEngine:
 
     @property
     def loss_scale(self) -> float:
-        """By what gradients are multiplied against underflow."""
+        """The factor by which gradients are multiplied to prevent underflow."""
         return float(getattr(self.engine.optimizer, "loss_scale", 1.0) or 1.0)
 
     # --- step -------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Step the engine; tell whether the step was taken."""
+        """Step the engine, and return whether the step was taken."""
         engine, optimizer = self.engine, self.engine.optimizer
         if not self.reduced and not self._carried and self._clip is None:
-            # The script has neither measured nor changed gradients, so there is nothing to undo.
+            # Gradients were neither measured nor changed, so nothing needs to be overridden.
             engine.step()
             self.dirty = False
             if self.stage == 3:
                 self._zero_parts()
-            return bool(engine._step_applied)  # as was_step_applied(), without its call
+            return bool(engine._step_applied)  # the same as was_step_applied(), without a call
         if self._carried:
             self.finish()
         during: list[tuple[Any, str, Any]] = []
@@ -193,19 +194,19 @@ class TrainedEngine:
         if self._clip is not None and self.stage > 0:
             during.append((optimizer, "clip_grad", self._clip))
         if (norm := self._norm) is not None and not getattr(optimizer, "use_muon", False):
-            # The step takes the norm that was measured for the user.
-            name, told = "scaled_global_norm", norm
+            # The step reuses the norm that was already computed.
+            name, value = "scaled_global_norm", norm
             if self.stage == 3:
-                name, told = "_get_norm_groups", [norm]
+                name, value = "_get_norm_groups", [norm]
             if self.stage > 0 and hasattr(optimizer, name):
-                during.append((optimizer, name, lambda *_: told))
+                during.append((optimizer, name, lambda *_: value))
         with _set(*during):
             engine.step()
         self._cleared()
         return bool(engine._step_applied)
 
     def drop(self) -> None:
-        """Forget all gradients since the last step."""
+        """Drop all gradients since the last step."""
         if not self.dirty:
             return
         engine, optimizer = self.engine, self.engine.optimizer
@@ -237,21 +238,25 @@ class TrainedEngine:
             self._zero_parts()
 
     def _zero_parts(self) -> None:
-        """Zero the gradients of stage 3: a layer that is not used next would keep its last one."""
+        """Zero the gradients of stage 3, where a layer not used in the next cycle would keep its old one."""
         parts = getattr(self.engine.optimizer, STAGE_3_PARTS, {})
-        for part in parts.values():  # gradients need none themselves, so `no_grad` is not entered
+        for part in parts.values():  # `no_grad` is not needed, because these require no gradient
             part.zero_()
 
-    # --- where they are ---------------------------------------------------------------------------
+    # --- access to gradients ----------------------------------------------------------------------
 
     def _parts(self, what: str) -> list[torch.Tensor]:
-        """Return this rank's parts of the finished gradients."""
+        """Return this rank's parts of the reduced gradients.
+
+        Args:
+            what: the operation that needs them, for the error message.
+        """
         optimizer = self.engine.optimizer
         if self.stage == 0:
             return [p.grad for p in self.parameters if p.grad is not None]
         if self.stage == 3 and getattr(optimizer, "swap_optimizer", False):
             raise ConfigurationError(
-                f"{what} needs gradients at hand, and offload to nvme has written them to disk."
+                f"{what} is not supported with offload to nvme, which writes gradients to disk."
             )
         if getattr(optimizer, "offload_optimizer", False):
             found = [flat.grad for flat in optimizer.fp32_partitioned_groups_flat]
@@ -261,35 +266,35 @@ class TrainedEngine:
             found = [grad for group in averaged.values() for grad in group or ()]
         else:
             raise ConfigurationError(
-                f"{what} is not offered with DeepSpeed's {type(optimizer).__name__}: it keeps "
-                "gradients to itself. Use the core's bf16 (mixed_precision='bf16' and no section "
-                "bf16 in the config)."
+                f"{what} is not supported with DeepSpeed's {type(optimizer).__name__}, which does "
+                "not give access to its gradients. Use the core's bf16: set mixed_precision='bf16' "
+                "and remove the section bf16 from the config."
             )
         return [grad for grad in found if grad is not None]
 
     def _measure(self) -> Any:
         optimizer = self.engine.optimizer
         if self.stage == 0:
-            # In fp32: scaled ones overflow fp16.
+            # Norms of scaled gradients would overflow in fp16.
             grads = self._parts("clip_grad_norm_")
             norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
             return torch.nn.utils.get_total_norm(norms)
         if not getattr(optimizer, "compute_grad_norm", True):
             raise ConfigurationError(
-                "clip_grad_norm_ needs the norm of the gradients, and the DeepSpeed config has "
-                "zero_optimization.compute_grad_norm=false."
+                "clip_grad_norm_ needs the norm of the gradients, but the DeepSpeed config has "
+                "zero_optimization.compute_grad_norm=false. Remove it."
             )
         if self.stage == 3:
             from deepspeed.runtime.utils import combine_grad_norm_groups
 
             groups = optimizer._get_norm_groups()
             if len(groups) == 1 and isinstance(groups[0], torch.Tensor):
-                return groups[0]  # `norm` marks what is not finite, as combining does
+                return groups[0]  # `norm` replaces values that are not finite, as combining does
             return combine_grad_norm_groups(groups)
         if not hasattr(optimizer, "scaled_global_norm"):
             raise ConfigurationError(
-                f"DeepSpeed's {type(optimizer).__name__} measures gradients in its step only: set "
-                "gradient_clipping in the config instead of calling clip_grad_norm_."
+                f"DeepSpeed's {type(optimizer).__name__} only computes the norm of gradients in its "
+                "step. Instead of calling clip_grad_norm_, set gradient_clipping in the config."
             )
         return optimizer.scaled_global_norm()
 
@@ -302,16 +307,16 @@ class TrainedEngine:
 
 
 class Engines:
-    """All engines of one Accelerator, and which of them a loss is of."""
+    """All engines of one Accelerator that train, found by model, optimizer or loss."""
 
     def __init__(self) -> None:
-        # An engine goes when its model is let go of.
+        # Weak references, so that an engine is freed with its model.
         self._engines: list[weakref.ref[Any]] = []
-        #: Id of a parameter -> its engine; only asked where there are several.
+        #: Id of a parameter -> its engine. Only used if there are several engines.
         self._owners: dict[int, weakref.ref[Any]] = {}
 
     def add(self, engine: Any, plugin: DeepSpeedPlugin) -> None:
-        """Take in an engine that trains."""
+        """Add an engine that trains."""
         engine.accelerate_trained = TrainedEngine(engine, plugin)
         reference = weakref.ref(engine)
         self._engines.append(reference)
@@ -319,16 +324,16 @@ class Engines:
 
     @property
     def trained(self) -> list[TrainedEngine]:
-        """The engines that are still there, in the order they were made."""
-        there = []
-        for reference in self._engines:  # in every step that clips, so without a generator
+        """The engines that still exist, in the order of their creation."""
+        found = []
+        for reference in self._engines:  # runs in every step that clips, so it's not a generator
             engine = reference()
             if engine is not None:
-                there.append(engine.accelerate_trained)
-        return there
+                found.append(engine.accelerate_trained)
+        return found
 
     def destroy(self) -> None:
-        """Let go of all engines and what they hold."""
+        """Free all engines and their resources."""
         self.end()
         for one in self.trained:
             del one.engine.accelerate_trained
@@ -336,9 +341,9 @@ class Engines:
         self._owners.clear()
 
     def end(self) -> None:
-        """Take off the engines' hooks, which hold the models as long as they are on.
+        """Remove the engines' hooks, which keep the models alive.
 
-        Models can be used and unwrapped after it, and not be trained.
+        Models can still be used and unwrapped after that, but not trained.
         """
         for one in self.trained:
             if one.closed:
@@ -347,13 +352,13 @@ class Engines:
             engine = one.engine
             engine.destroy()
             offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
-            # Of stage 3: a list of modules whose forward runs, from which the first is not taken.
+            # With stage 3, DeepSpeed never removes the first module from this list of running ones.
             stack: list[Any] = getattr(offload, "FWD_MODULE_STACK", [])
             stack[:] = [module for module in stack if module is not engine.module]
 
     def of(self, held: Any) -> TrainedEngine | None:
-        """Return the engine that is, or holds, a prepared model, its module or its optimizer."""
-        # Asked several times in every step, so without a generator.
+        """Return the engine of a prepared model, its module or its optimizer."""
+        # Runs several times in every step, so it's not a generator.
         for reference in self._engines:
             engine = reference()
             if engine is None:
@@ -368,8 +373,8 @@ class Engines:
     def of_loss(self, loss: torch.Tensor) -> list[TrainedEngine]:
         """Return the engines whose parameters a loss depends on.
 
-        With one engine that is it; of several the graph says which: a generator's forward may be
-        older than its discriminator's last backward.
+        With several engines, the autograd graph is searched. The order of calls would not be enough:
+        a generator's forward may be older than its discriminator's last backward.
         """
         if loss.grad_fn is None:
             return []
@@ -396,34 +401,35 @@ class Engines:
 
 
 class DeepSpeedEngineWrapper:
-    """What `accelerator.deepspeed_engine_wrapped` is: the newest engine, as `engine`.
+    """Type of `accelerator.deepspeed_engine_wrapped`, with the newest engine as `engine`.
 
-    Accelerate's calls `step()` in its `backward`; here the loop does, so this one only looks.
+    Accelerate's class calls `step()` in its `backward`. Here the training loop does, so this class
+    only provides access.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm before clipping of the last step; None at stage 0."""
+        """Return the norm before clipping in the last step, or None with stage 0."""
         if self.engine.zero_optimization_stage() == 0:
-            return None  # with fp16 DeepSpeed's is that of scaled gradients
+            return None  # with fp16, DeepSpeed would return the norm of scaled gradients
         norm = self.engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
 
 def use_smallest_scale(engines: Sequence[TrainedEngine]) -> None:
-    """Give engines that one loss goes through one scale: a static one, else the smallest.
+    """Give all engines of one loss the same loss scale: a static one, or else the smallest.
 
-    Gradients that are there already are brought to it.
+    Existing gradients are rescaled.
     """
     if len({one.loss_scale for one in engines}) == 1:
         return
     static = {one.loss_scale for one in engines if not one.engine.dynamic_loss_scale()}
     if len(static) > 1:
         raise ConfigurationError(
-            f"One loss goes through engines with the static scales {sorted(static)}: give their "
-            "DeepSpeed configs the same fp16.loss_scale, or 0."
+            f"The loss depends on engines with different static scales {sorted(static)}. Set the "
+            "same fp16.loss_scale in their DeepSpeed configs, or 0 for a dynamic scale."
         )
     scale = min(static or {one.loss_scale for one in engines})
     for one in engines:
@@ -432,18 +438,18 @@ def use_smallest_scale(engines: Sequence[TrainedEngine]) -> None:
         one.engine.optimizer.loss_scale = scale
 
 
-def _as_it_is(grad: Any) -> Any:
+def _unchanged(grad: Any) -> Any:
     return grad
 
 
 def _nothing() -> None:
-    """Do what a step does in the place of work that has been done."""
+    """Replace a method whose work has already been done."""
 
 
 class _set:
-    """Have attributes of objects inside of the block: `(object, name, value)` each.
+    """A context that sets attributes, given as `(object, name, value)`.
 
-    One class, since a step that clips sets three, and an `ExitStack` takes eight calls for each.
+    A step that clips sets three attributes, and an `ExitStack` would need eight calls for each.
     """
 
     __slots__ = ("_before", "_changes")

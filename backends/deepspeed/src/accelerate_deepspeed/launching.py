@@ -1,6 +1,6 @@
-"""The launcher for host files: DeepSpeed's own, over pdsh, an MPI, SLURM or on this machine.
+"""The launcher for host files, which uses DeepSpeed's own with pdsh, MPI, SLURM or on this machine.
 
-One machine, and several that are started one by one, need none of this: torchrun does it.
+It isn't needed for one machine, or if you start each machine yourself. torchrun does that.
 """
 
 from __future__ import annotations
@@ -14,48 +14,48 @@ from typing import Any
 
 from accelerate_core.plugin import ConfigurationError
 
-#: DeepSpeed's runner exports these to other machines by itself.
+#: Prefixes of variables that DeepSpeed's runner already exports to other machines.
 _EXPORTED = ("MLFLOW", "NCCL", "PYTHON", "MV2", "UCX")
 
 
 class DeepSpeedLauncher:
-    """Starts the processes of a host file with `deepspeed.launcher.runner`."""
+    """Start processes on the hosts of a host file with `deepspeed.launcher.runner`."""
 
     name = "deepspeed"
     api_version = (1, 0)
 
     def accepts(self, plan: Any) -> bool:
-        """Whether a host file or a launcher of DeepSpeed's is asked for."""
-        kind = _said(plan, "multinode_launcher")
-        # "standard" is Accelerate's word for torchrun on each machine.
-        return kind != "standard" and bool(kind or _said(plan, "hostfile"))
+        """Return whether a host file or one of DeepSpeed's launchers is requested."""
+        kind = _value(plan, "multinode_launcher")
+        # In Accelerate, "standard" means torchrun on each machine.
+        return kind != "standard" and bool(kind or _value(plan, "hostfile"))
 
     def launch_command(self, plan: Any) -> list[str]:
         """Return the command that starts the plan on all machines.
 
         Raises:
-            ConfigurationError: no host file, one that is not there, or both filters.
+            ConfigurationError: the host file is missing, or both filters are given.
         """
         names = ("hostfile", "inclusion_filter", "exclusion_filter", "multinode_launcher")
-        hosts, include, exclude, kind = (_said(plan, name) for name in names)
+        hosts, include, exclude, kind = (_value(plan, name) for name in names)
         if hosts is None and kind != "nossh":
             raise ConfigurationError(
-                f"multinode_launcher={kind!r} needs a host file: lines of a host and "
-                "`slots=N`, given as hostfile (--deepspeed_hostfile)."
+                f"multinode_launcher={kind!r} needs a host file. Pass --deepspeed_hostfile with a "
+                "file that has one line `HOST slots=N` per host."
             )
         if hosts is not None and not Path(hosts).is_file():
-            raise ConfigurationError(f"The host file {hosts!r} is not there.")
+            raise ConfigurationError(f"The host file {hosts!r} does not exist.")
         if include and exclude:
             raise ConfigurationError(
-                "inclusion_filter and exclusion_filter cannot both be given: hosts are chosen by "
-                f"one of them ({include!r}, {exclude!r})."
+                f"inclusion_filter={include!r} and exclusion_filter={exclude!r} cannot be combined. "
+                "Leave one of them out."
             )
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank"]
         if kind == "nossh":
             command += ["--no_ssh", "--node_rank", str(plan.machine_rank)]
         else:
             command += ["--launcher", kind or "pdsh"]
-        if arguments := _said(plan, "multinode_launcher_args"):
+        if arguments := _value(plan, "multinode_launcher_args"):
             command += [f"--launcher_args={arguments}"]
         options = {
             "--hostfile": hosts,
@@ -71,10 +71,10 @@ class DeepSpeedLauncher:
         return [*command, *flags[plan.target.kind], plan.target.path, *plan.target.arguments]
 
     def launch_environment(self, plan: Any) -> Mapping[str, str]:
-        """Return the variable that names what other machines get: the plan's, and the user's.
+        """Write a file with the variables for other machines, and return the variable that names it.
 
-        DeepSpeed reads a file `.deepspeed_env` in the home and the working directory; what stands
-        there is kept, and a variable of this launch goes before it.
+        By default, DeepSpeed reads `.deepspeed_env` in the home and in the working directory. The
+        variables in these files are kept, unless this launch sets them.
         """
         lines: dict[str, str] = {}
         for folder in (Path.home(), Path()):
@@ -95,8 +95,8 @@ class DeepSpeedLauncher:
         return {"DS_ENV_FILE": path}
 
 
-def _said(plan: Any, field: str) -> str | None:
-    """Return what options, the config file or the environment say of a field of `DeepSpeedPlugin`."""
+def _value(plan: Any, field: str) -> str | None:
+    """Return the value of a field of `DeepSpeedPlugin` from options, config file or environment."""
     name = f"ACCELERATE_DEEPSPEED_{field.upper()}"
     if name in plan.contributed:
         return str(plan.contributed[name].value)

@@ -1,4 +1,4 @@
-"""The deepspeed package: imported late, told of device and process group, asked about configs."""
+"""Lazy import of deepspeed, its connection to the process group, and its own checks of configs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from accelerate_deepspeed.config import AUTO, HfDeepSpeedConfig
 
 _groups_at_first: dict[str, Any] = {}
 _connected: list[Any] = []
-#: Variables of ours that last from `connect` to `disconnect`.
+#: Environment variables that are set from `connect` to `disconnect`.
 _variables = ExitStack()
 
 
 def load(device: torch.device) -> Any:
-    """Import deepspeed for a kind of device and return it.
+    """Import deepspeed for a type of device, and return it.
 
-    The first import costs seconds, so it waits until an Accelerator needs it. Collectives over
-    shared memory on the CPU are left out: they are compiled for minutes, and gloo does the same.
+    The first import takes seconds, so it only happens when an Accelerator needs it. DeepSpeed's
+    collectives with shared memory on the CPU are disabled, because they take minutes to compile and
+    gloo does the same.
 
     Raises:
-        MissingPluginError: it is not installed.
-        ConfigurationError: it was imported before, for another kind of device.
+        MissingPluginError: deepspeed is not installed.
+        ConfigurationError: deepspeed was imported before for another type of device.
     """
     with _environment({"DS_ACCELERATOR": device.type}):
         try:
@@ -39,16 +40,17 @@ def load(device: torch.device) -> Any:
             if error.name != "deepspeed":
                 raise
             raise MissingPluginError(
-                'The backend deepspeed needs the package deepspeed: pip install "deepspeed>=0.19"'
+                "The backend deepspeed needs the package deepspeed, which is not installed. Run: "
+                'pip install "deepspeed>=0.19"'
             ) from None
         found = deepspeed.accelerator.get_accelerator()._name
     if found != device.type:
         raise ConfigurationError(
-            f"deepspeed was set up for {found!r} (DS_ACCELERATOR, or an import before this "
-            f"Accelerator), which runs on {device.type!r}. Make the Accelerator first, or set "
-            f"DS_ACCELERATOR={device.type}."
+            f"This Accelerator runs on {device.type!r}, but deepspeed was set up for {found!r} by "
+            "DS_ACCELERATOR or because it was imported before. Create the Accelerator before "
+            f"importing deepspeed, or set DS_ACCELERATOR={device.type}."
         )
-    # Asking for this name compiles test programs; what is set here is taken as it is.
+    # Without this, accessing the attribute would compile test programs.
     if "__compatible_ops__" not in vars(deepspeed.ops):
         deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     return deepspeed
@@ -56,7 +58,7 @@ def load(device: torch.device) -> Any:
 
 @contextmanager
 def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Set variables inside of the block where they are not set."""
+    """A context that sets environment variables, unless they are already set."""
     new = {name: text for name, text in wanted.items() if name not in os.environ}
     os.environ.update(new)
     try:
@@ -67,7 +69,7 @@ def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
 
 
 def rank_environment(accelerator: Any) -> AbstractContextManager[None]:
-    """Give deepspeed the variables of torchrun that it reads, where a run has none."""
+    """Return a context with torchrun's variables, which deepspeed reads, if they are not set."""
     return _environment(
         {
             "RANK": str(accelerator.process_index),
@@ -81,15 +83,15 @@ def rank_environment(accelerator: Any) -> AbstractContextManager[None]:
 
 
 def connect(accelerator: Any) -> Any:
-    """Import deepspeed and let it communicate over the process group that runs; return it."""
+    """Import deepspeed, connect it to the existing process group, and return it."""
     deepspeed = load(accelerator.device)
-    # Names DeepSpeed calls at each step, and nobody here can change.
+    # DeepSpeed calls these functions in each step, which the user cannot change.
     old = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
     warnings.filterwarnings("ignore", old, FutureWarning)
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 
-    # Stage 3 reads it at each forward; torchrun and every launcher set it.
+    # Stage 3 reads LOCAL_RANK in each forward. It is missing if no launcher started the process.
     rank = str(accelerator.local_process_index)
     _variables.enter_context(_environment({"LOCAL_RANK": rank}))
     if not _groups_at_first:
@@ -101,7 +103,7 @@ def connect(accelerator: Any) -> Any:
     if _connected == now:
         return deepspeed
     if _connected:
-        # An earlier Accelerator's groups have ended, or are not those of this one's sizes.
+        # The groups of an earlier Accelerator no longer exist, or have other sizes.
         comm.cdb = None
         for name, value in _groups_at_first.items():
             setattr(groups, name, copy.copy(value))
@@ -117,13 +119,13 @@ def connect(accelerator: Any) -> Any:
 
 
 def disconnect() -> None:
-    """Take back what `connect` put into the environment."""
+    """Remove the environment variables that `connect` set."""
     _variables.close()
 
 
 # --- its own checks of a config -------------------------------------------------------------------
 
-#: Sections that DeepSpeed reads without looking at their other keys.
+#: Keys of sections in which DeepSpeed does not check for unknown keys.
 _LOOSE = {
     "torch_autocast": ("enabled", "dtype", "lower_precision_safe_modules"),
     "optimizer": ("type", "params", "legacy_fusion"),
@@ -136,7 +138,11 @@ _LOOSE = {
 
 
 def check_sections(config: HfDeepSpeedConfig) -> None:
-    """Check keys and values of a config's sections with DeepSpeed's own models of them."""
+    """Check the keys and values of a config's sections, with DeepSpeed's own models if it has one.
+
+    Raises:
+        ConfigurationError: a key is unknown or a value is invalid.
+    """
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
     from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -170,19 +176,19 @@ def check_sections(config: HfDeepSpeedConfig) -> None:
         kind = config.get_value(f"{section}.type")
         if not isinstance(kind, str):
             raise ConfigurationError(
-                f"{section} in {config.origin} needs a type, such as {own[0]}."
+                f"{section} in {config.origin} needs a key type, such as {own[0]!r}."
             )
         if not {kind, kind.lower()} & set(own) and not hasattr(torchs, kind):
             raise ConfigurationError(
-                f"{section}.type={kind!r} (in {config.origin}) is neither DeepSpeed's nor torch's; "
-                f"DeepSpeed has {listing(own)}.{did_you_mean(kind, own)}"
+                f"{section}.type={kind!r} (in {config.origin}) exists neither in DeepSpeed nor in "
+                f"torch. DeepSpeed has {listing(own)}.{did_you_mean(kind, own)}"
             )
 
 
 def _check_section(config: HfDeepSpeedConfig, section: str, model: Any) -> None:
     there = config.get_value(section)
     if not isinstance(there, dict):
-        raise ConfigurationError(f"{section} of {config.origin} is {there!r}; it takes an object.")
+        raise ConfigurationError(f"{section} of {config.origin} must be an object, not {there!r}.")
     try:
         model(**{key: value for key, value in there.items() if value != AUTO})
     except pydantic.ValidationError as error:
@@ -200,7 +206,11 @@ def _check_section(config: HfDeepSpeedConfig, section: str, model: Any) -> None:
 
 
 def check_disks(config: HfDeepSpeedConfig) -> None:
-    """Refuse offload to nvme where the library that writes is missing."""
+    """Check that the library for offload to nvme is available.
+
+    Raises:
+        ConfigurationError: the config offloads to nvme, but the library cannot be compiled.
+    """
     for kind in ("optimizer", "param"):
         name = f"zero_optimization.offload_{kind}.device"
         if config.get_value(name) != "nvme":
@@ -209,7 +219,7 @@ def check_disks(config: HfDeepSpeedConfig) -> None:
 
         if not AsyncIOBuilder().is_compatible(verbose=False):
             raise ConfigurationError(
-                f"{config.shown(name)} needs DeepSpeed's op async_io, which cannot be compiled "
-                "here: install libaio with its headers (Debian: apt install libaio-dev) and a C++ "
-                "compiler, or offload to the CPU."
+                f"{config.shown(name)} needs DeepSpeed's op async_io, which cannot be compiled on "
+                "this machine. Install libaio with its headers (Debian: apt install libaio-dev) and "
+                "a C++ compiler, or offload to the CPU."
             )

@@ -1,4 +1,4 @@
-"""How models become engines: matched with optimizers and schedulers, configured, built."""
+"""Create engines: match models with optimizers and schedulers, and complete their config."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from accelerate_deepspeed.settings import DeepSpeedPlugin
 
 @dataclass(eq=False)
 class Job:
-    """One model of a `prepare` call, with the optimizer and the schedulers that are its own."""
+    """One model of a `prepare` call, with its optimizer and schedulers."""
 
     model: Any
     optimizer: Any = None
@@ -44,7 +44,11 @@ class Job:
 
 
 def assign(plan: Any) -> list[Job]:
-    """Match a plan's optimizers with models by their parameters, schedulers with optimizers."""
+    """Match a plan's optimizers with models by their parameters, and schedulers with optimizers.
+
+    Raises:
+        PrepareError: an optimizer or a scheduler doesn't match exactly one model.
+    """
     jobs = [Job(entry) for entry in plan.of_kind("model")]
     owners = {id(p): job for job in jobs for p in job.model.value.parameters()}
     by_optimizer: dict[int, Job] = {}
@@ -54,28 +58,28 @@ def assign(plan: Any) -> list[Job]:
         mine = {id(job): job for p in held if (job := owners.get(id(p))) is not None}
         if not mine:
             raise PrepareError(
-                f"DeepSpeed builds a model and its optimizer together, and prepare got a {kind} "
-                "without the model it trains: pass both in one call, "
-                "prepare(model, optimizer, ...)."
+                f"prepare received a {kind} without its model, but DeepSpeed needs both together. "
+                "Pass them in the same call: prepare(model, optimizer, ...)."
             )
         if len(mine) > 1:
             names = ", ".join(type(job.model.original).__name__ for job in mine.values())
             raise PrepareError(
-                f"One {kind} holds parameters of several models ({names}), and DeepSpeed has an "
-                "engine for each model: make an optimizer for each, or put them into one module."
+                f"One {kind} has parameters of several models ({names}), but DeepSpeed has a "
+                "separate engine for each model. Create an optimizer for each model, or put the "
+                "models into one module."
             )
         (job,) = mine.values()
         foreign = sum(id(parameter) not in owners for parameter in held)
         if foreign:
             raise PrepareError(
-                f"The {kind} holds {foreign} parameter(s) that are not in "
-                f"{type(job.model.original).__name__}: DeepSpeed trains what is inside of a model. "
-                "Make them part of the module."
+                f"The {kind} has {foreign} parameter(s) that are not in "
+                f"{type(job.model.original).__name__}. DeepSpeed can only train parameters of the "
+                "model. Make them a part of it."
             )
         if job.optimizer is not None:
             raise PrepareError(
-                f"{type(job.model.original).__name__} has two optimizers, and a DeepSpeed engine "
-                "has one: give one optimizer several parameter groups."
+                f"{type(job.model.original).__name__} has two optimizers, but a DeepSpeed engine "
+                "supports one. Use one optimizer with several parameter groups."
             )
         job.optimizer = entry
         for one in (entry.value, entry.original):
@@ -90,19 +94,19 @@ def assign(plan: Any) -> list[Job]:
         owner = by_optimizer.get(id(getattr(entry.original, "optimizer", None)), only)
         if owner is None:
             raise PrepareError(
-                f"The {type(entry.original).__name__} is for an optimizer that is not in this "
-                "call of prepare: pass them together."
+                f"The {type(entry.original).__name__} belongs to an optimizer that is not in this "
+                "call of prepare. Pass them together."
             )
         owner.schedulers.append(entry)
     return jobs
 
 
 def micro_batch(loaders: Iterable[Any], smallest: bool, parts: int) -> int | None:
-    """Return the samples per rank and step that the loaders give, None if none says.
+    """Return the number of samples per rank and forward, or None if no loader determines it.
 
     Args:
-        smallest: of several, the smallest; else the largest.
-        parts: by how many a loader's batch is split among ranks.
+        smallest: whether to use the smallest batch size of several loaders, else the largest.
+        parts: number of ranks over which a loader's batch is split.
     """
     sizes = []
     for loader in loaders:
@@ -116,22 +120,22 @@ def micro_batch(loaders: Iterable[Any], smallest: bool, parts: int) -> int | Non
 
 
 def trains_something(model: nn.Module) -> bool:
-    """Tell whether a model has a parameter to train."""
+    """Return whether a model has trainable parameters."""
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def check_storage(model: nn.Module) -> None:
-    """Refuse parameters that DeepSpeed cannot broadcast, which it does byte by byte.
+    """Check that parameters are contiguous, because DeepSpeed broadcasts them as bytes.
 
     Raises:
-        PrepareError: one is not contiguous, such as the kernels of a model in channels_last.
+        PrepareError: a parameter is not contiguous, for example in a model in channels_last.
     """
     for name, parameter in model.named_parameters():
         if not parameter.is_contiguous():
             raise PrepareError(
-                f"{name!r} of {type(model).__name__} is not contiguous (channels_last?), and DeepSpeed takes "
-                "contiguous parameters only: use model.to(memory_format=torch.contiguous_format), or "
-                "the backend ddp."
+                f"{name!r} of {type(model).__name__} is not contiguous (channels_last?), but "
+                "DeepSpeed only supports contiguous parameters. Call "
+                "model.to(memory_format=torch.contiguous_format), or use the backend ddp."
             )
 
 
@@ -143,7 +147,7 @@ def make_engine(
     run: automatic.RunSizes,
     groups: Any = None,
 ) -> Any:
-    """Build the engine of one model and put it, its optimizer and its schedulers into the plan."""
+    """Create the engine of one model, and put it, its optimizer and its schedulers into the plan."""
     config = HfDeepSpeedConfig(plugin.hf_ds_config)
     config.provenance = dict(plugin.hf_ds_config.provenance)
     model: nn.Module = job.model.value
@@ -182,16 +186,16 @@ def make_engine(
             )
     except (AssertionError, pydantic.ValidationError) as error:
         raise ConfigurationError(
-            f"DeepSpeed refuses the config ({config.origin}): {str(error) or 'no reason is given'}"
+            f"DeepSpeed rejected the config ({config.origin}): {str(error) or 'no reason given'}"
         ) from error
     sizes = accelerator.parallelism_config
     tensor_parallel = 1 if sizes is None else sizes.size("tp")
     if accelerator.num_processes > 1 and tensor_parallel == 1:
-        # It makes the ranks' parameters alike, and leaves buffers as each rank has them.
+        # DeepSpeed broadcasts parameters, but not buffers.
         for buffer in model.buffers():
             if not buffer.is_meta:
                 torch.distributed.broadcast(buffer.detach(), src=0)
-    _mend_half_precision(engine, not config.is_false("fp16.auto_cast"), accelerator.upcast_outputs)
+    _fix_half_precision(engine, not config.is_false("fp16.auto_cast"), accelerator.upcast_outputs)
     job.model.value = engine
     if job.optimizer is not None:
         job.optimizer.value = accelerator.wrap_optimizer(engine.optimizer)
@@ -203,11 +207,11 @@ def make_engine(
         elif isinstance(scheduler, DummyScheduler):
             if accelerator.scheduler_steps == "per_process":
                 raise ConfigurationError(
-                    "scheduler_steps='per_process' is for schedulers of torch: the scheduler of a "
-                    "DeepSpeed config, which DummyScheduler stands for, counts optimizer steps. Leave "
-                    "scheduler_steps out."
+                    "scheduler_steps='per_process' is only supported for torch's schedulers. The "
+                    "scheduler of a DeepSpeed config, which DummyScheduler represents, counts "
+                    "optimizer steps. Leave scheduler_steps out."
                 )
-            # The loop steps it, as it does every other.
+            # The training loop steps the scheduler, not the engine.
             scheduler = own_scheduler
             engine.lr_scheduler = None
         entry.value = accelerator.wrap_scheduler(scheduler, optimizers)
@@ -215,13 +219,13 @@ def make_engine(
 
 
 def _mark_leaves(deepspeed: Any, model: nn.Module, names: Collection[str]) -> None:
-    """Make the modules of these classes units that are gathered whole, such as experts."""
+    """Make stage 3 gather modules of these classes, such as experts, as a whole."""
     classes = {type(module).__name__: type(module) for module in model.modules()}
     for name in names:
         if name not in classes:
             raise ConfigurationError(
-                f"transformer_moe_cls_names has {name!r}, and {type(model).__name__} has no "
-                f"module of that class; it has {listing(sorted(classes))}."
+                f"transformer_moe_cls_names has {name!r}, but {type(model).__name__} has no module "
+                f"of that class. Its classes are {listing(sorted(classes))}."
                 f"{did_you_mean(name, classes)}"
             )
     if names:
@@ -231,25 +235,25 @@ def _mark_leaves(deepspeed: Any, model: nn.Module, names: Collection[str]) -> No
 # --- DeepSpeed's own half precision -------------------------------------------------------------
 
 
-def _mend_half_precision(engine: Any, cast_inputs: bool, upcast: bool) -> None:
-    """Cast floating tensors among a module's arguments to its dtype, outputs to fp32.
+def _fix_half_precision(engine: Any, cast_inputs: bool, upcast: bool) -> None:
+    """Convert a module's floating-point inputs to its dtype, and outputs to fp32.
 
-    By hooks of the module, so that it is so whether the engine or the module is called.
+    This uses hooks of the module, so that it works if either the engine or the module is called.
 
     Args:
-        cast_inputs: False leaves arguments as they are.
-        upcast: False leaves outputs as they are.
+        cast_inputs: whether to convert inputs.
+        upcast: whether to convert outputs.
     """
     fp16 = engine.fp16_enabled()
     if not fp16 and not engine.bfloat16_enabled():
         return
     if engine.zero_optimization_stage() == 0:
-        # DeepSpeed has taken a step with zero gradients, which the module has not seen yet: weights
-        # have decayed, and it counts in Adam's correction.
+        # DeepSpeed has already taken a step with zero gradients. The module has not changed yet, but
+        # the fp32 weights have decayed, and the step counts for Adam's bias correction.
         engine.optimizer.refresh_fp32_params()
         engine.basic_optimizer.state.clear()
     if fp16:
-        # DeepSpeed's own passes over keyword arguments, and cannot rebuild a named tuple.
+        # DeepSpeed's own conversion ignores keyword arguments and fails for named tuples.
         engine._config.float16_config.auto_cast = False
     if cast_inputs:
         cast = partial(_cast, torch.float16 if fp16 else torch.bfloat16)
@@ -259,7 +263,7 @@ def _mend_half_precision(engine: Any, cast_inputs: bool, upcast: bool) -> None:
 
 
 def _cast(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:  # without eight calls
+    if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:  # saves eight calls
         (alone,) = args
         return (alone.to(dtype) if alone.is_floating_point() else alone,), kwargs
 

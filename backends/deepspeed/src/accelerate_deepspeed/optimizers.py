@@ -1,4 +1,4 @@
-"""Optimizers: stand-ins for what a config describes, DeepSpeed's own for the CPU, compiling them."""
+"""Placeholders for the optimizer and scheduler in a config, and DeepSpeed's optimizers for the CPU."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from accelerate_deepspeed.config import HfDeepSpeedConfig
 
 
 class DummyOptim:
-    """Holds the place of the optimizer in the config's section `optimizer`.
+    """A placeholder for the optimizer that the config's section `optimizer` describes.
 
     Args:
-        params: parameters or groups of them, as for an optimizer.
-        lr: learning rate where the config says "auto".
-        weight_decay: weight decay where the config says "auto".
-        optimizer_callable: makes the optimizer from the parameters, where the config has none.
-        kwargs: further hyperparameters where the config says "auto".
+        params: parameters or parameter groups, as for an optimizer.
+        lr: learning rate to use if the config has "auto".
+        weight_decay: weight decay to use if the config has "auto".
+        optimizer_callable: creates the optimizer from the parameters, if the config has none.
+        kwargs: more hyperparameters to use if the config has "auto".
     """
 
     def __init__(
@@ -53,18 +53,18 @@ class DummyOptim:
 
 
 class DummyScheduler:
-    """Holds the place of the scheduler in the config's section `scheduler`, or of a function's.
+    """A placeholder for the scheduler that the config's section `scheduler` describes.
 
     Args:
-        optimizer: the optimizer it is for.
-        total_num_steps: steps of the whole schedule where the config says "auto".
-        warmup_num_steps: steps of warming up where the config says "auto".
-        lr_scheduler_callable: makes the scheduler from the optimizer that is really stepped; then
-            the config must not have one.
-        kwargs: further parameters where the config says "auto".
+        optimizer: the optimizer of the scheduler.
+        total_num_steps: number of steps of the schedule, to use if the config has "auto".
+        warmup_num_steps: number of warm-up steps, to use if the config has "auto".
+        lr_scheduler_callable: creates the scheduler from the engine's optimizer. The config must
+            then not have a scheduler.
+        kwargs: more parameters to use if the config has "auto".
 
-    Both numbers count as for one process, in batches of a loader that is not shared out; they are
-    divided by the number of ranks with different samples, as the steps are.
+    Give both numbers of steps as for one process. They are divided by the number of ranks that read
+    different samples.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DummyScheduler:
         self.kwargs = kwargs
 
 
-# --- DeepSpeed's for the CPU ----------------------------------------------------------------------
+# --- DeepSpeed's optimizers for the CPU -----------------------------------------------------------
 
 #: Optimizer -> DeepSpeed's op, its module in `deepspeed.ops`, class, and constant arguments.
 _ON_CPU = {
@@ -92,39 +92,40 @@ _ON_CPU = {
     "Lion": ("cpu_lion", "lion", "DeepSpeedCPULion", {}),
 }
 _WAY_OUT = (
-    'set "zero_force_ds_cpu_optimizer": false in the DeepSpeed config to step with torch\'s on the '
-    "CPU, which is slower and needs no compiler"
+    'set "zero_force_ds_cpu_optimizer": false in the DeepSpeed config to use torch\'s optimizer on '
+    "the CPU, which is slower but needs no compiler"
 )
 
 
 def for_offload(config: HfDeepSpeedConfig, optimizer: Any) -> Any:
-    """Return the optimizer for state that is kept on the CPU: DeepSpeed's, unless told not to."""
-    its_own = type(optimizer).__name__.startswith("DeepSpeedCPU")
-    if its_own or not _offloads(config) or config.is_false("zero_force_ds_cpu_optimizer"):
+    """Return DeepSpeed's CPU optimizer if the state is offloaded, unless the config forbids it."""
+    is_deepspeeds = type(optimizer).__name__.startswith("DeepSpeedCPU")
+    if is_deepspeeds or not _offloads(config) or config.is_false("zero_force_ds_cpu_optimizer"):
         return optimizer
     return map_pytorch_optim_to_deepspeed(optimizer)
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:
-    """Return DeepSpeed's CPU optimizer of the same kind, with the same groups.
+    """Return DeepSpeed's CPU optimizer of the same kind, with the same groups and hyperparameters.
 
-    Every hyperparameter of every group is kept. The optimizer is compiled at first use.
+    DeepSpeed's optimizer is compiled at first use.
 
     Raises:
-        ConfigurationError: there is none of that kind, one of its options is missing there, or
-            no compiler is here.
+        ConfigurationError: DeepSpeed has no such optimizer, does not support one of its options, or
+            there is no compiler.
     """
     kinds = [base.__name__ for base in type(optimizer).__mro__]
     kind = next((name for name in kinds if name in _ON_CPU), None)
     if kind is None:
         raise ConfigurationError(
-            f"DeepSpeed has no {type(optimizer).__name__} for an optimizer state on the CPU, only "
-            f"Adam, AdamW, Adagrad and Lion. Use one of these, or {_WAY_OUT}."
+            f"DeepSpeed has no {type(optimizer).__name__} for offload to the CPU, only Adam, AdamW, "
+            f"Adagrad and Lion. Use one of these, or {_WAY_OUT}."
         )
     for option in ("amsgrad", "maximize"):
         if any(group.get(option) for group in optimizer.param_groups):
             raise ConfigurationError(
-                f"DeepSpeed's {kind} for the CPU has no {option}; leave it out, or {_WAY_OUT}."
+                f"DeepSpeed's {kind} for the CPU does not support {option}=True. Leave it out, or "
+                f"{_WAY_OUT}."
             )
     op, module, name, constants = _ON_CPU[kind]
     check_compiler(op)
@@ -136,7 +137,7 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def needs_build(config: HfDeepSpeedConfig) -> str | None:
-    """Return the op that the config's optimizer is made of, None for one of torch's."""
+    """Return the op that the config's optimizer needs, or None for an optimizer of torch."""
     kind = str(config.get_value("optimizer.type") or "")
     if not kind or config.is_true("optimizer.params.torch_adam"):
         return None
@@ -156,7 +157,11 @@ def _offloads(config: HfDeepSpeedConfig) -> bool:
 
 
 def check_compiler(op: str) -> None:
-    """Refuse an op that is not built yet where it cannot be."""
+    """Check that an op is already built or can be.
+
+    Raises:
+        ConfigurationError: it is not built, and there is no compiler or no ninja.
+    """
     if _built(op):
         return
     lacking = []
@@ -166,8 +171,8 @@ def check_compiler(op: str) -> None:
         lacking.append("ninja (pip install ninja)")
     if lacking:
         raise ConfigurationError(
-            f"DeepSpeed's op {op} is compiled at first use, and this machine lacks "
-            f"{' and '.join(lacking)}. Install that, or {_WAY_OUT}."
+            f"DeepSpeed's op {op} is compiled at first use, but this machine lacks "
+            f"{' and '.join(lacking)}. Install what is missing, or {_WAY_OUT}."
         )
 
 
@@ -184,9 +189,10 @@ def _built(op: str) -> bool:
 
 @contextmanager
 def build_note(op: str | None) -> Iterator[None]:
-    """Say that an op is compiled, if it will be, and every half minute that it still is.
+    """A context that prints a message if an op has to be compiled, and progress every 30 seconds.
 
-    A build that was killed leaves a lock, on which every later one waits for ever: it is named.
+    A build that was killed leaves a lock file, on which later builds wait forever. The message names
+    this file.
     """
     if op is None or _built(op):
         yield
@@ -196,25 +202,25 @@ def build_note(op: str | None) -> Iterator[None]:
     lock = _folder(op) / "lock"
     held = lock.exists()
 
-    def tell() -> None:
+    def report_progress() -> None:
         while not done.wait(30):
             if held and lock.exists():
-                _say(
-                    f"still waiting for {lock}, which another process or a build that was killed "
-                    "holds; if no build is running, remove it"
+                _print(
+                    f"still waiting for the lock file {lock} of another process, or of a build "
+                    "that was killed. If no build is running, delete the file"
                 )
             else:
-                _say(f"still compiling {op}, {time.monotonic() - started:.0f} s so far")
+                _print(f"still compiling {op} after {time.monotonic() - started:.0f} s")
 
-    _say(f"compiling DeepSpeed's op {op} into {lock.parent}; this takes minutes, once")
-    threading.Thread(target=tell, daemon=True).start()
+    _print(f"compiling DeepSpeed's op {op} into {lock.parent} once, which takes a few minutes")
+    threading.Thread(target=report_progress, daemon=True).start()
     try:
         yield
     finally:
         done.set()
-    _say(f"{op} is ready after {time.monotonic() - started:.0f} s")
+    _print(f"{op} is ready after {time.monotonic() - started:.0f} s")
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         print(f"accelerate-deepspeed: {text}", flush=True)

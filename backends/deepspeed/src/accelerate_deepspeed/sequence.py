@@ -1,4 +1,4 @@
-"""One sequence on several ranks: DeepSpeed's Ulysses (ALST) around Transformers' attention."""
+"""Split a sequence over several ranks with DeepSpeed's Ulysses (ALST) in Transformers' attention."""
 
 from __future__ import annotations
 
@@ -15,66 +15,72 @@ from accelerate_deepspeed.settings import DeepSpeedSequenceParallelConfig
 
 
 class TransformersUlysses:
-    """The ranks of `sp`: attention exchanges heads for tokens, batches are cut along the sequence.
+    """Ulysses for models of Transformers.
 
-    Ranks of one `sp` group read the same samples; each computes on its part of the tokens.
+    The ranks of an `sp` group read the same samples, and each computes with its part of the tokens.
+    Around attention, ranks exchange heads for tokens.
     """
 
     def __init__(self, sizes: ParallelismConfig, rank: int) -> None:
         self.size = sizes.size("sp")
         self.index = sizes.coordinates(rank)["sp"]
         self.handler: DeepSpeedSequenceParallelConfig = sizes.sp_handler
-        #: Transformers' own attention, and the state of DeepSpeed's module, while it is laid around.
+        #: Transformers' own attention and the state of DeepSpeed's module, while they are replaced.
         self._before: tuple[Any, dict[str, Any]] | None = None
 
     def register(self, model: Any, config: HfDeepSpeedConfig, micro_batch: int | None) -> Any:
-        """Lay Ulysses around the model's attention and return DeepSpeed's groups.
+        """Replace the model's attention by Ulysses, and return DeepSpeed's groups.
 
         Args:
-            micro_batch: samples per rank and forward, where the config has none.
+            micro_batch: samples per rank and forward, if the config doesn't have it.
+
+        Raises:
+            ConfigurationError: the model is not supported, or the batch size is unknown.
         """
         name = "train_micro_batch_size_per_gpu"
         there = config.get_value(name)
         batch = there if isinstance(there, int) else micro_batch
         if batch is None:
             raise ConfigurationError(
-                "sp_size with DeepSpeed needs the batch size beforehand: prepare the loader "
-                f"together with the model, or set {name} in the DeepSpeed config."
+                f"sp_size={self.size} with DeepSpeed needs the batch size in advance. Prepare the "
+                f"loader together with the model, or set {name} in the DeepSpeed config."
             )
         if importlib.util.find_spec("transformers") is None:
             raise ConfigurationError(
-                "sp_size with DeepSpeed is laid around the attention of Transformers, which is not "
-                "installed: pip install transformers, or use the backend fsdp2, which shares the "
-                "sequence of any model."
+                f"sp_size={self.size} with DeepSpeed replaces the attention of Transformers, which "
+                "is not installed. Run: pip install transformers. Or use the backend fsdp2, which "
+                "supports any model."
             )
         its: Any = getattr(model, "config", None)
         text = getattr(its, "get_text_config", lambda: its)()
         if any("linear" in kind for kind in getattr(text, "layer_types", None) or ()):
             raise ConfigurationError(
-                f"{type(model).__name__} has layers of linear attention, which carry a state along "
-                "the sequence; with sp_size each rank would begin it anew. Use sp_size=1."
+                f"{type(model).__name__} has layers with linear attention, which carry a state along "
+                f"the sequence. With sp_size={self.size}, the state would start anew on each rank. "
+                "Use sp_size=1."
             )
         heads = getattr(its, "num_attention_heads", None)
         if heads is None or not hasattr(its, "_attn_implementation"):
             raise ConfigurationError(
-                f"sp_size with DeepSpeed is for models of Transformers; {type(model).__name__} has "
-                "no such config. The backend fsdp2 shares the sequence of any model."
+                f"sp_size={self.size} with DeepSpeed only supports models of Transformers, and "
+                f"{type(model).__name__} is not one. Use the backend fsdp2, which supports any model."
             )
         if heads % self.size:
             raise ConfigurationError(
-                f"sp_size={self.size} does not divide the model's {heads} attention heads."
+                f"The model's number of attention heads, {heads}, is not divisible by "
+                f"sp_size={self.size}."
             )
         asked = self.handler.sp_attn_implementation
         if its._attn_implementation != asked:
             raise ConfigurationError(
-                f"sp_attn_implementation={asked!r}, and the model computes attention with "
-                f"{its._attn_implementation!r}: load it with attn_implementation={asked!r}."
+                f"sp_attn_implementation={asked!r}, but the model uses "
+                f"{its._attn_implementation!r}. Load it with attn_implementation={asked!r}."
             )
         import deepspeed.runtime.sequence_parallel.parallel_state_sp as state
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        self.close()  # a second model: around the attention as it was, not around the first one's
+        self.close()  # for a second model, restore the original attention first
         groups = {
             name: copy.copy(value)
             for name, value in vars(state).items()
@@ -91,7 +97,7 @@ class TransformersUlysses:
         )
 
     def close(self) -> None:
-        """Give Transformers its attention back."""
+        """Restore Transformers' own attention."""
         if self._before is None:
             return
         import deepspeed.runtime.sequence_parallel.parallel_state_sp as state
@@ -103,31 +109,32 @@ class TransformersUlysses:
         self._before = None
 
     def shard(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield this rank's part of each batch, with labels shifted before the cut.
+        """Yield this rank's part of each batch.
 
-        A batch is a mapping with `input_ids` and `position_ids` of shape (batch, sequence); other
-        tensors with that second size are cut, too. `labels` become `shift_labels`, since the label
-        of a part's last token is in the next part.
+        A batch is a mapping with `input_ids` and `position_ids` of shape (batch, sequence). Other
+        tensors with the same size in dimension 1 are split too. `labels` are shifted before the
+        split and become `shift_labels`, because the label of a part's last token is in the next
+        part.
         """
         yield from map(self._part, batches)
 
     def _part(self, batch: Any) -> Any:
         if not isinstance(batch, Mapping) or "input_ids" not in batch:
             raise ConfigurationError(
-                "With sp_size and DeepSpeed batches are mappings with input_ids; this one is a "
+                "With sp_size and DeepSpeed, each batch must be a mapping with input_ids, not a "
                 f"{type(batch).__name__}."
             )
         if "position_ids" not in batch:
             raise ConfigurationError(
-                "With sp_size and DeepSpeed each batch needs position_ids, which say where a part "
-                "of a sequence lies: torch.arange(length) for each sample, starting anew at each "
-                "document of a packed one."
+                "With sp_size and DeepSpeed, each batch needs position_ids, which give the position "
+                "of each token. Use torch.arange(length) for each sample. If samples contain several "
+                "documents, start at 0 for each document."
             )
         length = batch["input_ids"].shape[1]
         if length % self.size:
             raise ConfigurationError(
-                f"A sequence of {length} tokens cannot be shared by sp_size={self.size} ranks "
-                "evenly: pad it."
+                f"A sequence length of {length} tokens is not divisible by sp_size={self.size}. Pad "
+                "the sequences."
             )
         found = dict(batch)
         if "labels" in found:

@@ -1,4 +1,4 @@
-"""What users may say about DeepSpeed, by the names Hugging Face Accelerate has for it."""
+"""Settings of the deepspeed backend, with the names that Hugging Face Accelerate uses."""
 
 from __future__ import annotations
 
@@ -29,22 +29,21 @@ _Launcher = Literal["standard", "pdsh", "openmpi", "mvapich", "mpich", "impi", "
     yaml_prefix="deepspeed_",
 )
 class DeepSpeedPlugin(BackendSettings):
-    """Options of DeepSpeed. `hf_ds_config` can set every other option that DeepSpeed has.
+    """Options of DeepSpeed. `hf_ds_config` can contain all other options that DeepSpeed has.
 
-    A field that is set must not contradict the config. Without a config and without `zero_stage`
-    the stage is 2.
+    A field must not contradict the config. The default stage is 2, if there is no config.
 
     Args:
-        hf_ds_config: path of a JSON file, dict, JSON, base64 of JSON, or `HfDeepSpeedConfig`.
-        gradient_accumulation_steps: micro-batches per optimizer step, as of the Accelerator; the
-            core divides the loss, DeepSpeed does not.
-        gradient_clipping: largest norm of the gradients; without it, or if it is "auto", what
-            `clip_grad_norm_` is called with, and nothing if it is not called.
-        zero3_init_flag: with stage 3, shard parameters while the model is made, inside of
-            `accelerator.init_model_context()` and in Transformers' `from_pretrained`.
+        hf_ds_config: path of a JSON file, dict, JSON, base64-encoded JSON, or `HfDeepSpeedConfig`.
+        gradient_accumulation_steps: micro-batches per optimizer step, the same as the
+            Accelerator's. The loss is divided by the core, not by DeepSpeed.
+        gradient_clipping: maximum norm of the gradients. If it is not set or "auto", gradients are
+            only clipped when you call `clip_grad_norm_`.
+        zero3_init_flag: with stage 3, shard parameters while a model is created inside
+            `accelerator.init_model_context()` or by Transformers' `from_pretrained`.
 
     Raises:
-        ConfigurationError: something that does not exist, cannot be, or contradicts the config.
+        ConfigurationError: a value is invalid or contradicts the config.
     """
 
     hf_ds_config: Any = option(
@@ -60,7 +59,7 @@ class DeepSpeedPlugin(BackendSettings):
     )
     gradient_clipping: float | Literal["auto"] | None = option(
         default=None,
-        help="largest norm of the gradients",
+        help="maximum norm of the gradients",
         env="ACCELERATE_GRADIENT_CLIPPING",
         cli="gradient_clipping",
     )
@@ -71,22 +70,22 @@ class DeepSpeedPlugin(BackendSettings):
         choices=("2", "0", "1", "3"),
         ge=0,
         le=3,
-        ask="ZeRO stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too",
+        ask="ZeRO stage (1 shards optimizer state, 2 also gradients, 3 also parameters)?",
     )
     is_train_batch_min: bool = option(
         default=True, help="with several loaders, the smallest batch is the micro-batch"
     )
     offload_optimizer_device: _Device | None = option(
         default=None,
-        help="where the optimizer's state is kept: none, cpu, nvme",
+        help="where to keep the optimizer's state: none (on the device), cpu, nvme",
         cli="offload_optimizer_device",
-        ask="Where is the optimizer's state kept?",
+        ask="Where should the optimizer's state be kept?",
     )
     offload_param_device: _Device | None = option(
         default=None,
-        help="where parameters are kept (stage 3): none, cpu, nvme",
+        help="where to keep parameters (stage 3): none (on the device), cpu, nvme",
         cli="offload_param_device",
-        ask="Where are parameters kept?",
+        ask="Where should parameters be kept?",
         ask_if="zero_stage=3",
     )
     offload_optimizer_nvme_path: str | None = option(
@@ -99,8 +98,8 @@ class DeepSpeedPlugin(BackendSettings):
     )
     zero3_init_flag: bool | None = option(
         default=None,
-        help="shard parameters while the model is constructed (stage 3)",
-        ask="Shard parameters while the model is made?",
+        help="shard parameters while the model is created (stage 3)",
+        ask="Shard parameters while the model is created?",
         ask_if="zero_stage=3",
         env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
         cli="zero3_init_flag",
@@ -112,7 +111,7 @@ class DeepSpeedPlugin(BackendSettings):
     )
     transformer_moe_cls_names: list[str] | str | None = option(
         default=None,
-        help="classes of mixture-of-experts blocks, which stage 3 gathers whole",
+        help="classes of mixture-of-experts blocks, which stage 3 gathers as a whole",
         env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
         yaml="deepspeed_moe_layer_cls_names",
     )
@@ -120,14 +119,18 @@ class DeepSpeedPlugin(BackendSettings):
         default=None, help="not supported: MS-AMP needs DeepSpeed 0.13"
     )
     msamp_opt_level: str | None = option(default=None, help="not supported")
-    hostfile: str | None = option(default=None, help="hosts and their slots, for several machines")
+    hostfile: str | None = option(
+        default=None, help="file with hosts and their slots, for several machines"
+    )
     exclusion_filter: str | None = option(default=None, help="hosts and slots to leave out")
-    inclusion_filter: str | None = option(default=None, help="the only hosts and slots to use")
+    inclusion_filter: str | None = option(
+        default=None, help="hosts and slots to use; all others are left out"
+    )
     multinode_launcher: _Launcher | None = option(
-        default=None, help="how other machines are reached: " + ", ".join(get_args(_Launcher))
+        default=None, help="how to reach other machines: " + ", ".join(get_args(_Launcher))
     )
     multinode_launcher_args: str | None = option(
-        default=None, help="further arguments of that launcher, in one string"
+        default=None, help="more arguments for multinode_launcher, as one string"
     )
 
     def __post_init__(self) -> None:
@@ -135,7 +138,8 @@ class DeepSpeedPlugin(BackendSettings):
             names = self.transformer_moe_cls_names.split(",")
             self.transformer_moe_cls_names = [name.strip() for name in names if name.strip()]
         given = self.hf_ds_config
-        if not isinstance(given, HfDeepSpeedConfig):  # one that is: its owner goes on filling it
+        # A HfDeepSpeedConfig is not copied, because its owner may fill in values later.
+        if not isinstance(given, HfDeepSpeedConfig):
             self.hf_ds_config = HfDeepSpeedConfig({} if given is None else given)
         if given is None:
             self.hf_ds_config.origin = "the plugin's defaults"
@@ -144,7 +148,7 @@ class DeepSpeedPlugin(BackendSettings):
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """DeepSpeed's config, as far as it is resolved; what is changed before `prepare` counts."""
+        """DeepSpeed's config, resolved as far as possible. Changes before `prepare` take effect."""
         config: dict[str, Any] = self.hf_ds_config.config
         return config
 
@@ -154,7 +158,7 @@ class DeepSpeedPlugin(BackendSettings):
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage in force."""
+        """The ZeRO stage."""
         if self.hf_ds_config.has("zero_optimization.stage"):
             return int(self.hf_ds_config.stage)
         if self.zero_stage is not None:
@@ -162,16 +166,16 @@ class DeepSpeedPlugin(BackendSettings):
         return 2 if not self.hf_ds_config.config else 0
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return a value of the config by dotted name.
+        """Return a value of the config.
 
         Args:
-            ds_key_long: a dotted name.
-            default: returned where it is missing.
+            ds_key_long: a dotted name, such as `zero_optimization.stage`.
+            default: returned if the config doesn't have the name.
         """
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Tell whether a value of the config is left to us.
+        """Return whether a value of the config is "auto".
 
         Args:
             ds_key_long: a dotted name.
@@ -179,37 +183,37 @@ class DeepSpeedPlugin(BackendSettings):
         return bool(self.hf_ds_config.is_auto(ds_key_long))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Compare a precision with the config's; it is the Accelerator's to set.
+        """Check that a precision doesn't contradict the config. The Accelerator sets the precision.
 
         Args:
             mixed_precision: `no`, `fp16` or `bf16`.
 
         Raises:
-            ConfigurationError: the config asks for another one.
+            ConfigurationError: the config turns on another precision.
         """
         other = {"fp16": "bf16", "bf16": "fp16"}.get(str(mixed_precision))
         if other is not None and self.hf_ds_config.is_true(f"{other}.enabled"):
             raise ConfigurationError(
-                f"mixed_precision={mixed_precision!r}, and {self.hf_ds_config.where(other)} says "
-                f"{other}.enabled: leave one of them out."
+                f"mixed_precision={mixed_precision!r} contradicts {other}.enabled=true "
+                f"({self.hf_ds_config.where(other)}). Leave one of them out."
             )
 
     def set_deepspeed_weakref(self) -> None:
-        """Tell Transformers whether to shard what it loads."""
+        """Tell Transformers whether to shard models while loading them."""
         tell_transformers(self)
 
     def set_moe_leaf_modules(self, model: Any) -> None:
-        """Do nothing: `prepare` marks the classes of `transformer_moe_cls_names`."""
+        """Do nothing. `prepare` marks the classes of `transformer_moe_cls_names`."""
 
     def is_zero3_init_enabled(self) -> bool:
-        """Tell whether models are sharded while they are made."""
+        """Return whether models are sharded while they are created."""
         return bool(self.zero3_init_flag) and self.stage == 3
 
     def zero3_init_context_manager(self, enable: bool = False) -> AbstractContextManager[Any]:
-        """Return a context in which `zero3_init_flag` is on or off.
+        """Return a context that sets `zero3_init_flag`.
 
         Args:
-            enable: on or off.
+            enable: the value of the flag.
         """
         return self._switched_init(enable) if self.stage == 3 else nullcontext()
 
@@ -225,13 +229,13 @@ class DeepSpeedPlugin(BackendSettings):
             tell_transformers(self)
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Refuse: plugins are chosen by name, so that the others are let go.
+        """Raise an error, as Accelerate does. Plugins are selected by name.
 
         Raises:
-            NotImplementedError: always, as in Accelerate.
+            NotImplementedError: always.
         """
         raise NotImplementedError(
-            "Choose a plugin by accelerator.state.select_deepspeed_plugin(name)."
+            "Select a plugin with accelerator.state.select_deepspeed_plugin(name)."
         )
 
 
@@ -244,49 +248,51 @@ class DeepSpeedSequenceParallelConfig:
     """How DeepSpeed's Ulysses (ALST) splits a sequence: `ParallelismConfig(sp_handler=…)`.
 
     Args:
-        sp_seq_length: tokens of the whole sequence.
+        sp_seq_length: number of tokens in the whole sequence.
         sp_seq_length_is_variable: False if every batch has exactly that length.
-        sp_attn_implementation: attention that Ulysses is laid around: sdpa, flash_attention_2,
+        sp_attn_implementation: the attention that Ulysses uses: sdpa, flash_attention_2 or
             flash_attention_3.
     """
 
-    sp_seq_length: int | None = option(default=None, help="tokens of the whole sequence")
-    sp_seq_length_is_variable: bool = option(default=True, help="whether lengths differ")
+    sp_seq_length: int | None = option(default=None, help="number of tokens in the whole sequence")
+    sp_seq_length_is_variable: bool = option(
+        default=True, help="whether batches have different sequence lengths"
+    )
     sp_attn_implementation: Literal["sdpa", "flash_attention_2", "flash_attention_3"] = option(
-        default="sdpa", help="attention inside Ulysses"
+        default="sdpa", help="attention that Ulysses uses"
     )
 
 
-#: What Transformers was told; its own reference is weak.
-_told: list[HfDeepSpeedConfig] = []
+#: The config that Transformers uses. It is kept here because Transformers' reference is weak.
+_config_of_transformers: list[HfDeepSpeedConfig] = []
 
 
 def tell_transformers(plugin: DeepSpeedPlugin | None) -> None:
-    """Let `from_pretrained` of Transformers shard what it loads, or stop it from doing so."""
+    """Set whether Transformers' `from_pretrained` shards models while loading them."""
     wanted = plugin is not None and plugin.is_zero3_init_enabled()
     if not wanted and "transformers.integrations.deepspeed" not in sys.modules:
         return
     if importlib.util.find_spec("transformers") is None:
         return
-    from transformers.integrations import deepspeed as theirs
+    from transformers.integrations import deepspeed as integration
 
-    if _told:  # what others have told it, as its Trainer does, is theirs
-        theirs.unset_hf_deepspeed_config()
-        _told.clear()
+    if _config_of_transformers:  # don't unset a config that other code set, such as its Trainer
+        integration.unset_hf_deepspeed_config()
+        _config_of_transformers.clear()
     if plugin is not None and wanted:
-        _told.append(plugin.hf_ds_config.known_by_now())
-        theirs.set_hf_deepspeed_config(_told[0])
+        _config_of_transformers.append(plugin.hf_ds_config.known_by_now())
+        integration.set_hf_deepspeed_config(_config_of_transformers[0])
 
 
 def get_active_deepspeed_plugin(state: Any = None) -> DeepSpeedPlugin:
-    """Return the plugin in use: that of an Accelerator's state, or of the newest Accelerator.
+    """Return the plugin of the given Accelerator state, or of the current Accelerator.
 
     Raises:
-        ValueError: it does not run with DeepSpeed, or there is none.
+        ValueError: there is no Accelerator, or it has another backend.
     """
     found: DeepSpeedPlugin | None = None
     with suppress(RuntimeConflictError):
         found = getattr(AcceleratorState() if state is None else state, "deepspeed_plugin", None)
     if found is None:
-        raise ValueError("No Accelerator with the backend deepspeed is there.")
+        raise ValueError("There is no Accelerator with the backend deepspeed.")
     return found

@@ -1,4 +1,4 @@
-"""Parameters in parts, whole for a moment."""
+"""Gather partitioned parameters temporarily."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import nn
 
 
 class GatheredParameters:
-    """Have parameters whole inside of the block, whatever the stage; nothing where they are.
+    """A context in which parameters are whole. It has no effect if they are not partitioned.
 
     Args:
-        params: parameters, or one.
-        modifier_rank: the rank whose changes the others get; None: they are not changed.
-        fwd_module: as in deepspeed.
-        enabled: False does nothing.
+        params: one parameter or several.
+        modifier_rank: the rank whose changes are sent to the others. None discards changes.
+        fwd_module: see `deepspeed.zero.GatheredParameters`.
+        enabled: False turns the context off.
     """
 
     def __init__(
