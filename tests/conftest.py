@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -14,6 +15,10 @@ from packaging.requirements import Requirement
 @pytest.fixture(scope="module", autouse=True)
 def _each_file_begins_with_no_accelerator() -> Iterator[None]:
     """Drop what a file's tests have left running: which file is next differs from run to run."""
+    # A collection takes a second in a process that has imported all our libraries, and many tests
+    # ask for one: what is there before the first test of a file is left out from then on.
+    gc.collect()
+    gc.freeze()
     yield
     runtime = sys.modules.get("accelerate_core.distributed.process")
     if runtime is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
-from plain import ACCUMULATION, STEPS, History, one_process
+from plain import ACCUMULATION, STEPS, History
+from plain import one_process as train_one_process
 from support import run_workers
 
 HERE = Path(__file__).parent
@@ -16,6 +18,8 @@ RUNS = {
 }
 
 pytestmark = pytest.mark.dist
+
+one_process = cache(train_one_process)
 
 
 @pytest.fixture(scope="module", params=sorted(RUNS), ids=lambda count: f"{count} ranks")
@@ -54,7 +58,7 @@ def test_every_step_is_recorded(library):
 def test_fp32_equals_one_process_with_the_whole_batch(world, library, name):
     # A loader's batch size is one rank's, and the schedule is written for one process's number of
     # batches: it moves `world` times per step. With split_batches nothing has changed: once.
-    reference = one_process(world, scheduler_steps=1 if name == "split" else world)
+    reference = one_process(world, 1 if name == "split" else world, "no")
     assert difference(library[name], reference, "losses", "norms", "rates", "weights") <= 1e-5
 
 

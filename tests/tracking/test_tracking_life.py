@@ -11,12 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import warm_python
 
 WORKER = Path(__file__).with_name("tracking_worker.py")
 
 
-def run(directory: Path, *arguments: str, rc: int = 0, slow: float = 0.0, launch: int = 0) -> str:
-    command = [sys.executable, str(WORKER), *arguments]
+def run(
+    directory: Path,
+    *arguments: str,
+    rc: int = 0,
+    slow: float = 0.0,
+    launch: int = 0,
+    warm: bool = True,
+) -> str:
+    """Run the worker; `warm=False` starts a real interpreter, for how one ends or how ranks fail."""
+    python = str(warm_python()) if warm else sys.executable
+    command = [python, str(WORKER), *arguments]
     if launch:
         command[1:1] = ["-m", "accelerate_core", "launch", "--cpu", "--num_processes", str(launch)]
     done = subprocess.run(
@@ -90,7 +100,7 @@ def test_tracker_on_every_rank_has_one_group(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_run_is_marked_failed_when_another_rank_raises(tmp_path: Path) -> None:
-    text = run(tmp_path, "one_rank_raises", launch=2, slow=0.1, rc=1)
+    text = run(tmp_path, "one_rank_raises", launch=2, slow=0.1, rc=1, warm=False)
     assert "rank 1 is at fault" in text
     (lines,) = slow_lines(tmp_path).values()
     assert lines[1:] == [*LOGGED, "end failed"]  # flushing took two seconds
@@ -107,6 +117,8 @@ def test_tracker_that_never_returns_is_given_up_and_the_others_finish(tmp_path: 
 def test_launcher_names_a_thread_that_a_tracker_left_running(
     tmp_path: Path,
 ) -> None:
-    lines = [line for line in run(tmp_path, "lingers").splitlines() if "Waiting for" in line]
+    lines = [
+        line for line in run(tmp_path, "lingers", warm=False).splitlines() if "Waiting for" in line
+    ]
     assert lines == ["Waiting for threads: pump of __main__ (end_training() ends those of plugins)"]
     assert "Waiting for" not in run(tmp_path, "ends")
