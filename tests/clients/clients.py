@@ -1,4 +1,4 @@
-"""Start the cases in an environment, read what they returned, and compare it with what is recorded."""
+"""Run the cases in an environment, and compare their results with the recorded ones."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from support import clean_environment
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / "build" / "clients"
 RECORDED = HERE / "recorded"
-#: How far a number may be from the recorded one, and for large ones relative to it.
+#: The allowed difference from a recorded number, relative for numbers above 1.
 TOLERANCE = 1e-5
 TIMEOUT = 400
-#: What was compared: the case, the largest difference, and where it is.
+#: A row for each compared case: its name, the largest difference, and where that is.
 ROWS: list[tuple[str, float, str]] = []
 
 
-#: Files of cases that run with transformers 4.57: those that require it, and those that run with both.
+#: Files of cases for Transformers 4.57: those that require it, and those that run with both versions.
 ONLY_OLD = ("adapter_layers",)
 ALSO_OLD = ("trainer",)
 
 
 def groups() -> list[str]:
-    """Return the files of cases; `FILE@4.57` runs in the environment with that transformers."""
+    """Return the names of the files of cases. `FILE@4.57` runs with that version of Transformers."""
     files = {path.stem for path in (HERE / "cases").glob("*.py")} - {"running", "tiny", *ONLY_OLD}
     return sorted([*files, *(f"{name}@{OLD}" for name in (*ONLY_OLD, *ALSO_OLD))])
 
 
 def run(environment: str, group: str, processes: int, cases: Sequence[str] = ()) -> dict[str, Any]:
-    """Run a file's cases on so many processes; return what rank 0 got, or an error of any rank."""
+    """Run the cases of a file; return the results of rank 0, or the error of any rank."""
     made: dict[str, Any] = {}
     left = list(cases)
     while left or not made:
         got, asked = _launch(environment, group, processes, left)
         if not asked:
-            break  # has none for so many processes
+            break  # the file has no case for this number of processes
         made |= got
         left = [name for name in asked if name not in made]
     return made
@@ -51,7 +51,7 @@ def run(environment: str, group: str, processes: int, cases: Sequence[str] = ())
 def _launch(
     environment: str, group: str, processes: int, cases: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return what the cases got, at least one of them, and the names of all that were asked for."""
+    """Return the results of at least one case, and the names of all requested cases."""
     file, _, old = group.partition("@")
     environment = f"{environment}-{old}" if old else environment
     python = ENVIRONMENTS / environment / "bin" / "python"
@@ -65,7 +65,8 @@ def _launch(
         environ = clean_environment(
             OMP_NUM_THREADS="1",
             CUDA_VISIBLE_DEVICES="",
-            ACCELERATE_USE_CPU="true",  # as `accelerate launch --cpu` does; else each rank is alone
+            # As with `accelerate launch --cpu`. Otherwise, ranks don't form a group.
+            ACCELERATE_USE_CPU="true",
             HF_HUB_OFFLINE="1",
             HF_HOME=folder,
             TOKENIZERS_PARALLELISM="false",
@@ -80,8 +81,8 @@ def _launch(
             try:
                 code = process.wait(TIMEOUT)
             except subprocess.TimeoutExpired:
-                code = f"not ended after {TIMEOUT} s"
-                process.terminate()  # torch's launcher passes it on to its ranks
+                code = f"not finished after {TIMEOUT} s"
+                process.terminate()  # torchrun passes the signal on to its ranks
                 process.wait(60)
             log.seek(0)
             said = f"exit status {code}:\n{log.read()[-6000:]}"
@@ -103,9 +104,9 @@ def _launch(
 
 
 def launch_project(programs: Path, project: Path, processes: int) -> dict[str, Any]:
-    """Run a copy of the project by `accelerate launch` with its default configuration.
+    """Run a copy of the project with `accelerate launch` and its default configuration.
 
-    The original's launch starts only one process on a CPU, so two are started by torchrun.
+    Accelerate's launch only starts one process on a CPU, so torchrun starts two.
     """
     command = [str(programs / "accelerate"), "launch"]
     environ = clean_environment(
@@ -128,20 +129,20 @@ def launch_project(programs: Path, project: Path, processes: int) -> dict[str, A
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(f"The project ended with {done.returncode}:\n{done.stderr[-6000:]}")
+        raise RuntimeError(f"The project failed with {done.returncode}:\n{done.stderr[-6000:]}")
     made: dict[str, Any] = json.loads((project / "out.json").read_text())
     return made
 
 
 def recorded(group: str, processes: int) -> dict[str, Any]:
-    """Return what the original returned."""
+    """Return the results that were recorded with Accelerate."""
     place = RECORDED / f"{group}-{processes}.json"
     made: dict[str, Any] = json.loads(place.read_text()) if place.exists() else {}
     return made
 
 
 def differences(ours: Any, theirs: Any, where: str = "") -> Iterator[tuple[float, str]]:
-    """Yield how far each number is off, infinite for what is not alike at all, and where it stands."""
+    """Yield the difference of each number and where it is. Other differences are infinite."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         for key in {**theirs, **ours}:
             if key in ours and key in theirs:

@@ -1,4 +1,4 @@
-"""The table at the end: how far each client is from what is recorded."""
+"""Print a table at the end with each client's largest difference from the recorded results."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from clients import ROWS
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if ROWS:
-        terminalreporter.section("clients: largest difference from the original")
+        terminalreporter.section("clients: largest difference from Accelerate")
         for name, off, where in ROWS:
             terminalreporter.write_line(f"{name:44} {off:8.1e}  {where if off else 'equal'}"[:160])

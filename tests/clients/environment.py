@@ -1,9 +1,9 @@
-"""Make an environment for clients: `environment.py FOLDER accelerate==1.15.0` (or a project's folder).
+"""Create an environment for clients: `environment.py FOLDER accelerate==1.15.0` (or a project's folder).
 
-`requirements.txt` names the clients. A folder that ends in `-4.57` gets those in `requirements-4.57.txt`.
+The clients are in `requirements.txt`, or in `requirements-4.57.txt` if the folder ends in `-4.57`.
 
-It lies over the environment that runs this, so torch and our packages, which are installed to be edited,
-are not installed twice; in its own site-packages are the clients, and what they import as `accelerate`.
+The new environment extends the one that runs this script, so torch and our editable packages are not
+installed twice. Its own site-packages contain the clients, and the distribution `accelerate`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-#: The older transformers that some libraries still require.
+#: The older version of Transformers that some libraries still require.
 OLD = "4.57"
 
 
 def make(folder: Path, accelerate: str) -> None:
-    """Make the environment anew, with this distribution under the name `accelerate`."""
+    """Create the environment from scratch, with this distribution as `accelerate`."""
     venv.create(folder, clear=True)
     below = sysconfig.get_path("purelib")
     site = folder / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
@@ -32,10 +32,10 @@ def make(folder: Path, accelerate: str) -> None:
     variant = f"-{OLD}" if folder.name.endswith(f"-{OLD}") else ""
     subprocess.run([*pip, *how, "-r", str(HERE / f"requirements{variant}.txt")], check=True)
     if not variant:
-        # It depends on torchvision, which cannot be imported here: the case loads a module without it.
+        # It depends on torchvision, which can't be imported here. The case loads a module without it.
         subprocess.run([*pip, *how, "--no-deps", "denoising-diffusion-pytorch==2.3.*"], check=True)
-    # fastai brings torchvision, whose build on PyPI fits one build of torch; where it does not load,
-    # transformers does not either.
+    # fastai installs torchvision, whose build on PyPI only works with one build of torch. If it can't be
+    # imported, Transformers can't be imported either.
     if subprocess.run([pip[0], "-c", "import torchvision"], stderr=subprocess.DEVNULL).returncode:
         subprocess.run([*pip, "uninstall", "-y", "torchvision"], check=True)
 

@@ -1,4 +1,4 @@
-"""`load_and_quantize_model` beyond what the original does on a CPU, for pytest where bitsandbytes is."""
+"""Tests of `load_and_quantize_model` that Accelerate can't run on a CPU. They need bitsandbytes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def said(model: nn.Module) -> torch.Tensor:
 
 
 def off(found: torch.Tensor, whole: nn.Module) -> float:
-    """Return how far a result is from that of the weights as they were."""
+    """Return the relative difference of a result from that of the original weights."""
     plain = said(whole)
     return float((found.float() - plain).norm() / plain.norm())
 
@@ -93,7 +93,7 @@ def loaded(how: dict[str, Any], checkpoint: Path | None, **more: Any) -> nn.Modu
 
 
 @BOTH
-def test_every_way_to_load_gives_the_same(
+def test_every_way_to_load_has_the_same_result(
     how: dict[str, Any], whole: Net, checkpoint: Path
 ) -> None:
     config = BnbQuantizationConfig(**how)
@@ -114,7 +114,7 @@ def test_every_way_to_load_gives_the_same(
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_what_is_kept_has_its_dtype(given: bool, whole: Net, checkpoint: Path) -> None:
+def test_skipped_modules_keep_their_dtype(given: bool, whole: Net, checkpoint: Path) -> None:
     config = BnbQuantizationConfig(
         load_in_8bit=True, skip_modules=["head", "blocks.1"], keep_in_fp32_modules=["norm", "embed"]
     )
@@ -127,7 +127,7 @@ def test_what_is_kept_has_its_dtype(given: bool, whole: Net, checkpoint: Path) -
 
 
 @BOTH
-def test_what_is_not_quantized_may_be_on_disk(
+def test_modules_that_are_not_quantized_can_be_on_disk(
     how: dict[str, Any], whole: Net, checkpoint: Path, tmp_path: Path
 ) -> None:
     place = {"embed": "cpu", "head": "cpu", **{f"blocks.{at}": "cpu" for at in range(3)}}
@@ -145,20 +145,20 @@ def test_what_is_not_quantized_may_be_on_disk(
     assert (folder / "blocks.1.up.weight.dat").exists()
 
 
-def test_what_cannot_be_is_told(checkpoint: Path, tmp_path: Path) -> None:
+def test_impossible_settings_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     away = {"embed": "cpu", "head": "cpu", "blocks": "disk"}
     with pytest.raises(ConfigurationError, match=r"'blocks.0.up.weight' on 'disk'.*skip_modules"):
         loaded(EIGHT, checkpoint, device_map=away)
     for how in (EIGHT, FOUR):
-        with pytest.raises(ConfigurationError, match=r"not offloaded.*max_memory"):
+        with pytest.raises(ConfigurationError, match=r"cannot be offloaded.*max_memory"):
             loaded(how, checkpoint, device_map="auto", max_memory={"cpu": "12KB"})
         with pytest.raises(ConfigurationError, match="on 'disk'"):
             loaded(how, checkpoint, device_map={"": "disk"})
         with pytest.raises(ConfigurationError, match=r"strategy.*'auto'"):
             loaded(how, checkpoint, device_map="autos")
-        with pytest.raises(ConfigurationError, match=r"'embed.weight' is one.*weights_location"):
+        with pytest.raises(ConfigurationError, match=r"such as 'embed.weight'.*weights_location"):
             loaded(how, None)
-    # Beside an accelerator quantized parts on the CPU would have to be offloaded, too.
+    # With an accelerator in the map, quantized parts on the CPU would be offloaded, too.
     model = replace_with_bnb_layers(empty(), BnbQuantizationConfig(**EIGHT), ["head"])
     with pytest.raises(ConfigurationError, match=r"'blocks.0.up.weight' on 'cpu'"):
         get_quantized_model_device_map(
@@ -167,7 +167,7 @@ def test_what_cannot_be_is_told(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_weights_that_were_saved_in_8_bits_are_read(
+def test_weights_saved_in_8_bits_are_loaded(
     used: bool, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = loaded(EIGHT, checkpoint)
@@ -191,7 +191,7 @@ def test_weights_that_were_saved_in_8_bits_are_read(
         loaded(EIGHT, place)
 
 
-def test_layers_are_replaced_by_name() -> None:
+def test_linear_layers_are_replaced_except_skipped_names() -> None:
     config = BnbQuantizationConfig(load_in_4bit=True)
     attention = nn.MultiheadAttention(WIDTH, 2)
     with pytest.warns(UserWarning, match="no linear layer"):

@@ -1,6 +1,6 @@
-"""Record what the clients return with the original: `record.py [GROUP[:CASE,CASE]...] [--processes N]`.
+"""Record the clients' results with Accelerate: `record.py [GROUP[:CASE,CASE]...] [--processes N]`.
 
-`make clients-recorded` makes the environment that this runs in, and runs it.
+`make clients-recorded` creates the environment for this script and runs it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from clients import ENVIRONMENTS, HERE, RECORDED, groups, launch_project, record
 def write(group: str, processes: int, made: Any) -> None:
     place = RECORDED / f"{group}-{processes}.json"
     text = json.dumps(made, indent=1)
-    # A list of numbers on one line: losses and orders of samples are read and compared as a whole.
+    # Write a list of numbers on one line, because people read losses and orders of samples as a whole.
     text = re.sub(r"\[[^][{}]*\]", lambda found: re.sub(r"\s+", " ", found[0]), text)
     place.write_text(text + "\n", encoding="utf-8")
 
@@ -36,7 +36,7 @@ def record_project(processes: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("groups", nargs="*", metavar="GROUP[:CASE,CASE]")
-    parser.add_argument("--processes", type=int, choices=(1, 2), help="default: each")
+    parser.add_argument("--processes", type=int, choices=(1, 2), help="default: both")
     given = parser.parse_args()
     for asked in given.groups or [*groups(), "project"]:
         group, _, cases = asked.partition(":")

@@ -1,4 +1,4 @@
-"""Clients that import `accelerate`, unchanged, get from ours what they got from the original."""
+"""Unmodified clients that import `accelerate` have the same results with the drop-in as with Accelerate."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from clients import ENVIRONMENTS, ROWS, TOLERANCE, differences, groups, recorded, run
 
 pytestmark = pytest.mark.skipif(
-    not (ENVIRONMENTS / "ours").exists(), reason="`make clients` makes the clients' environment"
+    not (ENVIRONMENTS / "ours").exists(), reason="run `make clients` to create the environment"
 )
-#: What .ci/run goes through; everything else is soak.
+#: The cases that .ci/run runs. All others are marked soak.
 SHORT = {
     **{("trainer", on): ("basic", "accumulation", "evaluation") for on in (1, 2)},
     **{("trainer@4.57", on): ("basic", "evaluation") for on in (1, 2)},
@@ -27,18 +27,18 @@ SHORT = {
     ("quantized", 1): ("by_hand",),
     ("examples", 1): tuple(recorded("examples", 1)),
 }
-#: Differences on purpose: by case what is not compared (without the places in lists), and why.
+#: Intended differences: for each case, the values that are not compared (without list indices), and why.
 KNOWN: dict[tuple[str, int, str], dict[str, str]] = {
     ("trainer", 1, "iterable_evaluation"): {
-        ".evaluated.eval_loss": "of a stream the original counts a short last batch as a full one"
+        ".evaluated.eval_loss": "for a stream, Accelerate counts a short last batch as a full one"
     },
     ("embeddings", 2, "cross_encoder"): dict.fromkeys(
         (".first_epoch.eval_loss", ".later.log.eval_loss"),
-        "where the batch sampler drops a short last batch, the original cuts real rows off the full one",
+        "if the batch sampler drops a short last batch, Accelerate removes real rows from the full one",
     ),
     **{
         ("zero", 2, f"stage_2_with_its_own_optimizer{more}"): {
-            ".log.learning_rate": "DeepSpeed's own steps before the Trainer logs: the next step's rate"
+            ".log.learning_rate": "DeepSpeed's scheduler steps before the Trainer logs the rate"
         }
         for more in ("", "_and_scheduler")
     },
@@ -57,7 +57,7 @@ CASES = [
 
 @pytest.fixture(scope="session")
 def ran(request: pytest.FixtureRequest) -> Any:
-    """Return a function that runs a file's cases, all that are asked for in one launch."""
+    """Return a function that runs all requested cases of a file in one launch."""
     asked = defaultdict(list)
     for item in request.session.items:
         if "client" in getattr(getattr(item, "callspec", None), "params", ()):
@@ -76,9 +76,7 @@ def ran(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("client", CASES)
-def test_a_client_gets_what_it_got_from_the_original(
-    client: tuple[str, int, str], ran: Any
-) -> None:
+def test_client_results_equal_those_with_accelerate(client: tuple[str, int, str], ran: Any) -> None:
     group, processes, case = client
     ours, theirs = ran(group, processes)[case], recorded(group, processes)[case]
     assert "error" not in ours, ours["error"]

@@ -1,4 +1,4 @@
-"""A project that was written for the original: one pip line, no edit, and what it gives is the same."""
+"""A project for Accelerate has the same results after one pip command, without edits."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ WHEEL = HERE.parents[1] / "extensions/drop_in/accelerate"
 
 
 @pytest.mark.timeout(600)
-def test_a_project_is_migrated_by_one_pip_line(tmp_path: Path) -> None:
+def test_project_is_migrated_with_one_pip_command(tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=False)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "env")}))
     below = sysconfig.get_path("purelib")
     (site / "below.pth").write_text(f"{below}\nimport site; site.addsitedir({below!r})\n")
-    # The wheel's dependencies are there; with them from an index it is `pip install accelerate-*.whl`.
+    # The wheel's dependencies are already installed. Normally, use `pip install accelerate-*.whl`.
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     how = ["--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "wheel", *how, "--wheel-dir", str(tmp_path), str(WHEEL)], check=True)

@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits through the drop-in, in the clients' environment, which has bitsandbytes."""
+"""8-bit and 4-bit weights with the drop-in, in the clients' environment, which has bitsandbytes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from support import clean_environment
 
 
 @pytest.mark.skipif(
-    not (ENVIRONMENTS / "ours").exists(), reason="`make clients` makes the clients' environment"
+    not (ENVIRONMENTS / "ours").exists(), reason="run `make clients` to create the environment"
 )
-def test_models_are_quantized_when_they_are_loaded() -> None:
+def test_quantization_works_in_the_clients_environment() -> None:
     command = "-m pytest -q -p no:cacheprovider --noconftest --timeout 200"
     done = subprocess.run(
         [ENVIRONMENTS / "ours/bin/python", *command.split(), HERE / "quantized_worker.py"],

@@ -1,4 +1,4 @@
-"""A rank that fails as its argument says; the others wait for it in a collective."""
+"""Ranks of which one fails in the way that the argument names, while the others wait in a collective."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A run that is killed and started again: dropout, shuffling, accumulation, many saves.
+"""A run to be killed and restarted, with dropout, shuffling, accumulation and many saves.
 
-Arguments: project folder, how to save ("blocking" or "background"), where the final weights go,
-seconds between two batches, and the backend.
-Starts from the newest checkpoint if there is one. Prints nothing; ends with status 0 when done.
+Arguments: the project folder, how to save ("blocking" or "background"), the file for the final weights, the
+seconds between two batches, and the backend. The run starts from the newest checkpoint if there is one. It
+prints nothing, and exits with status 0 when it is complete.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(folder: Path, how: str, out: Path, pause: float, backend: str | None) -
         process_group_timeout=30,
     )
     set_seed(11, device_specific=True)
-    # Large enough that a save takes a while to be killed in.
+    # Large enough that a save takes some time, so that it can be killed during a save.
     net = nn.Sequential(nn.Linear(64, 600), nn.ReLU(), nn.Dropout(0.2), nn.Linear(600, 10))
     adam = torch.optim.AdamW(net.parameters(), lr=1e-3)
     decay = torch.optim.lr_scheduler.ExponentialLR(adam, 0.99)
@@ -65,7 +65,7 @@ def main(folder: Path, how: str, out: Path, pause: float, backend: str | None) -
                 scheduler.step()
                 optimizer.zero_grad()
             counter.batches += 1
-            if counter.batches % SAVE_EVERY == 0:  # in the middle of a cycle every other time
+            if counter.batches % SAVE_EVERY == 0:  # every second save is inside a cycle
                 accelerator.save_state(blocking=how == "blocking")
             time.sleep(pause)
     accelerator.wait_for_checkpoint()

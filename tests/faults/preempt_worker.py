@@ -1,4 +1,4 @@
-"""A long run that waits for a signal; writes its pid beside, and what it saw at the end."""
+"""A long run that writes its process ID, so that it can get a signal, and its weights at the end."""
 
 from __future__ import annotations
 

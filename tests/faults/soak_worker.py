@@ -1,4 +1,4 @@
-"""Train until rank 1 is killed, so many seconds after training began."""
+"""Train until rank 1 is killed, a given number of seconds after the start of training."""
 
 from __future__ import annotations
 

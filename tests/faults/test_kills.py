@@ -1,4 +1,4 @@
-"""Runs killed by SIGKILL at random moments end with the weights of the run that never was."""
+"""Runs that are killed with SIGKILL at random moments end with the weights of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def start(
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """Kill every process of the run at once, so that nobody can tidy up."""
+    """Kill all processes of the run at once, so that none of them can clean up."""
     try:
         family = [process, *psutil.Process(process.pid).children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -77,7 +77,7 @@ def check(
             process = start(nproc, folder, how, backend, pause=0.02)
             before = set(folder.glob("checkpoints/checkpoint_*"))
             until = time.monotonic() + TIMEOUT
-            # Wait for the first save of this start, then for a random while, or a save's middle.
+            # Wait for the first save after this start, then a random time, or until a save begins.
             while process.poll() is None and time.monotonic() < until:
                 if set(folder.glob("checkpoints/checkpoint_*")) - before:
                     break
@@ -101,7 +101,7 @@ def check(
 
 @pytest.mark.parametrize(
     ("nproc", "runs", "backend"),
-    # An engine takes seconds to start.
+    # Few runs for backends, because their engines take seconds to start.
     [(1, 2, None), (2, 1, None), (2, 1, "fsdp2"), (2, 1, "deepspeed")],
 )
 def test_killed_runs_end_with_the_same_weights(
@@ -116,5 +116,7 @@ def test_killed_runs_end_with_the_same_weights(
     ("nproc", "runs", "backend"),
     [(1, 50, None), (2, 10, None), (2, 10, "fsdp2"), (2, 10, "deepspeed")],
 )
-def test_many_killed_runs(tmp_path: Path, nproc: int, runs: int, backend: str | None) -> None:
+def test_many_killed_runs_end_with_the_same_weights(
+    tmp_path: Path, nproc: int, runs: int, backend: str | None
+) -> None:
     check(tmp_path, nproc, runs=runs, kills=3, seed=100 + nproc, backend=backend)

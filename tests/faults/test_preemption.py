@@ -1,4 +1,4 @@
-"""A signal to one rank: all save at the same step boundary and leave with status 75."""
+"""After a signal to one rank, all ranks save at the same step boundary and exit with status 75."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def start(nproc: int, folder: Path, steps: int) -> subprocess.Popen[str]:
         (2, "launcher", signal.SIGTERM),
     ],
 )
-def test_a_signal_saves_and_leaves(
+def test_signal_saves_and_exits_with_status_75(
     tmp_path: Path, nproc: int, to: str, number: signal.Signals
 ) -> None:
     process = start(nproc, tmp_path, 1)
@@ -55,9 +55,9 @@ def test_a_signal_saves_and_leaves(
     assert process.returncode == 75, said[-3000:]
     assert "Preempted: the state was saved to" in said
     (directory,) = (tmp_path / "checkpoints").iterdir()
-    told = json.loads((directory / "manifest.json").read_text())["content"]
-    assert told["step"] > 0
-    assert "gradients_0.bin" not in told["files"], "on the boundary of a cycle"
+    content = json.loads((directory / "manifest.json").read_text())["content"]
+    assert content["step"] > 0
+    assert "gradients_0.bin" not in content["files"], "saved inside an accumulation cycle"
     again = start(nproc, tmp_path, 0)
     _, said = again.communicate(timeout=60)
     assert again.returncode == 0, said[-3000:]
@@ -70,7 +70,7 @@ def test_a_signal_saves_and_leaves(
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_a_wrong_setting_is_named_at_once(tmp_path: Path) -> None:
+def test_invalid_preemption_signals_are_refused_immediately(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"'SIGTREM'.*Did you mean 'SIGTERM'"):
         Accelerator(cpu=True, preemption_signals="SIGTREM")
     with pytest.raises(ConfigurationError, match="needs a place"):

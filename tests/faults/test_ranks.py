@@ -1,4 +1,4 @@
-"""A rank that fails ends all processes soon, and its own failure is what is shown last."""
+"""A failing rank quickly stops all processes, and its failure is shown last."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.dist
 
 @dataclass
 class Ended:
-    """How a launch ended."""
+    """The outcome of a launch."""
 
     status: int
     output: str
@@ -30,11 +30,11 @@ class Ended:
 
     @property
     def summary(self) -> str:
-        """What the launcher says at the end."""
+        """The launcher's report at the end."""
         return self.output[self.output.rindex("\nRank ") :]
 
     def alive(self) -> list[int]:
-        """Return the ranks' process ids that still exist."""
+        """Return the process IDs of ranks that still exist."""
         pids = [int(file.read_text()) for file in self.folder.glob("pid*")]
         return [pid for pid in pids if _exists(pid)]
 
@@ -82,7 +82,7 @@ def command_of(folder: Path, fault: str, *options: str) -> tuple[list[str], dict
         ("kill", "killed by SIGKILL"),
     ],
 )
-def test_a_rank_that_fails_ends_all_and_is_named(tmp_path: Path, fault: str, shown: str) -> None:
+def test_failing_rank_stops_all_and_is_reported(tmp_path: Path, fault: str, shown: str) -> None:
     ended = launch(tmp_path, fault)
     assert ended.status != 0
     assert ended.seconds < SOON
@@ -92,7 +92,7 @@ def test_a_rank_that_fails_ends_all_and_is_named(tmp_path: Path, fault: str, sho
     assert not list(tmp_path.glob("done*"))
 
 
-def test_a_rank_that_fails_before_anything_starts_ends_all(tmp_path: Path) -> None:
+def test_rank_failing_at_the_start_stops_all(tmp_path: Path) -> None:
     ended = launch(tmp_path, "start")
     assert ended.status != 0
     assert ended.seconds < SOON
@@ -100,20 +100,20 @@ def test_a_rank_that_fails_before_anything_starts_ends_all(tmp_path: Path) -> No
     assert "ValueError: at the start" in ended.output
 
 
-def test_tensors_that_do_not_fit_end_all(tmp_path: Path) -> None:
+def test_mismatched_tensors_stop_all_ranks(tmp_path: Path) -> None:
     ended = launch(tmp_path, "mismatch")
     assert ended.status != 0
     assert ended.seconds < SOON + 10
     assert not ended.alive()
 
 
-def test_an_error_that_looks_like_an_echo_is_still_shown(tmp_path: Path) -> None:
+def test_first_connection_error_is_shown(tmp_path: Path) -> None:
     ended = launch(tmp_path, "swallow")
     assert ended.seconds < SOON
     assert "this rank is the first to say so" in ended.output
 
 
-def test_a_signal_to_the_launcher_ends_the_ranks(tmp_path: Path) -> None:
+def test_signal_to_the_launcher_stops_the_ranks(tmp_path: Path) -> None:
     command, environ = command_of(tmp_path, "hang")
     child = subprocess.Popen(command, env=environ, stderr=subprocess.DEVNULL)
     try:
@@ -130,7 +130,7 @@ def test_a_signal_to_the_launcher_ends_the_ranks(tmp_path: Path) -> None:
     assert not Ended(child.returncode, "", 0, tmp_path).alive()
 
 
-def test_quiet_shows_the_failure_alone_and_gives_its_status(tmp_path: Path) -> None:
+def test_quiet_shows_only_the_first_failure_and_exits_with_its_status(tmp_path: Path) -> None:
     ended = launch(tmp_path, "exit", "--quiet")
     assert ended.status == 3
     assert "failed: exit status 3" in ended.summary
@@ -139,7 +139,7 @@ def test_quiet_shows_the_failure_alone_and_gives_its_status(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("fault", ["raise", "kill"])
 @pytest.mark.parametrize("how", ["standalone", "static"])
-def test_a_restart_goes_through(tmp_path: Path, fault: str, how: str) -> None:
+def test_restart_after_a_failure_succeeds(tmp_path: Path, fault: str, how: str) -> None:
     port = ["--main_process_port", str(_free_port())] if how == "static" else []
     ended = launch(tmp_path, fault, "--max_restarts", "1", *port)
     assert ended.status == 0, ended.output

@@ -1,4 +1,4 @@
-"""Long forms: many kills at random moments; every rank ends, and the first failure is shown."""
+"""Long tests: a rank is killed at many random moments, and the run always ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORKER = Path(__file__).with_name("soak_worker.py")
 @pytest.mark.soak
 @pytest.mark.dist
 @pytest.mark.timeout(1800)
-def test_a_rank_killed_at_any_moment_ends_the_run() -> None:
+def test_rank_killed_at_any_moment_stops_the_run() -> None:
     chance = random.Random(0)
     for _ in range(60):
         after = chance.uniform(0.0, 0.6)

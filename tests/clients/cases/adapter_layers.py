@@ -50,7 +50,7 @@ def lora(folder: Path) -> Any:
 
 @case()
 def unused_adapter_is_found(folder: Path) -> Any:
-    """A second adapter gets no gradients, which DDP has to be told to look for."""
+    """A second adapter gets no gradients, so DDP must search for unused parameters."""
     model = with_adapters("task", "idle")
     for name, weight in model.named_parameters():
         weight.requires_grad_(weight.requires_grad or ".idle." in name)

@@ -1,7 +1,7 @@
-"""diffusers, in the shape of its training scripts.
+"""diffusers, with loops like those in its training scripts.
 
-They save on the main process alone, begin their trackers there alone and log everywhere; a run that goes
-on leaves out what was trained by itself: by counting, or by `skip_first_batches`.
+They save and start trackers on the main process only, and log on all processes. A resumed run itself skips
+the batches that it has already seen, by counting or with `skip_first_batches`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def begin(folder, **more):
 
 
 def end(accelerator):
-    """End training, but keep the processes together: another run follows."""
+    """End training, but keep the process group for the next run."""
     if running.WORLD == 1:
         accelerator.end_training()
     for tracker in accelerator.trackers if running.WORLD > 1 else ():
@@ -196,7 +196,7 @@ def unconditional(folder: Path) -> Any:
 
 
 def words(rows):
-    """Return a pipeline's parts and its data: a digit, and a sentence of tokens that says which."""
+    """Return the parts of a pipeline, and data: images of digits, each with tokens that describe it."""
     set_seed(5)
     text = CLIPTextModel(
         CLIPTextConfig(
@@ -363,7 +363,7 @@ def train_lora(folder, precision, resume=False):
 
 
 def logged(folder):
-    """Return what the trackers wrote, by name: how many values, and their sum."""
+    """Return the number of values that the trackers wrote, and their sum, by name."""
     found: dict[str, list[float]] = {}
     for path in sorted(folder.rglob("events.out.tfevents.*")):
         reader = EventAccumulator(str(path))

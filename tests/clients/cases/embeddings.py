@@ -33,9 +33,9 @@ WORDS = [f"w{number}" for number in range(56)]
 
 
 def saved(folder: Path, model: Any) -> str:
-    """Save a model beside a tokenizer of whole words, as the hub has them.
+    """Save a model with a tokenizer for whole words, in the Hub's format.
 
-    Each rank has its own, which `save_pretrained` writes on the main one alone.
+    Each rank saves its own copy, because `save_pretrained` only writes on the main rank.
     """
     known = {word: index for index, word in enumerate(["[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS])}
     made = Tokenizer(models.WordLevel(known, unk_token="[UNK]"))
@@ -60,7 +60,7 @@ def pairs(rows: int, seed: int = 0) -> Dataset:
 
 
 def scored(rows: int, seed: int = 0, kind: Any = float) -> Dataset:
-    """Two texts and how alike they are: the share of their words that both have."""
+    """Return pairs of texts with their similarity, the share of words that both have."""
     first, second = texts(rows, seed), texts(rows, seed + 1)
     shares = [
         len({*a.split()} & {*b.split()}) / min(len(a.split()), len(b.split()))
@@ -85,12 +85,12 @@ def bi_encoder(folder: Path, loss: Any, train: Any, evaluate: Any = None, **more
         eval_dataset=evaluate,
         loss=loss(model),
     )
-    # With any negatives in the batch, each epoch's order changes its losses.
+    # With negatives from the batch, the order of an epoch affects its losses.
     return by_epoch(trained(made))
 
 
 def by_epoch(result: dict[str, Any]) -> dict[str, Any]:
-    """Return the log's first epoch apart from what comes later."""
+    """Split the log into the first epoch and the later ones."""
     log = result.pop("log")
     return {
         "first_epoch": [line for line in log if line["epoch"] <= 1],
@@ -105,7 +105,7 @@ def bi_encoder_with_negatives_in_the_batch(folder: Path) -> Any:
 
 @case()
 def bi_encoder_without_duplicates(folder: Path) -> Any:
-    """Its sampler of batches draws by the epoch that the Trainer tells it."""
+    """The batch sampler depends on the epoch that the Trainer sets."""
     more = {"batch_sampler": "no_duplicates", "gradient_accumulation_steps": 2}
     return bi_encoder(folder, MultipleNegativesRankingLoss, pairs(42), **more)
 
@@ -121,9 +121,9 @@ def bi_encoder_of_several_datasets(folder: Path) -> Any:
 def cross_encoder(folder: Path) -> Any:
     set_seed(1)
     model = CrossEncoder(saved(folder, classifier(labels=1)), num_labels=1, device="cpu")
-    # By default its Trainer lets DDP look for unused parameters, which finds all of them so.
+    # By default the Trainer makes DDP search for unused parameters, which marks all as unused here.
     more = {"eval_strategy": "epoch", "ddp_find_unused_parameters": False}
-    more["per_device_eval_batch_size"] = 4  # on two processes it drops a short last batch
+    more["per_device_eval_batch_size"] = 4  # on two processes, a short last batch is dropped
     made = CrossEncoderTrainer(
         model=model,
         args=arguments(folder, CrossEncoderTrainingArguments, **more),

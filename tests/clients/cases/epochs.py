@@ -1,4 +1,4 @@
-"""Which rows prepared loaders read in each epoch: epochs that are broken off, and who hears `set_epoch`."""
+"""The rows that prepared loaders read in each epoch, after stopped epochs and with `set_epoch`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def order_of(epoch: int) -> list[int]:
 
 
 class ByEpoch(Sampler[int]):
-    """A sampler whose order depends on the epoch alone, as torch's `DistributedSampler`."""
+    """A sampler whose order depends only on the epoch, as in torch's `DistributedSampler`."""
 
     epoch = 0
 
@@ -37,7 +37,7 @@ class ByEpoch(Sampler[int]):
 
 
 class Grouped(BatchSampler):
-    """Batches of three out of a sampler, by code of its own."""
+    """A custom batch sampler with batches of three."""
 
     def __init__(self, sampler: Any) -> None:
         super().__init__(sampler, 3, drop_last=False)
@@ -48,7 +48,7 @@ class Grouped(BatchSampler):
 
 
 class GroupedByEpoch(BatchSampler):
-    """A batch sampler that is told the epoch itself, as those of sentence-transformers."""
+    """A batch sampler with its own `set_epoch`, as in sentence-transformers."""
 
     epoch = 0
 
@@ -77,7 +77,7 @@ class Around(BatchSampler):
 
 
 def drawing() -> dict[str, Callable[[], Any]]:
-    """Loaders that draw their order from a generator."""
+    """Return loaders that draw their order from a random generator."""
 
     def own() -> torch.Generator:
         return torch.Generator().manual_seed(3)
@@ -95,16 +95,16 @@ def drawing() -> dict[str, Callable[[], Any]]:
     }
 
 
-def told() -> dict[str, Callable[[], Any]]:
-    """Loaders whose order depends on the epoch that they are told."""
+def with_set_epoch() -> dict[str, Callable[[], Any]]:
+    """Return loaders whose order depends on the epoch that was set."""
     return {
         "sampler": lambda: DataLoader(ROWS, 3, sampler=ByEpoch()),
         "sampler of own batches": lambda: DataLoader(ROWS, batch_sampler=Grouped(ByEpoch())),
     }
 
 
-def told_on_one_process() -> dict[str, Callable[[], Any]]:
-    """Those that the original forgets to tell on several."""
+def with_set_epoch_on_one_process() -> dict[str, Callable[[], Any]]:
+    """Return loaders for which Accelerate doesn't call `set_epoch` on several processes."""
     return {
         "own batches": lambda: DataLoader(ROWS, batch_sampler=GroupedByEpoch()),
         "around": lambda: DataLoader(ROWS, batch_sampler=Around(Grouped(ByEpoch()))),
@@ -112,7 +112,7 @@ def told_on_one_process() -> dict[str, Callable[[], Any]]:
 
 
 def read(make: Callable[[], Any], set_epoch: bool, **more: Any) -> dict[str, Any]:
-    """Read three epochs; the first one whole, or broken off behind some of its batches."""
+    """Read three epochs, the first one completely or only some of its batches."""
     found = {}
     for behind in (None, 1, 2, 3):
         set_seed(1)
@@ -127,15 +127,15 @@ def read(make: Callable[[], Any], set_epoch: bool, **more: Any) -> dict[str, Any
                 epochs[-1].append(batch.tolist())
                 if epoch == 0 and count == behind:
                     break
-        found[f"broken off behind {behind}"] = epochs
+        found[f"stopped after {behind}"] = epochs
     return found
 
 
 def all_of(loaders: dict[str, Callable[[], Any]]) -> dict[str, Any]:
     return {
         name: {
-            "told": read(make, True),
-            "not told": read(make, False),
+            "with set_epoch": read(make, True),
+            "without set_epoch": read(make, False),
             "seedable": read(make, False, use_seedable_sampler=True),
         }
         for name, make in loaders.items()
@@ -143,18 +143,18 @@ def all_of(loaders: dict[str, Callable[[], Any]]) -> dict[str, Any]:
 
 
 @case()
-def broken_off(folder: Path) -> Any:
+def epochs_stopped_early(folder: Path) -> Any:
     return all_of(drawing())
 
 
 @case()
-def epoch_is_told_to_samplers(folder: Path) -> Any:
-    return all_of(told())
+def set_epoch_reaches_samplers(folder: Path) -> Any:
+    return all_of(with_set_epoch())
 
 
 @case(1)
-def epoch_is_told_to_batch_samplers(folder: Path) -> Any:
-    return all_of(told_on_one_process())
+def set_epoch_reaches_batch_samplers(folder: Path) -> Any:
+    return all_of(with_set_epoch_on_one_process())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Programs of the kinds that the original shows as examples: pairs of sentences, images, one feature each."""
+"""Programs like Accelerate's examples: sentence pairs, images, and one program per feature."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from transformers import (
 
 
 class Pairs(torch.utils.data.Dataset[Any]):
-    """Two sentences each, and whether they are of the same words; of several lengths."""
+    """Pairs of sentences of several lengths, labelled 1 if both have the same words."""
 
     def __init__(self, rows: int, seed: int = 0) -> None:
         made = torch.Generator().manual_seed(seed)
@@ -57,7 +57,7 @@ class Pairs(torch.utils.data.Dataset[Any]):
 
 
 def padded(rows: list[Any]) -> dict[str, torch.Tensor]:
-    """Make a batch as long as its longest pair: 1 begins, 2 ends a sentence, 0 pads."""
+    """Collate a batch, padded with 0 to the longest pair. Token 1 starts and 2 ends a sentence."""
     begin, end = torch.tensor([1]), torch.tensor([2])
     ids = [torch.cat([begin, one, end, other, end]) for one, other, _ in rows]
     kinds = [torch.arange(len(row)).gt(len(row) // 2).long() for row in ids]
@@ -81,7 +81,7 @@ def bert() -> Any:
 
 
 def parts(accelerator: Any, epochs: int = 2, batch_size: int = 4, rows: int = 44) -> list[Any]:
-    """Return model, optimizer, loaders for training and evaluation, and schedule, all prepared."""
+    """Return the prepared model, optimizer, training loader, evaluation loader and schedule."""
     set_seed(42)
     train = loader(rows, batch_size, shuffle=True, drop_last=True)
     model = bert().to(accelerator.device)
@@ -93,7 +93,7 @@ def parts(accelerator: Any, epochs: int = 2, batch_size: int = 4, rows: int = 44
 def trained(
     accelerator: Any, model: Any, optimizer: Any, batches: Iterable[Any], schedule: Any
 ) -> list[float]:
-    """Train on these batches; return the losses, each the mean over the processes."""
+    """Train on the batches, and return the losses averaged over the processes."""
     model.train()
     losses = []
     for batch in batches:
@@ -124,7 +124,7 @@ def evaluated(accelerator: Any, model: Any, batches: Iterable[Any]) -> dict[str,
 
 
 def run(accelerator: Any, epochs: int = 2) -> dict[str, Any]:
-    """Train and evaluate, as most of the examples do."""
+    """Train and evaluate as in most of the examples."""
     model, optimizer, train, held_out, schedule = parts(accelerator, epochs)
     found = []
     for _ in range(epochs):
@@ -190,7 +190,7 @@ def images(folder: Path) -> Any:
 
 @case()
 def checkpoints(folder: Path) -> Any:
-    """Saved every three steps and after each epoch; gone on with from the middle of the second."""
+    """Save every three steps and after each epoch, and resume from the middle of an epoch."""
 
     def once(begin: str | None) -> dict[str, Any]:
         accelerator = Accelerator(cpu=True, project_dir=str(folder))
@@ -229,7 +229,7 @@ def accumulation(folder: Path) -> Any:
 
 @case()
 def batch_size_found_and_accumulated(folder: Path) -> Any:
-    """The memory is said to be full above 5 rows; then it accumulates to what was asked for."""
+    """Simulate full memory above 5 rows, and accumulate to the requested batch size."""
     accelerator = Accelerator(cpu=True)
     tried = []
 
@@ -249,7 +249,7 @@ def batch_size_found_and_accumulated(folder: Path) -> Any:
 
 @case()
 def accumulation_by_tokens(folder: Path) -> Any:
-    """Of a language model the sum of losses, divided by the tokens of all that is accumulated."""
+    """Divide a language model's loss by the number of tokens in all accumulated batches."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     model: Any = writer()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=5e-3)
@@ -257,7 +257,7 @@ def accumulation_by_tokens(folder: Path) -> Any:
     model, optimizer, train = accelerator.prepare(model, optimizer, train)
     batches, losses = iter(train), []
     while some := [batch for _, batch in zip(range(3), batches)]:
-        for number, batch in enumerate(some):  # lengths that differ
+        for number, batch in enumerate(some):  # with different numbers of tokens
             batch["labels"] = batch["input_ids"].clone()
             batch["labels"][:, : number + 1] = -100
         here = sum(batch["labels"][:, 1:].ne(-100).sum() for batch in some)
@@ -277,7 +277,7 @@ def accumulation_by_tokens(folder: Path) -> Any:
 
 @case()
 def early_stopping(folder: Path) -> Any:
-    """A process whose loss has not fallen for four batches stops all of them."""
+    """Stop all processes when the loss of one hasn't fallen for four batches."""
     accelerator = Accelerator(cpu=True)
     model, optimizer, train, _, schedule = parts(accelerator, epochs=5)
     lowest, waited, steps = float("inf"), 0, 0
@@ -335,7 +335,7 @@ def profiled(folder: Path) -> Any:
 
 
 class Averaged(torch.optim.SGD):
-    """Evaluates with the mean of all weights so far, as optimizers without a schedule do."""
+    """Evaluates with the mean of all weights so far, as schedule-free optimizers do."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr)
@@ -388,7 +388,7 @@ def without_a_schedule(folder: Path) -> Any:
 
 @case()
 def metrics_gathered_by_hand(folder: Path) -> Any:
-    """`gather`, and what the last batch repeats is cut by hand."""
+    """Gather results, and remove the repeated samples of the last batch without `gather_for_metrics`."""
     accelerator = Accelerator(cpu=True)
     model, optimizer, train, held_out, schedule = parts(accelerator)
     losses = trained(accelerator, model, optimizer, train, schedule)
@@ -444,7 +444,7 @@ def communication_hook(folder: Path) -> Any:
 
 @case()
 def inference(folder: Path) -> Any:
-    """Prompts are shared out, and what each process wrote is gathered."""
+    """Divide prompts among the processes, and gather the generated text."""
     state = PartialState(cpu=True)
     model = writer().eval()
     prompts = Sentences(7).ids[:, :4].tolist()
@@ -461,7 +461,7 @@ def inference(folder: Path) -> Any:
 
 @case()
 def tracked(folder: Path) -> Any:
-    """The last one: the end of a training is that of its process group."""
+    """Log to a tracker. This must be the last case, because ending training ends the process group."""
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(folder))
     accelerator.init_trackers("pairs", config={"lr": 5e-3, "epochs": 2, "kind": "bert"})
     model, optimizer, train, held_out, schedule = parts(accelerator)

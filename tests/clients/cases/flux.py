@@ -1,4 +1,4 @@
-"""A LoRA of a small Flux transformer, in the shape of diffusers' `train_dreambooth_lora_flux.py`."""
+"""LoRA training of a small Flux transformer, as in diffusers' `train_dreambooth_lora_flux.py`."""
 
 from __future__ import annotations
 

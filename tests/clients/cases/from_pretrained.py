@@ -1,4 +1,4 @@
-"""`from_pretrained` with every kind of device map, and the functions beside it."""
+"""`from_pretrained` with every kind of device map, and the related functions of Accelerate."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def state(model: Any) -> dict[str, Any]:
 
 
 def asked(model: Any, ids: torch.Tensor = IDS) -> dict[str, Any]:
-    """Return where a model lies, and what it says; twice, as hooks that forget show then."""
+    """Return a model's devices and outputs. It runs twice, which reveals hooks that lose weights."""
     model.eval()
     with torch.no_grad():
         first = model(input_ids=ids).logits
@@ -115,7 +115,7 @@ def _map(device_map: Any, **more: Any) -> Any:
     )
 
 
-#: By name: a device map, and what else `from_pretrained` is given.
+#: Device maps by name, with other arguments for `from_pretrained`.
 MAPS: dict[str, Any] = {
     "auto": _map("auto"),
     "balanced": _map("balanced"),
@@ -142,7 +142,7 @@ for _name, _made in MAPS.items():
 
 @case()
 def auto_with_others(folder: Path) -> Any:
-    """Other kinds of models; each process of a launch has its own."""
+    """Load other types of models. Each process loads its own."""
     places = {"bert": (classifier(), AutoModelForSequenceClassification)}
     places["judge"] = (judge(), AutoModelForSequenceClassification)
     places["bart"] = (translator(), AutoModelForSeq2SeqLM)
@@ -164,7 +164,7 @@ def auto_with_others(folder: Path) -> Any:
 
 @case(1)
 def generations(folder: Path) -> Any:
-    """Text of Llama, GPT-2 and T5, whole, on the CPU by each way to say so, and partly on disk."""
+    """Generate text with Llama, GPT-2 and T5, without a map, on the CPU, and partly on disk."""
     kinds = {
         "llama": (writer(), AutoModelForCausalLM, {**LAYERS, "model.layers.1": "disk"}),
         "gpt2": (old_writer(), AutoModelForCausalLM, SPLIT_GPT2),
@@ -200,7 +200,7 @@ def prepared_and_saved(folder: Path) -> Any:
 
 @case(1)
 def by_hand(folder: Path) -> Any:
-    """`infer_auto_device_map`, `dispatch_model` and the offloads, on the same model."""
+    """Use `infer_auto_device_map`, `dispatch_model` and offloading on the same model."""
     model = writer(tie_word_embeddings=False).eval()
     sizes = compute_module_sizes(model)
     plain = asked(model)["logits"]

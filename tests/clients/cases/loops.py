@@ -1,4 +1,4 @@
-"""Trainers of others that stand on `Accelerator`: pytorch-accelerated's and fastai's."""
+"""Trainers that are based on `Accelerator`: those of pytorch-accelerated and fastai."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def history(trainer: Any) -> dict[str, list[float]]:
 
 
 class Classifier(Trainer):
-    """Keeps every loss, and counts what is right over all processes.
+    """Records every loss, and counts correct results over all processes.
 
-    Its evaluation joins uneven inputs, which the original does on accelerators only: the rows are even, and
-    the models have no buffers, which torch takes from the last rank that has not joined, else from rank 0.
+    Its evaluation joins uneven inputs, which Accelerate only does on accelerators. So the number of rows is
+    even and the models have no buffers, because torch broadcasts these from different ranks.
     """
 
     def training_run_start(self) -> None:
@@ -143,7 +143,7 @@ def pytorch_accelerated(folder: Path) -> Any:
 
 @case()
 def pytorch_accelerated_schedule(folder: Path) -> Any:
-    """A schedule that counts steps, gradients of several batches, and clipped."""
+    """Use a schedule that counts steps, gradient accumulation and clipping."""
     one_cycle = partial(
         lr_scheduler.OneCycleLR,
         max_lr=0.01,
@@ -162,7 +162,7 @@ def pytorch_accelerated_schedule(folder: Path) -> Any:
 
 @case()
 def pytorch_accelerated_resume(folder: Path) -> Any:
-    """The whole state saved by the trainer, and trained on from there."""
+    """Save the trainer's whole state, and resume from it."""
     cosine = CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=1, warmup_starting_lr=1e-6)
     made = trainer(folder)
     first = fitted(made, create_scheduler_fn=cosine)
@@ -205,7 +205,7 @@ def learner(folder: Path, **more: Any) -> Any:
     )
 
 
-def told(made: Any) -> dict[str, Any]:
+def results(made: Any) -> dict[str, Any]:
     kept: Recorder = made.recorder
     return {
         "values": [list(map(float, row)) for row in kept.values],
@@ -216,7 +216,7 @@ def told(made: Any) -> dict[str, Any]:
 
 @case()
 def fastai(folder: Path) -> Any:
-    """`distrib_ctx`; its loaders broadcast on an accelerator only, which is overcome here."""
+    """Use `distrib_ctx`. fastai's loaders can only broadcast on an accelerator, so this is replaced."""
 
     def broadcast(self: Any, values: Any, rank: int) -> Any:
         made = torch.tensor(values)
@@ -231,12 +231,12 @@ def fastai(folder: Path) -> Any:
                 made.fit_one_cycle(2, 1e-2)
         else:
             made.fit_one_cycle(2, 1e-2)
-    return told(made)
+    return results(made)
 
 
 @case()
 def fastai_by_hand(folder: Path) -> Any:
-    """Its optimizer and loaders in a loop around `Accelerator`."""
+    """Use fastai's model and loss in a plain loop with `Accelerator`."""
     made = learner(folder)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     made.create_opt()
@@ -262,7 +262,7 @@ def fastai_alone(folder: Path) -> Any:
     made = learner(folder, cbs=[GradientAccumulation(16), GradientClip(0.1)])
     with made.no_bar(), made.no_logging():
         made.fit(1, 1e-2)
-    return told(made)
+    return results(made)
 
 
 running.main()

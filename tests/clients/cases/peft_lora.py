@@ -1,4 +1,4 @@
-"""LoRA by peft, in transformers' Trainer and in a loop by hand."""
+"""PEFT's LoRA in Transformers' Trainer and in a plain loop."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def lora_by_trainer_resumed(folder: Path) -> Any:
 
 @case(1)
 def lora_on_a_dispatched_model(folder: Path) -> Any:
-    """An adapter loaded onto a model of which parts are on disk, used, and taken off."""
+    """Load an adapter into a model with parts on disk, use it, and disable it."""
     config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, target_modules=["q_proj", "v_proj"])
     set_seed(5)
     plain = get_peft_model(writer(tie_word_embeddings=False), config).eval()

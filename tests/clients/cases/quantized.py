@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits: by `load_and_quantize_model`, and by `from_pretrained` with its libraries."""
+"""8-bit and 4-bit weights with `load_and_quantize_model`, and with `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers import (
 )
 
 IDS = torch.tensor([[1, 5, 9, 33, 12], [1, 40, 3, 21, 8]])
-#: The original takes the CPU as a device alone, and not by its name.
+#: Accelerate accepts the CPU only as a `torch.device`, not by its name.
 CPU = torch.device("cpu")
 SPLIT: dict[str, Any] = {
     **dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm"), "cpu"),
@@ -32,7 +32,7 @@ SPLIT: dict[str, Any] = {
 
 
 def made() -> Any:
-    """Return a model whose layers are as wide as 4 bits need them."""
+    """Return a model whose layers are wide enough for 4 bits."""
     set_seed(2)
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128}
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -40,11 +40,11 @@ def made() -> Any:
 
 
 def asked(model: Any) -> dict[str, Any]:
-    """Return what a model's weights are, and what it says; twice, as what is left behind shows then."""
+    """Return facts about a model's weights, and its outputs. It runs twice, which reveals lost weights."""
     model.eval()
     named = dict(model.named_parameters())
     placed = getattr(model, "hf_device_map", {})
-    told = {
+    facts = {
         "dtypes": {name: str(one.dtype) for name, one in named.items()},
         "weights": {
             name: float(one.detach().double().norm())
@@ -56,20 +56,20 @@ def asked(model: Any) -> dict[str, Any]:
         "4 bits": has_4bit_bnb_layers(model),
     }
     if {torch.float16, torch.float32} <= {one.dtype for one in named.values()}:
-        return told  # Llama's layers do not cast to each other's dtypes
+        return facts  # Llama's layers can't run with mixed dtypes
     with torch.no_grad():
         logits, again, plain = (one(input_ids=IDS).logits for one in (model, model, made()))
     assert torch.equal(logits, again)
     assert torch.allclose(logits.float(), plain, atol=0.2)
-    if told["4 bits"] or logits.dtype != torch.float32:
-        return told  # what kernels of 4 and 16 bits give depends on the CPU
-    return {**told, "logits": [float(logits.double().norm()), logits[0, 0, :4]]}
+    if facts["4 bits"] or logits.dtype != torch.float32:
+        return facts  # results of kernels for 4 and 16 bits depend on the CPU
+    return {**facts, "logits": [float(logits.double().norm()), logits[0, 0, :4]]}
 
 
 @case(1)
 def by_hand(folder: Path) -> Any:
     plain = made()
-    # Of safetensors the original reads none to a `torch.device`.
+    # Accelerate can't load safetensors to a `torch.device`.
     torch.save(plain.state_dict(), folder / "weights.bin")
     kinds: dict[str, Any] = {
         "8": {"load_in_8bit": True},
@@ -112,7 +112,7 @@ def by_hand(folder: Path) -> Any:
 
 @case(1)
 def from_pretrained(folder: Path) -> Any:
-    """Transformers quantizes; ours has the device maps, the empty weights and the hooks."""
+    """Transformers quantizes, and uses Accelerate for device maps, empty weights and hooks."""
     made().save_pretrained(folder / "saved")
     eight = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["lm_head"])
     mixed = BitsAndBytesConfig(

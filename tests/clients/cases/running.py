@@ -1,9 +1,9 @@
-"""Run the cases of a file one after the other: importing a client's library is what costs.
+"""Run the cases of a file one after the other, because importing a library takes most of the time.
 
-A file registers functions with `case`, which return what must be equal, and ends with `main()`. Run
-as `FILE OUT.json [CASE...]` on every rank, rank 0 writes what its cases returned after each of them; a
-case that raises leaves its traceback, and ends the run if there are others who would wait. Nothing
-here is ours: it runs with either `accelerate`.
+A file registers functions with `case`, which return the results to compare, and ends with `main()`. Start it
+as `FILE OUT.json [CASE...]` on every rank. Rank 0 writes the results after each case. If a case raises, its
+traceback is written, and with several ranks the run ends. This file runs with Accelerate and with the
+drop-in.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import torch
 torch.set_num_threads(1)
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
-#: The processes on which a case runs; default: one and two.
+#: The numbers of processes for each case; by default one and two.
 ON: dict[str, tuple[int, ...]] = {}
 CASES: dict[str, Callable[[Path], Mapping[str, Any]]] = {}
 
 
 def case(*on: int) -> Callable[[Any], Any]:
-    """Register a function that takes a folder of its own, the same on all ranks."""
+    """Register a function that takes a separate folder, which is the same on all ranks."""
 
     def register(function: Any) -> Any:
         if function.__module__ != "__main__":
-            return function  # another file's, which imports this one
+            return function  # a case of another file, which was imported
         CASES[function.__name__] = function
         ON[function.__name__] = on or (1, 2)
         return function
@@ -43,7 +43,7 @@ def case(*on: int) -> Callable[[Any], Any]:
 
 
 def weights(model: torch.nn.Module) -> dict[str, float]:
-    """Return the norm of all parameters together, and those of the last trained ones."""
+    """Return the norm of all parameters together, and the norms of the last trained ones."""
     norms = {name: float(p.detach().double().norm()) for name, p in model.named_parameters()}
     trained = [name for name, p in model.named_parameters() if p.requires_grad][-4:]
     whole = sum(norm * norm for norm in norms.values()) ** 0.5
@@ -51,7 +51,7 @@ def weights(model: torch.nn.Module) -> dict[str, float]:
 
 
 def lines(history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a Trainer's log without what a clock says."""
+    """Return a Trainer's log without times."""
     timed = ("runtime", "per_second", "time", "total_flos")
     return [
         {key: value for key, value in line.items() if not any(word in key for word in timed)}
@@ -70,7 +70,7 @@ def _plain(value: Any) -> Any:
 
 
 def reset(environment: Mapping[str, str]) -> None:
-    """Forget the last case, as the tests of the clients themselves do it."""
+    """Reset all states after a case, as the libraries' own tests do."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -84,7 +84,7 @@ def main() -> None:
     out, *names = sys.argv[1:]
     environment = dict(os.environ)
     made: dict[str, Any] = {}
-    # Named after the file asked for, so that all ranks mean the same.
+    # The folder is named after the output file, so that it is the same on all ranks.
     with tempfile.TemporaryDirectory() as own:
         shared = Path(f"{out}.files") if WORLD > 1 else Path(own)
         names = names or [one for one in CASES if WORLD in ON[one]]

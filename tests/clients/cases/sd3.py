@@ -1,5 +1,6 @@
-"""A LoRA of a small Stable Diffusion 3 transformer, in the shape of diffusers'
-`train_dreambooth_lora_sd3.py`.
+"""LoRA training of a small Stable Diffusion 3 transformer.
+
+The loop is like the one in diffusers' `train_dreambooth_lora_sd3.py`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def small() -> Any:
 
 
 def pairs(instances_and_prior: list[Any]) -> list[torch.Tensor]:
-    """Put the instances of a batch before their samples of the prior, as the script's collate does."""
+    """Collate a batch with all instances first and their prior samples after them, as the script does."""
     columns = zip(*instances_and_prior, strict=True)
     return [torch.cat(torch.stack(column).unbind(1)) for column in columns]
 

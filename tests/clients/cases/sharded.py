@@ -1,9 +1,9 @@
-"""transformers' Trainer and a loop by hand on FSDP2, two processes.
+"""Transformers' Trainer and a plain loop with FSDP2 on two processes.
 
-The original has no FSDP on a CPU: without a word it trains unsharded there, and that is recorded. So
-what is compared is that sharding changes nothing. Not a Trainer in bf16: FSDP casts all parameters, so
-that embeddings, norms and what layers pass on are rounded, which autocast leaves in fp32; losses differ
-by 3e-3. Where the parameters stay as they are, `by_hand_in_bf16` is compared.
+Accelerate has no FSDP on the CPU: it silently trains without sharding there, and that is recorded. So these
+cases show that sharding does not change the results. A Trainer in bf16 is not compared, because FSDP casts
+all parameters. It rounds embeddings, norms and activations that autocast keeps in fp32, and losses differ by
+3e-3. `by_hand_in_bf16` has fp32 parameters, so it is compared.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run_with(args: Any, rows: int = 40, resumed: str | None = None) -> Any:
         eval_dataset=Texts(11, seed=1),
     )
     result = trained(made, resume_from_checkpoint=resumed)
-    del result["weights"]  # shards
+    del result["weights"]  # they are sharded
     return {**result, "evaluated": running.lines([made.evaluate()])[0]}
 
 
@@ -60,7 +60,7 @@ def basic(folder: Path) -> Any:
 
 @case(2)
 def config_file(folder: Path) -> Any:
-    """As on the command line of transformers' example scripts: `--fsdp_config FILE`."""
+    """Pass `--fsdp_config FILE`, as to Transformers' example scripts."""
     file = folder / f"fsdp-{running.RANK}.json"
     file.write_text(json.dumps({**CONFIG, "activation_checkpointing": True}))
     words = ["--fsdp", "full_shard auto_wrap", "--fsdp_config", str(file)]

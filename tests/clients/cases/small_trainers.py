@@ -1,4 +1,4 @@
-"""Trainers within libraries that are about something else: kornia.x and denoising-diffusion-pytorch."""
+"""Trainers in libraries with another main purpose: kornia.x and denoising-diffusion-pytorch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch import nn
 
 
 def load_without_torchvision() -> Any:
-    """Return the module of one-dimensional data, which needs no torchvision; the whole package does."""
+    """Return the module for one-dimensional data, which unlike the package needs no torchvision."""
     name = "denoising_diffusion_pytorch"
     found = importlib.util.find_spec(name)
     package = ModuleType(name)
@@ -33,7 +33,7 @@ def load_without_torchvision() -> Any:
 
 
 diffusion = load_without_torchvision()
-diffusion.cpu_count = lambda: 0  # it would start as many workers as there are cores
+diffusion.cpu_count = lambda: 0  # otherwise it starts one worker per core
 
 
 def denoiser(folder: Path, **more: Any) -> Any:
@@ -73,7 +73,7 @@ def denoised(made: Any) -> dict[str, Any]:
 
 @case(1)
 def denoising(folder: Path) -> Any:
-    """Loads what it saved half way, too."""
+    """Train, and resume from the checkpoint in the middle."""
     made = denoiser(folder)
     found = {"trained": denoised(made)}
     again = denoiser(folder)
@@ -84,7 +84,7 @@ def denoising(folder: Path) -> Any:
 
 @case(2)
 def denoising_on_ranks(folder: Path) -> Any:
-    """Two ranks that sample nothing: it calls the model of rank 0 alone, which only one rank can."""
+    """Train on two ranks without sampling, which calls the model on rank 0 only and so can't work."""
     return denoised_without_samples(denoiser(folder, amp=True, mixed_precision_type="bf16"))
 
 
@@ -105,7 +105,7 @@ def images(rows: int, seed: int, pixels: bool) -> torch.utils.data.TensorDataset
 
 
 def fitted(kind: Any, pixels: bool, **callbacks: Any) -> dict[str, Any]:
-    own = {name: vars(Trainer)[name] for name in callbacks}  # they are put on the class
+    own = {name: vars(Trainer)[name] for name in callbacks}  # kornia sets callbacks on the class
     try:
         return _fitted(kind, pixels, callbacks)
     finally:
@@ -151,7 +151,7 @@ def _fitted(kind: Any, pixels: bool, callbacks: dict[str, Any]) -> dict[str, Any
 
 @case()
 def kornia_images(folder: Path) -> Any:
-    """Saves whole models as the Accelerator prepared them."""
+    """Train with checkpoints that contain whole prepared models."""
     own = folder / f"rank-{running.RANK}"
     best = ModelCheckpoint(str(own), "losses", lambda epoch, metric: f"epoch-{epoch}.pt")
     found = fitted(ImageClassifierTrainer, False, on_checkpoint=best)

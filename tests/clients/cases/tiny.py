@@ -1,4 +1,4 @@
-"""Models of a few thousand weights, and data made on the spot."""
+"""Models with a few thousand weights, and generated data."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def translator() -> Any:
 
 
 class Sentences(torch.utils.data.Dataset[Any]):
-    """Rows of token ids with a label each; a sum of the ids says which."""
+    """Rows of token ids. The label of each depends on the sum of its ids."""
 
     def __init__(self, rows: int, length: int = 8, seed: int = 0, generate: bool = False) -> None:
         made = torch.Generator().manual_seed(seed)
@@ -136,7 +136,7 @@ class Sentences(torch.utils.data.Dataset[Any]):
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
-    """The same rows, of which nobody knows how many there are."""
+    """The same rows as a stream without a length."""
 
     def __init__(self, rows: int) -> None:
         self.rows = Sentences(rows)

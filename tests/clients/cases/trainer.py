@@ -1,4 +1,4 @@
-"""transformers' Trainer."""
+"""Transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def arguments(folder: Path, kind: Any = TrainingArguments, **more: Any) -> Any:
 
 
 def parsed(folder: Path, *words: str) -> Any:
-    """Return the arguments that a script with these on its command line gets."""
+    """Return the arguments that a script parses from these words on its command line."""
     given = {"output_dir": folder, **GIVEN}
     line = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     return HfArgumentParser(TrainingArguments).parse_args_into_dataclasses([*line, *words])[0]
@@ -83,7 +83,7 @@ def accumulation(folder: Path) -> Any:
 
 @case()
 def evaluation(folder: Path) -> Any:
-    """19 rows in batches of 4 (and of 5 on two processes): the last batch is ragged."""
+    """Evaluate 19 rows in batches that do not divide them, so the last batch is shorter."""
     made = Trainer(
         model=classifier(),
         args=arguments(folder, num_train_epochs=1, eval_strategy="epoch"),
@@ -99,7 +99,7 @@ def evaluation(folder: Path) -> Any:
 
 @case()
 def resume(folder: Path) -> Any:
-    """Ends in the middle of the second epoch, and goes on from there."""
+    """Resume from a checkpoint in the middle of an epoch."""
     more = {"save_strategy": "steps", "save_steps": 4, "num_train_epochs": 3, "rows": 40}
     whole = run(folder, **more)
     steps = sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
@@ -111,7 +111,7 @@ def resume(folder: Path) -> Any:
 
 
 @case()
-def resume_and_look_at_all_data(folder: Path) -> Any:
+def resume_with_ignore_data_skip(folder: Path) -> Any:
     more = {"save_strategy": "steps", "save_steps": 4, "num_train_epochs": 2}
     run(folder, rows=40, **more)
     again = Trainer(
@@ -188,7 +188,7 @@ def not_compiled(folder: Path) -> Any:
 
 @case()
 def language_model_and_scheduler(folder: Path) -> Any:
-    """Counts the items of all ranks' micro-batches for the mean of its loss."""
+    """Average the loss over the tokens in the micro-batches of all ranks."""
 
     class Ragged(Sentences):
         def __getitem__(self, index: int) -> Any:
@@ -236,7 +236,7 @@ def best_model_and_loaded_back(folder: Path) -> Any:
 
 @case()
 def sequences(folder: Path) -> Any:
-    """Seq2SeqTrainer, which pads what ranks generated to one length."""
+    """Use Seq2SeqTrainer, which pads the ranks' generated sequences to one length."""
     made = Seq2SeqTrainer(
         model=translator(),
         args=arguments(

@@ -1,4 +1,4 @@
-"""trl's trainers: SFT, DPO, reward, KTO and GRPO, some with an adapter of peft."""
+"""TRL's trainers for SFT, DPO, rewards, KTO and GRPO, some with a PEFT adapter."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""transformers' Trainer and a loop by hand on DeepSpeed's ZeRO 1 to 3, two processes.
+"""Transformers' Trainer and a plain loop with DeepSpeed's ZeRO 1 to 3 on two processes.
 
-The original has DeepSpeed on a CPU where nothing but its `PartialState` has heard of the CPU, as with a
-Trainer's `use_cpu`. Told by its launcher or its Accelerator it trains unsharded, without a word: so the
-variable of the launcher goes, and each case says what it ran on.
+Accelerate uses DeepSpeed on the CPU only if `PartialState` alone selects the CPU, as with a Trainer's
+`use_cpu`. If the launcher or the Accelerator selects it, Accelerate silently trains without sharding. So the
+launcher's variable is removed, and each case returns the engine that it ran with.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def run_with(
     make_args: Callable[[], Any], stage: int, rows: int = 40, resumed: str | None = None
 ) -> Any:
     try:
-        # Made first, as the documentation says: ZeRO 3 has to know before the model is made.
+        # Created before the model, as the documentation requires for ZeRO 3.
         args = make_args()
         made = Trainer(
             model=writer(), args=args, train_dataset=Texts(rows), eval_dataset=Texts(11, seed=1)
         )
         result = trained(made, resume_from_checkpoint=resumed)
         if stage == 3:
-            del result["weights"]  # shards
+            del result["weights"]  # they are sharded
         evaluated = running.lines([made.evaluate()])[0]
         return {"ran on": ran_on(made.model_wrapped), **result, "evaluated": evaluated}
     finally:
@@ -79,7 +79,7 @@ def stage_1(folder: Path) -> Any:
 
 
 def of_a_file(folder: Path, stage: int) -> Any:
-    """As on the command line of transformers' example scripts: `--deepspeed FILE`."""
+    """Pass `--deepspeed FILE`, as to Transformers' example scripts."""
     file = folder / f"zero-{running.RANK}.json"
     file.write_text(json.dumps(settings(stage, bf16={"enabled": "auto"})))
     more = ["--gradient_accumulation_steps", "2", "--lr_scheduler_type", "cosine"]

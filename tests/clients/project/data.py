@@ -1,4 +1,4 @@
-"""Handwritten digits for training and for evaluation."""
+"""Loaders for training and evaluation with handwritten digits."""
 
 import torch
 from accelerate.utils import set_seed

@@ -1,4 +1,4 @@
-"""A project as it was written for the original: `accelerate launch train.py OUT.json`."""
+"""A project that was written for Accelerate: `accelerate launch train.py OUT.json`."""
 
 import json
 import os
