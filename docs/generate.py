@@ -582,7 +582,7 @@ def drop_in() -> str:
         "",
     ]
     rows = [
-        [f"`{owner}.{name}`", rule.effect, rule.told]
+        [f"`{owner}.{name}`", rule.effect, rule.advice]
         for owner, rules in (("accelerator", assignment.ACCELERATOR), ("state", assignment.STATE))
         for name, rule in sorted(rules.items())
     ]

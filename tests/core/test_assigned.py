@@ -76,7 +76,7 @@ def test_loaders_follow_what_was_assigned_before_they_were_prepared(
     assert options.rng_types == ["torch"]
 
 
-def test_an_assigned_project_is_where_the_next_checkpoint_goes(
+def test_assigned_project_configuration_is_used_by_the_next_save(
     accelerator: Accelerator, tmp_path: Any
 ) -> None:
     accelerator.prepare(nn.Linear(2, 2))

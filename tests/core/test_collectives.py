@@ -105,7 +105,7 @@ def test_a_dict_subclass_keeps_its_extras() -> None:
 def test_recursively_apply_passes_arguments_and_refuses_on_request() -> None:
     assert trees.recursively_apply(torch.add, [torch.tensor(1), "x"], 2, alpha=3)[0] == 7
     assert trees.recursively_apply(len, ["ab", 1], test_type=lambda x: isinstance(x, str)) == [2, 1]
-    with pytest.raises(TypeError, match=r"square does not take a str.*is_torch_tensor"):
+    with pytest.raises(TypeError, match=r"square does not accept a str.*is_torch_tensor"):
         trees.recursively_apply(torch.square, ["x"], error_on_other_type=True)
 
 

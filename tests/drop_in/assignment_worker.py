@@ -1,4 +1,4 @@
-"""Attributes that scripts assign to after the Accelerator was made, on two ranks."""
+"""Assignments to attributes after the Accelerator was created, on two ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEPT = Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT)
 
 
 class Branches(nn.Module):
-    """Uses one of its two layers in a forward: DDP has to look for the other one."""
+    """Uses one of its two layers, so DDP has to find the unused parameters of the other one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def trained(accelerator: Accelerator, steps: int = 3) -> torch.Tensor:
 
 
 @case
-def a_ddp_handler_that_is_assigned_is_the_one_that_models_are_wrapped_with() -> None:
+def assigned_ddp_handler_is_used_to_wrap_models() -> None:
     assigned = Accelerator(cpu=True)
     assert assigned.ddp_handler is None
     with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
@@ -64,7 +64,7 @@ def a_ddp_handler_that_is_assigned_is_the_one_that_models_are_wrapped_with() -> 
 
 
 @case
-def a_handler_that_is_changed_before_prepare_counts_as_it_is_then() -> None:
+def changes_to_a_handler_before_prepare_take_effect() -> None:
     handler = DistributedDataParallelKwargs()
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
     assert accelerator.ddp_handler is handler
@@ -77,7 +77,7 @@ def a_handler_that_is_changed_before_prepare_counts_as_it_is_then() -> None:
 
 
 @case
-def what_an_assigned_handler_leaves_open_still_comes_from_the_environment() -> None:
+def unset_fields_of_an_assigned_handler_come_from_the_environment() -> None:
     os.environ["ACCELERATE_DDP_BROADCAST_BUFFERS"] = "false"
     try:
         accelerator = Accelerator(cpu=True)
@@ -96,7 +96,7 @@ def batches(accelerator: Accelerator, rows: int = 5, **options: Any) -> list[lis
 
 
 @case
-def an_evaluation_loader_keeps_the_even_batches_that_it_was_prepared_with() -> None:
+def prepared_loader_keeps_its_setting_of_even_batches() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.even_batches = False
     uneven = accelerator.prepare(DataLoader(TensorDataset(torch.arange(5.0)), 2))
@@ -107,7 +107,7 @@ def an_evaluation_loader_keeps_the_even_batches_that_it_was_prepared_with() -> N
 
 
 @case
-def loaders_follow_the_configuration_that_was_assigned_before_them() -> None:
+def loaders_use_the_configuration_assigned_before_prepare() -> None:
     accelerator = Accelerator(cpu=True)
     assert batches(accelerator, 4) == ([[0, 1]], [[2, 3]])[RANK]
     accelerator.dataloader_config = DataLoaderConfiguration(split_batches=True)
@@ -121,7 +121,7 @@ def loaders_follow_the_configuration_that_was_assigned_before_them() -> None:
 
 
 @case
-def split_batches_is_ignored_as_an_argument_and_honoured_as_a_setting() -> None:
+def split_batches_is_ignored_as_an_argument_but_used_as_a_setting() -> None:
     for args, given in (((), {"split_batches": True}), ((True, True), {"cpu": True})):
         with pytest.warns(UserWarning, match="split_batches=True.* has no effect"):
             ignores = Accelerator(*args, **{"cpu": True, **given})
@@ -133,7 +133,7 @@ def split_batches_is_ignored_as_an_argument_and_honoured_as_a_setting() -> None:
 
 
 @case
-def a_dispatched_loader_skips_batches_of_each_rank() -> None:
+def dispatched_loader_skips_batches_of_each_rank() -> None:
     config = DataLoaderConfiguration(dispatch_batches=True)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(12.0)), 2))
@@ -142,7 +142,7 @@ def a_dispatched_loader_skips_batches_of_each_rank() -> None:
 
 
 @case
-def debug_can_be_switched_on_for_the_next_collectives() -> None:
+def debug_mode_can_be_turned_on_for_later_collectives() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.state.debug = True
     assert PartialState().debug
@@ -153,7 +153,7 @@ def debug_can_be_switched_on_for_the_next_collectives() -> None:
 
 
 @case
-def generators_follow_the_types_that_were_assigned() -> None:
+def loaders_synchronise_the_assigned_generator_types() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.rng_types = ["torch"]
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(4.0)), 2))

@@ -1,4 +1,4 @@
-"""Names of the original that need several ranks, on two."""
+"""Names of Accelerate that need several ranks, tested on two."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def tower() -> nn.Sequential:
 
 
 @case
-def a_pipeline_computes_what_one_process_does() -> None:
-    warnings.filterwarnings("ignore", message=".*treespec.*")  # torch's tracing warns of itself
+def pipeline_has_the_same_output_as_one_process() -> None:
+    warnings.filterwarnings("ignore", message=".*treespec.*")  # a warning of torch's tracing
     rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
     expected = tower()(rows)
     for points, gathers in (("auto", True), (["2"], False)):
@@ -50,17 +50,17 @@ def a_pipeline_computes_what_one_process_does() -> None:
         )
         assert len(model.hf_split_points) == 1
         with torch.no_grad():
-            told = model(rows)  # three rows are filled up to four
+            output = model(rows)  # three rows are padded to four
         if gathers or RANK == 1:
-            torch.testing.assert_close(told[:3], expected)
+            torch.testing.assert_close(output[:3], expected)
         else:
-            assert told is None
+            assert output is None
     with pytest.raises(ConfigurationError, match="3 stages"):
         build_pipeline(tower(), ["1", "2"], (torch.ones(2, 4),), None, 2)
 
 
 @case
-def operations_that_are_checked_say_what_differs() -> None:
+def checked_operations_report_differences() -> None:
     shape, number = gather_tensor_shape(torch.ones(2, 3, dtype=torch.int8) if RANK else None)
     assert (shape.tolist(), TENSOR_INT_TO_DTYPE[number]) == ([2, 3], torch.int8)
 
@@ -77,7 +77,7 @@ def operations_that_are_checked_say_what_differs() -> None:
 
 
 @case
-def loaders_share_what_they_are_told_to() -> None:
+def loaders_created_by_a_script_divide_or_share_data() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     alike = prepare_data_loader(DataLoader(list(range(4)), 2), torch_device_mesh=mesh)
     assert [batch.tolist() for batch in alike] == [[0, 1], [2, 3]]
@@ -88,13 +88,13 @@ def loaders_share_what_they_are_told_to() -> None:
     order = torch.utils.data.RandomSampler(range(8), generator=generator)
     shard = DataLoaderShard(list(range(8)), rng_types=["generator"], sampler=order, batch_size=8)
     (batch,) = shard
-    told = KEPT.gather(batch[None])
-    assert torch.equal(told[0], told[1])
+    batches = KEPT.gather(batch[None])
+    assert torch.equal(batches[0], batches[1])
 
 
 @dataclass
 class Shards(IterableDataset[int]):
-    """A stream in parts, as those of Hugging Face's datasets."""
+    """A stream in shards, as Hugging Face's datasets have."""
 
     parts: list[list[int]]
 
@@ -112,11 +112,11 @@ class Shards(IterableDataset[int]):
         return {"seen": 0}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        raise AssertionError("it is rank 0's, of other shards")
+        raise AssertionError("this is the state of rank 0, which reads other shards")
 
 
 @case
-def streams_of_enough_shards_are_read_by_shards() -> None:
+def streams_with_enough_shards_are_divided_by_shards() -> None:
     def loader(*parts: list[int]) -> Any:
         return DataLoader(Shards(list(parts)), 2)
 
@@ -131,7 +131,7 @@ def streams_of_enough_shards_are_read_by_shards() -> None:
     assert isinstance(prepared.dataset, Shards)
     for made in (prepared, prepare_data_loader(loader(*parts), dispatch_batches=False)):
         assert read(made) == read(made) == own
-        assert made.remainder == -1  # nothing was filled up
+        assert made.remainder == -1  # no batch was filled up
     begun = scripts.prepare_data_loader(loader(*parts))
     next(iter(begun))
     (state,) = broadcast_object_list([begun.state_dict()])

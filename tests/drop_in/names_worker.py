@@ -1,4 +1,4 @@
-"""Names of the original, used as scripts use them; each function is a case."""
+"""Use names of Accelerate as scripts do. Each function is a case."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def tower() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
 
 
-def states_before_and_after_an_accelerator(folder: Path) -> None:
+def states_work_before_and_after_an_accelerator(folder: Path) -> None:
     PartialState._reset_state()
     assert GradientState() is GradientState()
     plugin = GradientAccumulationPlugin(num_steps=3)
@@ -115,7 +115,7 @@ def states_before_and_after_an_accelerator(folder: Path) -> None:
     assert SharedDict() == {}
 
 
-def loaders_made_by_hand(folder: Path) -> None:
+def loaders_created_by_a_script(folder: Path) -> None:
     rows = list(range(16))
     shard = DataLoaderShard(rows, batch_size=4)
     ends = [(batch.tolist(), shard.end_of_dataloader) for batch in shard]
@@ -151,7 +151,7 @@ def loaders_made_by_hand(folder: Path) -> None:
     assert get_sampler(DataLoader(rows, batch_size=4, sampler=order)) is order
 
 
-def states_of_torchdatas_loaders(folder: Path) -> None:
+def loaders_exchange_states_with_torchdata_loaders(folder: Path) -> None:
     rows = list(range(12))
 
     def read(batches: Any) -> list[list[int]]:
@@ -159,8 +159,8 @@ def states_of_torchdatas_loaders(folder: Path) -> None:
 
     def begun(kind: Any, workers: int) -> Any:
         order = torch.Generator().manual_seed(3)
-        told = {} if kind is StatefulDataLoader else {"use_stateful_dataloader": True}
-        return kind(rows, batch_size=2, shuffle=True, num_workers=workers, generator=order, **told)
+        more = {} if kind is StatefulDataLoader else {"use_stateful_dataloader": True}
+        return kind(rows, batch_size=2, shuffle=True, num_workers=workers, generator=order, **more)
 
     pairs = [(StatefulDataLoader, DataLoaderShard), (DataLoaderShard, StatefulDataLoader)]
     pairs += [(DataLoaderDispatcher, DataLoaderShard), (SkipDataLoader, DataLoaderDispatcher)]
@@ -189,7 +189,7 @@ def states_of_torchdatas_loaders(folder: Path) -> None:
         assert len(list(ended)) == 3
 
 
-def an_optimizer_and_a_scheduler_made_by_hand(folder: Path) -> None:
+def optimizer_and_scheduler_created_by_a_script(folder: Path) -> None:
     model = tower()
     sgd = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     optimizer = AcceleratedOptimizer(sgd)
@@ -224,7 +224,7 @@ def an_optimizer_and_a_scheduler_made_by_hand(folder: Path) -> None:
     assert not stepped.optimizers[0].step_was_skipped
 
 
-def states_of_a_run_as_files(folder: Path) -> None:
+def state_of_a_run_is_saved_and_loaded(folder: Path) -> None:
     model, other = tower(), tower()
     adam = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
@@ -240,12 +240,12 @@ def states_of_a_run_as_files(folder: Path) -> None:
         fresh, second = tower(), tower()
         again = torch.optim.Adam(fresh.parameters())
         after = torch.optim.lr_scheduler.StepLR(again, 1)
-        told = load_accelerator_state(place, [fresh, second], [again], [after], [], 0)
-        assert told == {"step": 7}
+        loaded = load_accelerator_state(place, [fresh, second], [again], [after], [], 0)
+        assert loaded == {"step": 7}
         assert torch.equal(fresh[0].weight, model[0].weight)
         assert again.state_dict()["state"][0]["step"] == 1
         assert (random.random(), np.random.rand()) == drawn
-    # The keys and kinds of the original's file of random states.
+    # The keys and types in Accelerate's file of random states.
     theirs = {
         "step": 9,
         "random_state": random.getstate(),
@@ -263,7 +263,7 @@ def states_of_a_run_as_files(folder: Path) -> None:
     assert after.state_dict() == decay.state_dict()
 
 
-def placing_modules(folder: Path) -> None:
+def modules_are_assigned_to_devices(folder: Path) -> None:
     one, other = torch.device("cuda"), torch.device("cuda", 0)
     assert check_device_same(one, other)
     assert not check_device_same(one, torch.device("cpu"))
@@ -283,7 +283,7 @@ def placing_modules(folder: Path) -> None:
     assert state["c"] == ""
 
 
-def models_of_other_libraries(folder: Path) -> None:
+def helpers_for_models_of_other_libraries(folder: Path) -> None:
     blocks = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
     holder = nn.Sequential(blocks)
     assert is_repeated_blocks(blocks)
@@ -322,23 +322,23 @@ def models_of_other_libraries(folder: Path) -> None:
         patch.setitem(sys.modules, "bitsandbytes", None)
         with pytest.raises(ImportError, match=r"pip install -U .bitsandbytes>="):
             load_and_quantize_model(tower(), config)
-    with pytest.raises(AttributeError, match="is not served"):
+    with pytest.raises(AttributeError, match="is not available"):
         assert optimizers.patch_optimizer_step
 
 
-def what_is_asked_for_by_a_probe(folder: Path) -> None:
-    """`hasattr` answers for names that are left out, and an import says why."""
+def names_that_are_left_out_are_missing_for_hasattr(folder: Path) -> None:
+    """`hasattr` is false for names that are left out, and importing them raises the reason."""
     from accelerate.commands import launch, merge
 
     assert not hasattr(merge, "description")
     assert getattr(launch, "FORMAT", None) is None
     assert "FORMAT" not in dir(launch)
     assert dict(inspect.getmembers(launch))["launch_command"] is launch.launch_command
-    with pytest.raises(ImportError, match="groups of its own"):
+    with pytest.raises(ImportError, match="has its own option groups"):
         from accelerate.commands.launch import FORMAT  # noqa: F401
 
 
-def what_is_compared_with_members(folder: Path) -> None:
+def settings_compare_equal_to_enum_members(folder: Path) -> None:
     from accelerate import Accelerator
     from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
@@ -351,7 +351,7 @@ def what_is_compared_with_members(folder: Path) -> None:
     assert state.fork_launched is False
 
 
-def nested_data(folder: Path) -> None:
+def helpers_for_nested_data(folder: Path) -> None:
     assert get_shape({"a": torch.ones(2, 3)}) == {"a": [2, 3]}
     assert TENSOR_INT_TO_DTYPE[TENSOR_TYPE_TO_INT[torch.int64]] is torch.int64
     assert not is_torch_xpu_tensor(torch.ones(1))
@@ -365,7 +365,7 @@ def nested_data(folder: Path) -> None:
     assert alone(torch.ones(2, 4)).shape == (2, 4)
 
 
-def commands_of_programs(folder: Path) -> None:
+def launch_and_command_functions_for_programs(folder: Path) -> None:
     script = folder / "s.py"
     script.write_text(f"import os; open({str(folder / 'ran')!r}, 'w').write(os.environ['A'])")
     args: Any = argparse.Namespace(
@@ -410,7 +410,7 @@ def commands_of_programs(folder: Path) -> None:
     assert (folder / "merged" / "model.safetensors").is_file()
 
 
-def trackers_and_plugins(folder: Path) -> None:
+def trackers_and_plugins_by_name(folder: Path) -> None:
     assert LOGGER_TYPE_TO_CLASS["tensorboard"].name == "tensorboard"
     assert "jsonl" in LOGGER_TYPE_TO_CLASS
     assert "nobody" not in LOGGER_TYPE_TO_CLASS
@@ -456,16 +456,18 @@ def trackers_and_plugins(folder: Path) -> None:
 
 if __name__ == "__main__":
     for case in (
-        states_before_and_after_an_accelerator,
-        loaders_made_by_hand,
-        states_of_torchdatas_loaders,
-        an_optimizer_and_a_scheduler_made_by_hand,
-        states_of_a_run_as_files,
-        placing_modules,
-        models_of_other_libraries,
-        nested_data,
-        commands_of_programs,
-        trackers_and_plugins,
+        states_work_before_and_after_an_accelerator,
+        loaders_created_by_a_script,
+        loaders_exchange_states_with_torchdata_loaders,
+        optimizer_and_scheduler_created_by_a_script,
+        state_of_a_run_is_saved_and_loaded,
+        modules_are_assigned_to_devices,
+        helpers_for_models_of_other_libraries,
+        names_that_are_left_out_are_missing_for_hasattr,
+        settings_compare_equal_to_enum_members,
+        helpers_for_nested_data,
+        launch_and_command_functions_for_programs,
+        trackers_and_plugins_by_name,
     ):
         place = Path(sys.argv[1], case.__name__)
         place.mkdir()

@@ -1,11 +1,11 @@
-"""Run the original's own tests through the import name served here: `make soak`, or by hand.
+"""Run Accelerate's own tests on the drop-in, with `make soak` or directly.
 
-    python tests/drop_in/original_tests.py [FOLDER] [--python OURS] [--original THEIRS] [--only NAME ...]
+    python tests/drop_in/original_tests.py [FOLDER] [--python DROP_IN] [--original ORIGINAL] [--only NAME ...]
 
-FOLDER is the original's unpacked source distribution; without it pip fetches it. OURS is an interpreter
-that has the drop-in and not the original. THEIRS, which has the original, records which tests pass for
-itself into `original_tests.json`; without it that record is used. Test files run one after the other, each
-in a process and a copy of its own.
+FOLDER is Accelerate's unpacked source distribution, which pip downloads by default. DROP_IN is an
+interpreter that has the drop-in installed but not Accelerate. If ORIGINAL, an interpreter with Accelerate,
+is given, the tests that pass there are recorded in `original_tests.json`. Otherwise, the existing record is
+used. Test files run one after the other, each in its own process and its own copy of the folder.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from pathlib import Path
 
 RECORD = Path(__file__).with_suffix(".json")
 VERSION = "1.15.0"
-#: Of one test, and of a file of them, in seconds.
+#: The time limits for a test and for a test file, in seconds.
 LIMIT, FILE_LIMIT = 240, 1500
-#: What is not wanted to pass, by the start of its name, with the reason.
-_WORDS = "it compares a whole sentence of an error or warning; ours are in our own words"
+#: Tests that are expected to fail, by the beginning of their names, with the reason.
+_WORDS = "it compares whole sentences of errors or warnings, which are worded differently here"
 EXPECTED: dict[str, str] = {
     "test_accelerator::AcceleratorTester::test_accelerator_state_after_reset": _WORDS,
     "test_accelerator::AcceleratorTester::test_partial_state_after_reset": _WORDS,
     "test_cli::AccelerateLauncherTester::test_cpu_launch_sets_kmp_env": (
-        "it pins threads of Intel's OpenMP to cores, those of all ranks of a machine to the same"
+        "Intel's OpenMP would then pin the threads of all ranks on a machine to the same cores"
     ),
     "test_cli::LaunchArgTester::test_duplicate_entities": "it counts words in the help of launch",
-    "test_cli::ModelEstimatorTester::test_gated": "it replaces a function inside of the command",
+    "test_cli::ModelEstimatorTester::test_gated": "it replaces a function inside the command",
     "test_cli::ModelEstimatorTester::test_invalid_model_name": (
-        "the command says that there is no such model, and ends with 2"
+        "the command prints that the model does not exist, and exits with status 2"
     ),
     "test_compile::RegionalCompilationRebindTester": "regions are compiled in place, not in a copy",
     "test_dataclasses::TestParallelismConfig::test_cp_torch_handler": _WORDS,
     "test_dataclasses::TestParallelismConfig::test_sp_deepspeed_handler": _WORDS,
     "test_hooks::HooksModelTester::test_add_and_remove_hooks": (
-        "hooks are torch's own: a module keeps its forward and has no _old_forward, which would hold "
-        "the module itself, and keep a model in memory that was dropped"
+        "hooks use torch's own, so a module keeps its forward and has no _old_forward, which would keep "
+        "a deleted model in memory"
     ),
     "test_hooks::HooksModelTester::test_append_and_remove_hooks": "see test_add_and_remove_hooks",
     "test_modeling_utils::ModelingUtilsTester::test_set_module_tensor_checks_shape": _WORDS,
-    "test_sagemaker": "jobs of SageMaker are not started here",
+    "test_sagemaker": "SageMaker jobs are not supported",
     "test_tracking::TensorBoardTrackingTest::test_project_dir": _WORDS,
     "test_utils::UtilsTester::test_honor_type": _WORDS,
 }
@@ -65,7 +65,7 @@ def source(folder: Path | None, work: Path) -> Path:
 
 
 def run(python: str, tests: Path, work: Path, only: list[str]) -> dict[str, str]:
-    """Run each file; return by test what it said: "" if it passed, "skipped", or its error."""
+    """Run each file and return a result per test: "" if it passed, "skipped", or its error."""
     said: dict[str, str] = {}
     for file in sorted(tests.glob("test_*.py")):
         if only and file.stem not in only:
@@ -142,8 +142,10 @@ def main() -> int:
     expected = {
         name: why for name in rest for start, why in EXPECTED.items() if name.startswith(start)
     }
-    print(f"\npass for itself: {len(passing)}; of these through ours: {len(passing) - len(rest)}")
-    print(f"expected otherwise: {len(expected)}")
+    print(
+        f"\n{len(passing)} tests pass with Accelerate, and {len(passing) - len(rest)} of these here"
+    )
+    print(f"{len(expected)} are expected to fail")
     for name, text in rest.items():
         print(f"  {name}\n      {(expected.get(name) and 'expected: ' + expected[name]) or text}")
     return int(len(rest) > len(expected))

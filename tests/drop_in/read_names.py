@@ -1,6 +1,7 @@
-"""Write the table of the original's names: `python read_names.py FOLDER_OF_ITS_PACKAGE`.
+"""Write `names.json`, the names of Accelerate's modules: `python read_names.py FOLDER_OF_THE_PACKAGE`.
 
-Read from its source, without importing it: what each module defines or imports from another one.
+The names are read from the source, without importing it. They are the names that each module defines or
+imports from another module of Accelerate.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 
 TABLE = Path(__file__).parents[2] / "extensions/drop_in/src/accelerate_drop_in/names.json"
-#: Of modules no client imports: the dialogue of `config`, and the original's own tests.
+#: Modules that no library imports: the questions of `config`, and Accelerate's own tests.
 LEFT_OUT = (
     *("commands.menu", "test_utils.scripts"),
     *(f"commands.config.{name}" for name in ("cluster", "config", "default", "sagemaker")),
@@ -20,7 +21,7 @@ LEFT_OUT = (
 
 
 def names_of(path: Path) -> list[str]:
-    """Return the public names that a module defines, or has from another one of the original."""
+    """Return the public names that a module defines or imports from another module of Accelerate."""
     found: set[str] = set()
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):

@@ -1,7 +1,7 @@
-"""Write the parameters of the original's functions and classes: run it where it is installed.
+"""Write `signatures.json`. Run it in an environment with Hugging Face Accelerate.
 
-Of each public function, class and method: names, kinds and defaults, by the module that defines it.
-What a default is shows in its text, `...` where that names an object.
+The file has the parameters of each public function, class and method: names, kinds and defaults, by the
+module that defines it. Defaults are written as their `repr`, or as `...` if that depends on the process.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 HERE = Path(__file__).parent
 NAMES = HERE.parents[1] / "extensions/drop_in/src/accelerate_drop_in/names.json"
-#: Members that every enumeration, mapping or exception has are not told.
+#: The members of these classes are not listed for their subclasses.
 _BUILTIN = (str, dict, int, Exception)
 
 
 def parameters(value: Any) -> list[str] | None:
-    """Return the parameters of something callable as they are written, None if nobody knows them."""
+    """Return the parameters of a callable as strings, None if they are unknown."""
     try:
         found = inspect.signature(value).parameters.values()
     except (ValueError, TypeError):
@@ -42,7 +42,7 @@ def _text(one: inspect.Parameter) -> str:
 
 
 def members(cls: type) -> dict[str, Any]:
-    """Return the parameters of a class's constructor and public methods; of the rest None."""
+    """Return the parameters of a class's constructor and public methods; None for other members."""
     found: dict[str, Any] = {"()": parameters(cls)}
     plain = {name for kind in _BUILTIN if issubclass(cls, kind) for name in dir(kind)}
     for name in sorted({*dir(cls), *getattr(cls, "__dataclass_fields__", ())} - plain):
@@ -54,8 +54,8 @@ def members(cls: type) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print all of them."""
-    told: dict[str, Any] = {}
+    """Write the file."""
+    found: dict[str, Any] = {}
     for module, names in json.loads(NAMES.read_text(encoding="utf-8")).items():
         if module.startswith("test_utils"):
             continue
@@ -63,16 +63,16 @@ def main() -> None:
         try:
             made = importlib.import_module(full)
         except ImportError:
-            continue  # it needs a library that is not there
+            continue  # it needs a library that is not installed
         for name in names:
             value = getattr(made, name, None)
             if getattr(value, "__module__", None) != full:
                 continue
             if inspect.isclass(value):
-                told[f"{module}.{name}"] = members(value)
+                found[f"{module}.{name}"] = members(value)
             elif inspect.isroutine(value):
-                told[f"{module}.{name}"] = parameters(value)
-    text = json.dumps(told, indent=1, sort_keys=True)
+                found[f"{module}.{name}"] = parameters(value)
+    text = json.dumps(found, indent=1, sort_keys=True)
     (HERE / "signatures.json").write_text(text + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Run the scripts of `accelerate.test_utils` one after the other on this rank."""
+"""Run the scripts of `accelerate.test_utils` on this rank, one after the other."""
 
 import importlib
 

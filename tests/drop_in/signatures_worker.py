@@ -1,4 +1,4 @@
-"""Compare ours with `signatures.json`, and print what differs without being listed."""
+"""Compare the signatures of the drop-in with `signatures.json`, and print unlisted differences."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from accelerate_drop_in.serving import _Absent
 
 
 def split(one: str) -> tuple[str, str, str | None]:
-    """Return stars, name and default of a parameter as it is written."""
+    """Return the stars, the name and the default of a parameter from its text."""
     stars, name, default = re.fullmatch(r"(\*, |\**)(\w+)(?:=(.*))?", one, re.DOTALL).groups()  # type: ignore[union-attr]
     return stars, name, default
 
 
 def same(one: str | None, other: str | None) -> bool:
-    """Say whether two defaults are one value: 0 is 0.0."""
+    """Return whether two defaults are the same value; 0 equals 0.0."""
     return one == other or (one, other) == ("0.0", "0")
 
 
 def difference(theirs: list[str] | None, ours: Any) -> str:
-    """Say which calls of theirs are not ours, "" if all are."""
+    """Describe calls that work only with Accelerate, "" if there are none."""
     if theirs is None or ours is None:
         return ""
-    told, mine = [split(one) for one in theirs], [split(one) for one in ours]
+    original, mine = [split(one) for one in theirs], [split(one) for one in ours]
     takes_all = {stars for stars, _, _ in mine}
     places = [name for stars, name, _ in mine if stars == ""]
     by_name = {name: (stars, default) for stars, name, default in mine if stars in ("", "*, ")}
-    if {stars for stars, _, _ in told} == {"*", "**"} and len(told) == 2:
+    if {stars for stars, _, _ in original} == {"*", "**"} and len(original) == 2:
         return ""
-    for index, (stars, name, default) in enumerate(told):
+    for index, (stars, name, default) in enumerate(original):
         if stars in ("*", "**"):
             if stars not in takes_all:
                 return f"takes no {stars}{name}"
@@ -55,13 +55,13 @@ def difference(theirs: list[str] | None, ours: Any) -> str:
             return f"{name} has no default"
         if default is not None and "..." not in (default, value) and not same(value, default):
             return f"{name} is {value} by default, not {default}"
-    known = {name for _, name, _ in told}
+    known = {name for _, name, _ in original}
     new = [name for stars, name, value in mine if name not in known and not value and not stars]
     return f"needs {', '.join(new)}, too" if new and "*" not in takes_all else ""
 
 
 def differences(theirs: Any, ours: Any) -> dict[str, str]:
-    """Return what differs by member; of a function the member is ""."""
+    """Return the differences by member; for a function the member is ""."""
     if not isinstance(theirs, dict):
         return {"": difference(theirs, parameters(ours))}
     if not inspect.isclass(ours):
@@ -71,29 +71,29 @@ def differences(theirs: Any, ours: Any) -> dict[str, str]:
     found = {}
     is_enum = issubclass(ours, enum.Enum | OpenEnum)
     asks = any(hasattr(kind, "__getattr__") for kind in kinds)
-    for name, told in theirs.items():
+    for name, original in theirs.items():
         if name == "()":
-            found[name] = "" if is_enum else difference(told, listed[name])
+            found[name] = "" if is_enum else difference(original, listed[name])
         elif name in listed or hasattr(ours, name):
-            found[name] = difference(told, listed.get(name))
-        elif told is not None or not asks:
-            found[name] = "is not there"
+            found[name] = difference(original, listed.get(name))
+        elif original is not None or not asks:
+            found[name] = "is missing"
     return found
 
 
 def main() -> None:
     """Print `{"unknown": ..., "stale": ..., "compared": ...}`."""
     accelerate_drop_in.install()
-    told = json.loads((HERE / "signatures.json").read_text(encoding="utf-8"))
+    signatures = json.loads((HERE / "signatures.json").read_text(encoding="utf-8"))
     unknown, seen, compared = {}, set(), 0
-    for key, theirs in told.items():
+    for key, theirs in signatures.items():
         module, _, name = key.rpartition(".")
         try:
             ours = getattr(importlib.import_module(f"accelerate.{module}".rstrip(".")), name)
         except AttributeError:
             if left_out(module, name) is None:
                 raise
-            continue  # with a reason
+            continue  # left out, with a reason
         if isinstance(ours, _Absent):
             continue
         for member, text in differences(theirs, ours).items():

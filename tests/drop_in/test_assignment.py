@@ -1,4 +1,4 @@
-"""Attributes that scripts assign to after the Accelerator was made."""
+"""Assignments to attributes after the Accelerator was created."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from accelerate_drop_in.fp8 import FP8BackendType
 
 HERE = Path(__file__).parent
 
-#: What Accelerate 1.15 keeps in plain attributes of its Accelerator, or has a setter for.
+#: The attributes of Accelerate 1.15's Accelerator that are plain or have a setter.
 PLAIN = [
     "_custom_objects",
     "_dataloaders",
@@ -77,7 +77,7 @@ def accelerator():
     made.end_training()
 
 
-def test_every_attribute_that_the_original_lets_be_assigned_has_a_rule() -> None:
+def test_every_assignable_attribute_of_accelerate_has_a_rule() -> None:
     assert set(PLAIN) <= set(assignment.ACCELERATOR)
 
 
@@ -103,15 +103,15 @@ def test_every_attribute_that_the_original_lets_be_assigned_has_a_rule() -> None
         ("mine", "an attribute of the script"),
     ],
 )
-def test_an_assigned_value_is_what_the_attribute_has(accelerator, name: str, value: Any) -> None:
+def test_attribute_returns_the_assigned_value(accelerator, name: str, value: Any) -> None:
     setattr(accelerator, name, value)
     found = getattr(accelerator, name)
     assert found is value or found == value
 
 
 @pytest.mark.parametrize("name", ["ddp_handler", "dataloader_config", "project_configuration"])
-def test_a_value_of_another_type_is_refused(accelerator, name: str) -> None:
-    with pytest.raises(AssignmentError, match=f"{name} takes a .*'text'"):
+def test_assigned_value_of_another_type_is_refused(accelerator, name: str) -> None:
+    with pytest.raises(AssignmentError, match=f"{name} must be a .*'text'"):
         setattr(accelerator, name, "text")
 
 
@@ -119,7 +119,7 @@ def test_a_value_of_another_type_is_refused(accelerator, name: str) -> None:
     ("name", "value"),
     [("scaler_handler", GradScalerKwargs()), ("init_handler", InitProcessGroupKwargs())],
 )
-def test_what_has_no_effect_in_the_original_is_warned_of(accelerator, name, value) -> None:
+def test_assignment_without_effect_in_accelerate_is_a_warning(accelerator, name, value) -> None:
     with pytest.warns(UserWarning, match=f"{name} = ... has no effect"):
         setattr(accelerator, name, value)
     assert getattr(accelerator, name) is value
@@ -129,7 +129,7 @@ def test_what_has_no_effect_in_the_original_is_warned_of(accelerator, name, valu
     "name",
     [name for name, rule in assignment.ACCELERATOR.items() if rule.effect == "refused"],
 )
-def test_what_cannot_be_replaced_is_refused_with_the_way_out(accelerator, name: str) -> None:
+def test_refused_assignments_say_what_to_do_instead(accelerator, name: str) -> None:
     with pytest.raises(AssignmentError, match=f"{name} cannot be replaced: ...*"):
         setattr(accelerator, name, object())
     if name not in ("fp8_backend",):
@@ -140,12 +140,12 @@ def test_what_cannot_be_replaced_is_refused_with_the_way_out(accelerator, name: 
     "name",
     [name for name, rule in assignment.STATE.items() if rule.effect == "refused"],
 )
-def test_the_state_refuses_what_it_cannot_change(accelerator, name: str) -> None:
+def test_state_refuses_attributes_that_cannot_change(accelerator, name: str) -> None:
     with pytest.raises(AssignmentError, match=f"{name} cannot be replaced"):
         setattr(accelerator.state, name, object())
 
 
-#: What Accelerate 1.15 keeps in plain attributes of its states.
+#: The plain attributes of Accelerate 1.15's states.
 PLAIN_STATE = [
     "_cpu",
     "_mixed_precision",
@@ -175,28 +175,28 @@ def test_every_attribute_of_a_state_has_a_rule(accelerator, name: str) -> None:
             setattr(state, name, object())
 
 
-def test_nobody_can_say_that_xla_has_reduced_gradients(accelerator) -> None:
+def test_is_xla_gradients_synced_cannot_be_set(accelerator) -> None:
     accelerator.gradient_state.is_xla_gradients_synced = False
     with pytest.raises(AssignmentError, match="the backend reduces gradients"):
         accelerator.gradient_state.is_xla_gradients_synced = True
 
 
-def test_other_attributes_of_a_state_are_shared_by_all_states(accelerator) -> None:
+def test_other_attributes_are_shared_by_all_states(accelerator) -> None:
     accelerator.state.mine = [1]
     assert AcceleratorState().mine is PartialState().mine is accelerator.state.mine
     PartialState().other = 2
     assert accelerator.state.other == 2
-    assert not hasattr(accelerator.state, "nobodys")
+    assert not hasattr(accelerator.state, "unknown")
 
 
-def test_a_plugins_attribute_is_not_hidden() -> None:
+def test_attribute_of_a_plugin_cannot_be_hidden() -> None:
     with Accelerator(cpu=True, mixed_precision="fp8") as accelerator:
         assert accelerator.fp8_backend is FP8BackendType.AO
         with pytest.raises(AssignmentError, match="the recipe is part of the precision"):
             accelerator.fp8_recipe_handler = None
 
 
-def test_the_accumulation_settings_can_be_changed_by_name(accelerator) -> None:
+def test_accumulation_settings_can_be_changed_by_name(accelerator) -> None:
     settings = accelerator.gradient_state.plugin_kwargs
     settings.update({"num_steps": 3})
     settings["sync_each_batch"] = True
@@ -211,9 +211,9 @@ def test_the_accumulation_settings_can_be_changed_by_name(accelerator) -> None:
         settings["num_steps"] = 0
 
 
-def test_an_assigned_project_is_where_the_next_checkpoint_goes(accelerator, tmp_path) -> None:
+def test_assigned_project_configuration_is_used_by_the_next_save(accelerator, tmp_path) -> None:
     accelerator.prepare(nn.Linear(2, 2))
-    accelerator.save_state(str(tmp_path / "first"))  # the checkpointer is made
+    accelerator.save_state(str(tmp_path / "first"))  # creates the checkpointer
     accelerator.project_configuration = ProjectConfiguration(
         project_dir=str(tmp_path), automatic_checkpoint_naming=True
     )
@@ -223,20 +223,20 @@ def test_an_assigned_project_is_where_the_next_checkpoint_goes(accelerator, tmp_
     assert accelerator.save_state().endswith("checkpoint_7")
 
 
-def test_an_assigned_device_placement_holds_for_what_is_prepared_later(accelerator) -> None:
+def test_assigned_device_placement_is_used_by_later_prepare_calls(accelerator) -> None:
     accelerator.device_placement = False
     made = accelerator.prepare(DataLoader(TensorDataset(torch.ones(4)), 2))
     assert made.options.put_on_device is False
 
 
-def test_a_scheduler_steps_as_the_assigned_setting_says(accelerator) -> None:
+def test_assigned_step_scheduler_with_optimizer_is_used(accelerator) -> None:
     accelerator.step_scheduler_with_optimizer = False
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     assert accelerator.prepare(scheduler).step_with_optimizer is False
 
 
-def test_a_compiler_is_honoured_or_refused_but_not_ignored(accelerator) -> None:
+def test_assigned_compiler_is_used_or_refused_but_not_ignored(accelerator) -> None:
     plugin = TorchDynamoPlugin(backend="aot_eager")
     with pytest.raises(AssignmentError, match="dynamo_backend='aot_eager'"):
         accelerator.state.dynamo_plugin = plugin
@@ -248,7 +248,7 @@ def test_a_compiler_is_honoured_or_refused_but_not_ignored(accelerator) -> None:
         assert compiles.dynamo_plugin is plugin
 
 
-def test_nothing_is_said_of_handlers_that_nobody_gave(accelerator) -> None:
+def test_handlers_that_were_not_given_are_none(accelerator) -> None:
     assert accelerator.ddp_handler is None
     assert accelerator.fp8_backend is FP8BackendType.NO
     assert accelerator.fp8_backend == "NO"

@@ -1,4 +1,4 @@
-"""`accelerate`, the command: what the original takes, it takes."""
+"""The command `accelerate` accepts everything that Accelerate's command accepts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import yaml
 from support import clean_environment
 
 from accelerate_core.config.files import CONFIG_VARIABLE
-from accelerate_drop_in.commands import _let_the_original_read
+from accelerate_drop_in.commands import _make_readable_for_accelerate
 
-#: Runs the command; the first argument says which plugins are installed: all, or those of a bare drop-in.
+#: Runs the command. The first argument is "all" for all plugins, or "bare" for those the drop-in needs.
 RUN = """
 import importlib.metadata as metadata, sys, warnings
 warnings.simplefilter("ignore")
@@ -49,7 +49,7 @@ def accelerate(
         ("--aws_access_key_id key", "aws_access_key_id"),
     ],
 )
-def test_options_of_what_is_not_asked_for_are_ignored_with_a_warning(
+def test_options_of_unused_plugins_are_ignored_with_a_warning(
     tmp_path: Path, words: str, unused: str, plugins: str
 ) -> None:
     done = accelerate(
@@ -68,22 +68,22 @@ def test_downcast_bf16_is_ignored_without_a_tpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "said"),
     [
-        (["--fsdp_offload_parms", "true"], "fsdp_offload_parms"),  # the original has no such option
+        (["--fsdp_offload_parms", "true"], "fsdp_offload_parms"),  # not an option of Accelerate
         (["--use_fsdp", "--fsdp_version", "2"], "not installed"),
         (["--tpu"], "not installed"),
     ],
 )
-def test_what_is_asked_for_and_not_there_is_an_error(
-    tmp_path: Path, words: list[str], told: str
+def test_unknown_options_and_missing_plugins_are_errors(
+    tmp_path: Path, words: list[str], said: str
 ) -> None:
     done = accelerate(tmp_path, "launch", *words, "train.py", plugins="bare")
     assert done.returncode == 2
-    assert told in done.stderr
+    assert said in done.stderr
 
 
-def test_options_of_what_is_asked_for_are_used(tmp_path: Path) -> None:
+def test_options_of_requested_plugins_are_used(tmp_path: Path) -> None:
     words = ["--use_fsdp", "--fsdp_offload_params", "true", "--num_processes", "2", "--cpu"]
     done = accelerate(tmp_path, "launch", *words, "--dry_run", "train.py")
     assert done.returncode == 0, done.stderr
@@ -91,7 +91,7 @@ def test_options_of_what_is_asked_for_are_used(tmp_path: Path) -> None:
     assert "has no effect" not in done.stderr
 
 
-def test_a_file_of_config_default_says_what_the_original_needs(tmp_path: Path) -> None:
+def test_config_default_writes_a_file_that_accelerate_accepts(tmp_path: Path) -> None:
     named = tmp_path / "named.yaml"
     for words in ((), ("--config_file", str(named))):
         done = accelerate(tmp_path, "config", "default", *words, CUDA_VISIBLE_DEVICES="")
@@ -101,7 +101,7 @@ def test_a_file_of_config_default_says_what_the_original_needs(tmp_path: Path) -
     made = yaml.safe_load(default.read_text())
     assert made["distributed_type"] == "NO"
     assert made["use_cpu"] is True
-    assert "gradient_accumulation_steps" not in made  # the original refuses the key
+    assert "gradient_accumulation_steps" not in made  # Accelerate refuses the key
     again = accelerate(tmp_path, "launch", "train.py")
     assert again.stdout == "trained\n", again.stderr
 
@@ -114,17 +114,17 @@ def test_a_file_of_config_default_says_what_the_original_needs(tmp_path: Path) -
         ({"num_processes": 1, "use_cpu": False}, "NO"),
     ],
 )
-def test_the_distributed_type_follows_from_the_file(
+def test_distributed_type_is_derived_from_the_config_file(
     tmp_path: Path, values: dict[str, object], kind: str
 ) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(values))
-    _let_the_original_read(file)
+    _make_readable_for_accelerate(file)
     made = yaml.safe_load(file.read_text())
     assert made == {"use_cpu": made["use_cpu"], **values, "distributed_type": kind}
 
 
-def test_env_has_the_lines_that_issue_templates_ask_for(tmp_path: Path) -> None:
+def test_env_prints_the_lines_that_issue_templates_ask_for(tmp_path: Path) -> None:
     done = accelerate(tmp_path, "env")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -135,7 +135,7 @@ def test_env_has_the_lines_that_issue_templates_ask_for(tmp_path: Path) -> None:
     ):
         assert any(line.startswith(f"- {name}:") for line in lines), name
     assert "\tNot found" in lines
-    assert "plugins" in done.stdout  # and what accelerate-core shows
+    assert "plugins" in done.stdout  # accelerate-core's own output follows
     file = tmp_path / "given.yaml"
     file.write_text("num_processes: 3\n")
     passed = accelerate(tmp_path, "env", "--config_file", str(file)).stdout
@@ -173,7 +173,7 @@ fsdp_config:
 """
 
 
-def test_to_fsdp2_ends_and_leaves_out_keys_as_the_original_does(tmp_path: Path) -> None:
+def test_to_fsdp2_converts_files_as_accelerate_does(tmp_path: Path) -> None:
     old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
     old.write_text(OLD)
 
@@ -187,7 +187,7 @@ def test_to_fsdp2_ends_and_leaves_out_keys_as_the_original_does(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     made = yaml.safe_load(new.read_text())["fsdp_config"]
     assert made == {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "some_key": 5}
-    assert "fsdp_forward_prefetch is left out" in done.stderr
+    assert "fsdp_forward_prefetch is removed" in done.stderr
     again = convert("--config_file", str(old), "--output_file", str(new))
     assert again.returncode == 1
     assert "--overwrite" in again.stderr
@@ -196,7 +196,7 @@ def test_to_fsdp2_ends_and_leaves_out_keys_as_the_original_does(tmp_path: Path) 
     assert yaml.safe_load(new.read_text())["fsdp_config"] == made
 
 
-def test_the_config_of_the_environment_is_the_one_that_env_shows(tmp_path: Path) -> None:
+def test_env_shows_the_config_file_from_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("num_processes: 4\n")
     done = accelerate(tmp_path, "env", **{CONFIG_VARIABLE: str(file)})
@@ -206,7 +206,7 @@ def test_the_config_of_the_environment_is_the_one_that_env_shows(tmp_path: Path)
 SERVED = Path(__file__).parents[2] / "extensions/drop_in/src/accelerate_drop_in/served"
 
 
-def test_a_module_of_commands_runs_by_python_m(tmp_path: Path) -> None:
+def test_command_modules_run_with_python_m(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys; print('trained', *sys.argv[1:])")
 
     def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""The import name of Accelerate, served when asked."""
+"""The import name `accelerate`, served from accelerate-core."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def python(*arguments: str | Path, **environ: str) -> subprocess.CompletedProces
 
 
 def forked(code: str, *arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run code that does not depend on what is imported already, in a fork of a warm interpreter."""
+    """Run code in a fork of a warm interpreter. It must not depend on which modules are imported."""
     return pool.run(["-c", code, *arguments], own_environment() | environ, 120)
 
 
@@ -56,7 +56,7 @@ def own_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
 
 
-def test_modules_and_names_are_served_after_install() -> None:
+def test_modules_and_names_can_be_imported_after_install() -> None:
     start = "import sys, accelerate_drop_in as d; d.install(); d.install();"
     start += "assert 'torch' not in sys.modules"
     done = python("-c", start + USES)
@@ -64,7 +64,7 @@ def test_modules_and_names_are_served_after_install() -> None:
     assert "served" in done.stdout
 
 
-def test_a_script_runs_with_the_name_served(tmp_path: Path) -> None:
+def test_script_runs_with_the_import_name_accelerate(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys\n" + USES)
     done = python("-m", "accelerate_drop_in", script, "--lr", "3")
@@ -78,7 +78,7 @@ def test_a_script_runs_with_the_name_served(tmp_path: Path) -> None:
         (
             "import sys, types; sys.modules['accelerate'] = types.ModuleType('accelerate');"
             "import accelerate_drop_in as d; d.install()",
-            "imported already",
+            "is already imported",
         ),
         (
             "import accelerate_drop_in as d; d.install(); import accelerate; d.uninstall();"
@@ -106,7 +106,7 @@ def test_a_script_runs_with_the_name_served(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_served_says_so(code: str, said: str) -> None:
+def test_unavailable_names_and_modules_raise_import_errors(code: str, said: str) -> None:
     done = forked(code)
     assert done.returncode == 1
     assert said in done.stderr
@@ -146,13 +146,13 @@ assert dispatch.check_device_map is accelerate.big_modeling.check_device_map is 
 """
 
 
-def test_every_module_of_the_original_is_a_file_and_an_assignment_reaches_its_home() -> None:
+def test_every_module_of_accelerate_is_served_and_assignments_take_effect() -> None:
     done = forked("import accelerate_drop_in as d; d.install()\n" + ALL)
     assert done.returncode == 0, done.stderr
     assert not done.stdout.split(), "missing"
 
 
-def test_processes_that_a_script_starts_have_the_name_too() -> None:
+def test_child_processes_can_import_accelerate_too() -> None:
     code = "import accelerate_drop_in as d, subprocess, sys; d.install();"
     code += (
         "subprocess.run([sys.executable, '-c', 'import accelerate; print(accelerate.__version__)'])"
@@ -160,7 +160,7 @@ def test_processes_that_a_script_starts_have_the_name_too() -> None:
     assert python("-c", code).stdout == "1.15.0.post1\n"
 
 
-def test_a_wheel_has_the_name_for_libraries_that_ask_for_the_distribution(tmp_path: Path) -> None:
+def test_wheel_provides_the_distribution_accelerate(tmp_path: Path) -> None:
     pip = ("-m", "pip", "-q", "--disable-pip-version-check")
     how = ("--no-deps", "--no-build-isolation")
     project = ROOT / "extensions/drop_in/accelerate"
@@ -178,12 +178,12 @@ def test_a_wheel_has_the_name_for_libraries_that_ask_for_the_distribution(tmp_pa
     assert "accelerate" in python("-c", refused, PYTHONPATH=str(target)).stdout
 
 
-def test_beside_the_original_it_refuses(tmp_path: Path) -> None:
+def test_install_is_refused_if_accelerate_is_installed(tmp_path: Path) -> None:
     there = tmp_path / "accelerate-1.15.0.dist-info"
     there.mkdir()
     (there / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 1.15.0\n")
     done = python("-c", "import accelerate_drop_in as d; d.install()", PYTHONPATH=str(tmp_path))
-    assert "Accelerate 1.15.0 is installed" in done.stderr
+    assert "Accelerate 1.15.0 is also installed" in done.stderr
     assert "pip uninstall accelerate" in done.stderr
 
 
@@ -235,7 +235,7 @@ print("all")
 """
 
 
-def test_names_that_clients_were_seen_to_use_do_what_they_say(tmp_path: Path) -> None:
+def test_names_that_libraries_use_work(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("num_processes: 2\n")
     (tmp_path / "s.py").write_text("")
     start = "import accelerate_drop_in as d; d.install()\n"
@@ -273,7 +273,7 @@ print("resumed")
 """
 
 
-def test_positions_are_restored_only_where_a_script_asks_for_it(tmp_path: Path) -> None:
+def test_positions_are_restored_only_on_request(tmp_path: Path) -> None:
     start = "import accelerate_drop_in as d; d.install()\n"
     done = forked(start + RESUMES, tmp_path / "state")
     assert done.returncode == 0, done.stderr
@@ -281,7 +281,7 @@ def test_positions_are_restored_only_where_a_script_asks_for_it(tmp_path: Path) 
     assert "Warning" not in done.stderr, done.stderr
 
 
-def test_the_configuration_of_the_original_is_used(tmp_path: Path) -> None:
+def test_config_file_of_accelerate_is_used(tmp_path: Path) -> None:
     theirs = tmp_path / "accelerate" / "default_config.yaml"
     theirs.parent.mkdir()
     theirs.write_text("num_processes: 2\nuse_cpu: true\nmixed_precision: bf16\n")
@@ -300,7 +300,7 @@ def test_the_configuration_of_the_original_is_used(tmp_path: Path) -> None:
     assert read.stdout == "bf16\n", read.stderr
     theirs.unlink()
     assert not forked(ask + "c.main()", "default", **home).returncode
-    # The original refuses a file without its kind.
+    # Accelerate refuses a file without `distributed_type`.
     assert "num_machines" in theirs.read_text()
     assert yaml.safe_load(theirs.read_text())["distributed_type"] == "NO"
 
@@ -320,13 +320,13 @@ loader = Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(Noisy(), batc
 torch.manual_seed(0)
 seen = [(batch.item(), torch.rand(()).item()) for batch in loader]
 torch.manual_seed(0)
-torch.empty((), dtype=torch.int64).random_()  # the seed of workers, drawn by every iteration
+torch.empty((), dtype=torch.int64).random_()  # the worker seed, which every iteration draws
 first, second, noise, third, more, last = torch.rand(6).tolist()
 assert seen == [(first, noise), (second, more), (third, last)], seen
 """
 
 
-def test_a_batch_is_read_while_the_one_before_it_is_trained_on() -> None:
+def test_batches_are_read_one_ahead_as_in_accelerate() -> None:
     done = forked("import accelerate_drop_in as d; d.install()\n" + NOISY)
     assert done.returncode == 0, done.stderr
 
@@ -357,7 +357,7 @@ a.end_training()
 """
 
 
-def test_clearml_has_the_names_and_images_of_the_original(tmp_path: Path) -> None:
+def test_clearml_uses_accelerates_names_and_images(tmp_path: Path) -> None:
     pytest.importorskip("clearml")
     pytest.importorskip("pandas")
     environ = {name: str(tmp_path) for name in ("CLEARML_CACHE_DIR", "HOME")}
@@ -389,14 +389,14 @@ else:
 """
 
 
-def test_a_pickle_of_an_accelerator_is_itself_in_its_process_alone(tmp_path: Path) -> None:
+def test_pickled_accelerator_is_the_same_object_and_only_in_its_process(tmp_path: Path) -> None:
     done = forked(PICKLED, "write", tmp_path / "pickle")
     assert done.returncode == 0, done.stderr
     done = forked(PICKLED, "read", tmp_path / "pickle")
-    assert "This pickle holds an Accelerator of another process" in done.stderr
+    assert "This pickle contains an Accelerator of another process" in done.stderr
 
 
-#: The modules of 1.15 that have a logger.
+#: The modules of Accelerate 1.15 that have a logger.
 LOGGERS = """
 accelerator big_modeling checkpointing commands.launch commands.to_fsdp2 data_loader state tracking utils.bnb
 utils.dataclasses utils.environment utils.fsdp_utils utils.modeling utils.other
@@ -426,7 +426,7 @@ except AttributeError:
 """
 
 
-def test_modules_that_have_a_logger_in_the_original_have_it_and_it_can_be_replaced() -> None:
+def test_loggers_of_accelerates_modules_exist_and_can_be_replaced() -> None:
     done = forked(LOGGING, LOGGERS)
     assert done.stdout == "right\n", done.stderr
 
@@ -457,7 +457,7 @@ assert probes.is_deepspeed_available is len
 """
 
 
-def test_probes_have_the_arguments_that_the_originals_have() -> None:
+def test_availability_functions_have_the_arguments_of_accelerate() -> None:
     done = forked(PROBES)
     assert done.returncode == 0, done.stderr
     devices = ("mlu", "musa", "neuron", "npu", "sdaa", "xpu")
@@ -472,7 +472,7 @@ def test_probes_have_the_arguments_that_the_originals_have() -> None:
     }
 
 
-def test_no_argument_of_a_method_is_positional_only() -> None:
+def test_methods_of_the_accelerator_have_no_positional_only_arguments() -> None:
     found = []
     for name, method in inspect.getmembers(Accelerator, inspect.isfunction):
         first, *_ = inspect.signature(method).parameters.values() or [None]

@@ -1,4 +1,4 @@
-"""Memory is given back, and a batch size is found that fits into it."""
+"""Memory is freed, and a batch size that fits into memory is found."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import accelerate_core.utils as utils
 from accelerate_core.errors import ConfigurationError
 
 
-def test_the_batch_size_shrinks_until_memory_suffices() -> None:
+def test_batch_size_shrinks_until_memory_suffices() -> None:
     tried = []
 
     @utils.find_executable_batch_size(starting_batch_size=64)
     def train(batch_size: int, epochs: int) -> tuple[int, int]:
         tried.append(batch_size)
         if batch_size > 50:
-            torch.empty(1 << 55, dtype=torch.uint8)  # torch's own error for want of memory
+            torch.empty(1 << 55, dtype=torch.uint8)  # torch's own error for a lack of memory
         return batch_size, epochs
 
     assert train(3) == (45, 3)
     assert tried == [64, 57, 51, 45]
     assert train(epochs=1) == (45, 1)
-    assert tried[4] == 64, "every call starts afresh"
+    assert tried[4] == 64, "every call must start with the first size"
 
 
 @pytest.mark.parametrize("shrink", [lambda size: size // 2, iter([4, 2, 1, 0]).__next__])
-def test_the_next_batch_size_is_up_to_the_caller(shrink: Any) -> None:
+def test_caller_can_choose_the_next_batch_size(shrink: Any) -> None:
     def train(batch_size: int) -> int:
         if batch_size > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -50,7 +50,7 @@ def _too_large() -> None:
     ("failure", "text"),
     [(_wrong, "shapes do not match"), (_too_large, "reached zero.*CUDNN_STATUS")],
 )
-def test_failures_of_the_search_are_told(failure: Any, text: str) -> None:
+def test_other_errors_and_the_last_failure_are_raised(failure: Any, text: str) -> None:
     @utils.find_executable_batch_size(starting_batch_size=2)
     def train(batch_size: int) -> None:
         failure()
@@ -59,7 +59,7 @@ def test_failures_of_the_search_are_told(failure: Any, text: str) -> None:
         train()
 
 
-def test_passing_the_batch_size_oneself_is_explained() -> None:
+def test_passing_the_batch_size_is_an_error_with_the_right_call() -> None:
     @utils.find_executable_batch_size
     def train(batch_size: int, epochs: int) -> None: ...
 
@@ -80,11 +80,11 @@ def test_passing_the_batch_size_oneself_is_explained() -> None:
         (ValueError("out of memory"), False),
     ],
 )
-def test_want_of_memory_is_recognised(error: Exception, answer: bool) -> None:
+def test_out_of_memory_errors_are_recognised(error: Exception, answer: bool) -> None:
     assert utils.should_reduce_batch_size(error) is answer
 
 
-def test_memory_is_released() -> None:
+def test_release_memory_frees_the_objects() -> None:
     import weakref
 
     model = nn.Linear(2, 2)

@@ -1,4 +1,4 @@
-"""Names that the drop-in has for the original's scripts alone do what they say."""
+"""Names that only the drop-in has, for scripts written for Accelerate, work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support import case_names, check_case, clean_environment, run_workers
 import accelerate_drop_in
 
 HERE = Path(__file__).parent
-#: Where the package `accelerate` is.
+#: The folder of the package `accelerate`.
 SERVED = str(Path(accelerate_drop_in.__file__).with_name("served"))
 
 
@@ -25,7 +25,7 @@ def test_on_one_process(tmp_path: Path) -> None:
         env=clean_environment(OMP_NUM_THREADS="1", PYTHONPATH=SERVED),
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "ended trackers_and_plugins" in done.stdout
+    assert "ended trackers_and_plugins_by_name" in done.stdout
 
 
 @pytest.fixture(scope="module")

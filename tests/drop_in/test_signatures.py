@@ -1,4 +1,4 @@
-"""What the original's functions, classes and methods can be called with, ours can."""
+"""Functions, classes and methods accept all calls that Accelerate's accept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def test_every_call_of_the_original_fits() -> None:
+def test_signatures_accept_every_call_that_accelerate_accepts() -> None:
     done = subprocess.run(
         [sys.executable, str(HERE / "signatures_worker.py")],
         capture_output=True,
@@ -19,6 +19,6 @@ def test_every_call_of_the_original_fits() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    assert found["unknown"] == {}, "neither mended nor listed in absent.DIFFERENT"
-    assert found["stale"] == [], "listed in absent.DIFFERENT, and the same"
+    assert found["unknown"] == {}, "signatures differ without being listed in absent.DIFFERENT"
+    assert found["stale"] == [], "signatures in absent.DIFFERENT do not differ"
     assert found["compared"] > 700

@@ -1,4 +1,4 @@
-"""What tests of code on Accelerate import from it, and the private members they use."""
+"""The helpers of `accelerate.test_utils`, and private members that tests of other libraries use."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def _end() -> Iterator[None]:
     AcceleratorState._reset_state(True)  # type: ignore[attr-defined]
 
 
-def test_its_scripts_pass_on_two_ranks() -> None:
+def test_scripts_of_test_utils_pass_on_two_ranks() -> None:
     run = support.run_workers(Path(__file__).with_name("served_scripts_worker.py"), 2).checked()
     assert len(run.results[0]) == 5
     assert run.results[0] == run.results[1]
 
 
-def test_a_reset_state_is_made_anew() -> None:
+def test_reset_state_is_created_again() -> None:
     state: Any = PartialState
     state._reset_state()
     assert state._shared_state == {}
@@ -75,7 +75,7 @@ def test_a_reset_state_is_made_anew() -> None:
     assert Accelerator(cpu=True).mixed_precision == "no"
 
 
-def test_prepared_objects_are_listed_where_clients_look() -> None:
+def test_prepared_objects_are_in_accelerates_private_lists() -> None:
     accelerator: Any = Accelerator(cpu=True)
     model = RegressionModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -89,7 +89,7 @@ def test_prepared_objects_are_listed_where_clients_look() -> None:
     assert accelerator._custom_objects == [model]
 
 
-def test_conditions_skip_and_name_what_is_not_there() -> None:
+def test_require_decorators_skip_and_name_the_requirement() -> None:
     for name, there in (("cpu", not torch.accelerator.is_available()), ("mlu", False)):
         require = getattr(helpers, f"require_{name}")
 
@@ -105,13 +105,13 @@ def test_conditions_skip_and_name_what_is_not_there() -> None:
         helpers.require_cudaa  # noqa: B018
 
 
-def test_commands_are_run_to_their_end() -> None:
+def test_command_helpers_return_output_and_raise_on_failure() -> None:
     assert helpers.run_command(["echo", Path("x")], return_stdout=True) == "x\n"
     with pytest.raises(helpers.SubprocessCallException, match="status 3:\n\nno"):
         helpers.run_command(["sh", "-c", "echo no >&2; exit 3"])
     done = helpers.execute_subprocess_async(["sh", "-c", "echo a; echo b >&2"], quiet=True)
     assert (done.stdout, done.stderr) == (["a"], ["b"])
-    with pytest.raises(RuntimeError, match="ended with -9"):
+    with pytest.raises(RuntimeError, match="failed with status -9"):
         helpers.execute_subprocess_async(["sleep", "60"], timeout=0.2)
     assert helpers.get_launch_command(cpu=True, num_processes=2, fsdp=False) == [
         *("accelerate", "launch", "--cpu", "--num_processes=2")
@@ -119,12 +119,12 @@ def test_commands_are_run_to_their_end() -> None:
     with helpers.assert_exception(ValueError, "bad"):
         raise ValueError("bad value")
     expected = helpers.assert_exception(ValueError, "good")
-    with pytest.raises(AssertionError, match="was expected"), expected:
+    with pytest.raises(AssertionError, match="Expected ValueError"), expected:
         raise ValueError("bad value")
     assert helpers.capture_call_output(print, 1) == "1\n"
 
 
-def test_prepared_objects_are_what_clients_take_them_for(tmp_path: Path) -> None:
+def test_prepared_objects_have_the_classes_that_libraries_check(tmp_path: Path) -> None:
     stateful = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=True)
     accelerator: Any = DropIn(cpu=True, dataloader_config=stateful)
     model = torch.nn.Linear(1, 1)
@@ -161,7 +161,7 @@ def test_prepared_objects_are_what_clients_take_them_for(tmp_path: Path) -> None
     assert all(torch.equal(value, whole[name]) for name, value in again.state_dict().items())
 
 
-def test_settings_read_their_variables_when_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_read_environment_variables_when_created(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
@@ -173,7 +173,7 @@ def test_settings_read_their_variables_when_they_are_made(monkeypatch: pytest.Mo
     assert settings.TorchDynamoPlugin(backend="inductor").backend == "inductor"
 
 
-def test_utilities_take_what_the_originals_take(
+def test_utilities_accept_what_accelerates_accept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     @environment.purge_accelerate_environment
@@ -195,7 +195,7 @@ def test_utilities_take_what_the_originals_take(
 
     weight = torch.ones(2)
     other.save({"a": weight, "b": weight}, tmp_path / "w.safetensors", safe_serialization=True)
-    assert "Removed shared tensor(s) 'b' of" in caplog.text
+    assert "Removed shared tensor(s) 'b' from" in caplog.text
 
     model: Any = RegressionModel()
     model._original_forward = model.forward
@@ -206,7 +206,7 @@ def test_utilities_take_what_the_originals_take(
         check_device_map(torch.nn.Linear(1, 1), {"": "cpu", "no": 0})
 
 
-def test_commands_are_parsed_and_run_for_programs(
+def test_command_parsers_and_functions_work_for_programs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "script.py"
@@ -215,7 +215,7 @@ def test_commands_are_parsed_and_run_for_programs(
     args = parser.parse_args(["--cpu", "--num-processes", "1", str(script), "--lr"])
     assert (args.cpu, args.multi_gpu, args.num_processes) == (True, False, 1)
     assert (args.training_script, args.training_script_args) == (str(script), ("--lr",))
-    parsers.launch_command(args)  # comes back
+    parsers.launch_command(args)  # returns when the script has ended
     assert "ran --lr" in capfd.readouterr().out
     with pytest.raises(subprocess.CalledProcessError):
         parsers.launch_command(parser.parse_args(["--cpu", str(script), "a", "b"]))
@@ -233,9 +233,9 @@ def test_commands_are_parsed_and_run_for_programs(
     assert new["fsdp_config"] == {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
 
 
-def test_a_loader_of_another_class_does_not_mind_a_later_prepare() -> None:
+def test_loader_of_another_class_survives_a_later_prepare() -> None:
     class Own(torch.utils.data.DataLoader[int]):
-        """Is copied when it is prepared, and counts as one of its class."""
+        """Is copied when it is prepared, and must still be an instance of its class."""
 
     accelerator = DropIn(cpu=True)
     loader = accelerator.prepare(Own(range(4), batch_size=2))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The wheel that is installed under the name `accelerate`, as `make drop-in` builds it."""
+"""The wheel of the distribution `accelerate`, which `make drop-in` builds."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def distribution(folder: Path) -> importlib.metadata.Distribution:
 
 
 def check_home_page(metadata: importlib.metadata.PackageMetadata) -> None:
-    """What sentence-transformers asks of a distribution before it starts."""
+    """Check the metadata that sentence-transformers requires."""
     assert metadata["Name"] == "accelerate"
     assert "huggingface" in metadata["Home-page"]
 
 
-def test_the_home_page_names_the_original_and_is_a_section_of_the_docs(
+def test_home_page_contains_huggingface_and_is_a_section_of_the_docs(
     wheel: Path, tmp_path: Path
 ) -> None:
     with zipfile.ZipFile(wheel) as archive:
@@ -56,7 +56,7 @@ def test_the_home_page_names_the_original_and_is_a_section_of_the_docs(
     assert metadata["Version"] == accelerate_drop_in.VERSION
 
 
-def test_the_record_has_the_digests_of_the_files(wheel: Path) -> None:
+def test_record_of_the_wheel_has_the_digests_of_the_files(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (record,) = (name for name in archive.namelist() if name.endswith("/RECORD"))
         rows = [*csv.reader(io.StringIO(archive.read(record).decode()))]
@@ -68,9 +68,7 @@ def test_the_record_has_the_digests_of_the_files(wheel: Path) -> None:
         assert sorted(archive.namelist()) == sorted(name for name, _, _ in rows)
 
 
-def test_the_name_that_a_script_is_served_has_the_same_home_page(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_served_distribution_has_the_home_page_of_the_wheel(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     served = distribution(Path(accelerate_drop_in.__file__).with_name("served"))

@@ -1,7 +1,7 @@
-"""Gives the wheel the header `Home-page`, which libraries read and hatchling no longer writes.
+"""Add the header `Home-page` to the wheel, because libraries read it and hatchling no longer writes it.
 
-sentence-transformers counts the distribution `accelerate` as installed only if that header names the
-owner of the original. Hatchling writes addresses as `Project-URL`, as current metadata has them.
+sentence-transformers considers the distribution `accelerate` installed only if this header names the
+owner of Hugging Face Accelerate. Hatchling writes URLs only as `Project-URL`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class HomePage(BuildHookInterface[Any]):
-    """Adds the header to the metadata of a wheel that was built."""
+    """Adds the header to the metadata of the finished wheel."""
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Write the wheel once more: with the header, and with the new digest in its record."""
+        """Rewrite the wheel with the header, and with the new digest in its RECORD file."""
         folder = f"{self.metadata.core.name}-{self.metadata.version}.dist-info"
         metadata, record = f"{folder}/METADATA", f"{folder}/RECORD"
         with zipfile.ZipFile(artifact_path) as wheel:
@@ -35,6 +35,6 @@ class HomePage(BuildHookInterface[Any]):
 
 
 def _digest(content: bytes) -> bytes:
-    """Return digest and size of a file as a wheel's record has them."""
+    """Return the digest and size of a file in the format of a wheel's RECORD file."""
     digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=")
     return b"sha256=%b,%d" % (digest, len(content))

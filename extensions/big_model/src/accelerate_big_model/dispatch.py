@@ -302,8 +302,8 @@ def _offloaded_weights(
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         if any(name in parameters or offload_buffers for name in lacking):
             raise ConfigurationError(
-                f"The device map puts {', '.join(on_disk)} on 'disk', but {lacking[0]!r} is not there"
-                " yet. Pass a folder as offload_dir."
+                f"The device map puts {', '.join(on_disk)} on 'disk', but {lacking[0]!r} has not been"
+                " written yet. Pass a folder as offload_dir."
             )
     if on_disk and offload_dir is not None and offload_index is None:
         _write_missing(model, extract_submodules_state_dict(own, on_disk), Path(offload_dir))

@@ -215,7 +215,7 @@ def _show_plan(model: str, plan: Plan, as_json: bool) -> None:
 
 
 def _spans(names: Sequence[str]) -> str:
-    """Return a list of names as text, with consecutive blocks merged, such as `layers.0-7`."""
+    """Join names into a list with consecutive blocks merged, such as `layers.0-7`."""
     spans: list[tuple[str, int, int] | str] = []
     for name in names or ():
         series, _, number = name.rpartition(".")

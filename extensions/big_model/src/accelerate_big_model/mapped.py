@@ -97,7 +97,7 @@ def _pages(
 
 
 class _Cache:
-    """The pages of a file in Linux's page cache: which are there, and reading others into it.
+    """Finds out which pages of a file are in Linux's page cache, and reads others into it.
 
     The file is mapped as a whole. For mappings of single tensors, Linux reads small pages, and mapping
     these takes seven times as long as mapping huge pages.

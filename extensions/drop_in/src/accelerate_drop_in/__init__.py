@@ -1,7 +1,7 @@
-"""Serve the import name `accelerate` from accelerate-core, when asked.
+"""Serve the import name `accelerate` from accelerate-core on request.
 
-Call `install`, or say `python -m accelerate_drop_in script.py --its arguments`; or install the
-package `accelerate` that `make drop-in` builds, which needs neither.
+Call `install`, or run `python -m accelerate_drop_in script.py --its arguments`. The distribution
+`accelerate` that `make drop-in` builds needs neither.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ __all__ = ["NAME", "VERSION", "install", "uninstall"]
 
 #: The import name that is served.
 NAME = "accelerate"
-#: Of the original whose names are served; what libraries ask for.
+#: The version that libraries see. It follows the version of Accelerate whose names are served.
 VERSION = "1.15.0.post1"
 
 _SERVED = str(Path(__file__).with_name("served"))
 
 
 def install() -> None:
-    """Serve `import accelerate` from now on, here and in processes started from here.
+    """Serve `import accelerate` from now on, in this process and in processes that it starts.
 
-    A second call does nothing.
+    Calling this again has no effect.
 
     Raises:
-        AccelerateError: the original is imported already, or installed beside this package.
+        AccelerateError: Hugging Face Accelerate is already imported, or installed as well.
 
     Example:
         import accelerate_drop_in
@@ -41,13 +41,13 @@ def install() -> None:
     there = sys.modules.get(NAME)
     if there is not None and getattr(there, "__version__", None) != VERSION:
         raise AccelerateError(
-            f"The package {NAME!r} is imported already, from {getattr(there, '__file__', '?')}. "
+            f"The package {NAME!r} is already imported from {getattr(there, '__file__', '?')}. "
             "Call accelerate_drop_in.install() before anything imports it."
         )
     for other in metadata.distributions(name=NAME):
         if other.version != VERSION:
             raise AccelerateError(
-                f"Hugging Face Accelerate {other.version} is installed, and libraries would find "
+                f"Hugging Face Accelerate {other.version} is also installed, so libraries would mix "
                 f"parts of both. Uninstall it first: pip uninstall {NAME}"
             )
     if _SERVED not in sys.path:
@@ -57,7 +57,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Stop serving the name, and forget the modules served."""
+    """Stop serving the name, and remove the served modules from `sys.modules`."""
     if _SERVED in sys.path:
         sys.path.remove(_SERVED)
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -67,7 +67,7 @@ def uninstall() -> None:
 
 
 def main() -> None:
-    """Run a script with the name served."""
+    """Run a script that can import `accelerate`."""
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise SystemExit("usage: python -m accelerate_drop_in script.py [arguments]")
     install()

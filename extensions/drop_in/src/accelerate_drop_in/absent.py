@@ -28,7 +28,7 @@ REFUSED = {
 
 _HELP = "an internal of Accelerate's parser; accelerate launch --help has its own option groups"
 _TABLE = "an internal table of Accelerate's converter; use convert_config_to_fsdp2"
-_HUB = "an internal of Accelerate's command, which constructs the model; ours only reads shapes"
+_HUB = "an internal of Accelerate's command, which creates the model; here only shapes are read"
 
 #: Cannot be imported: a value, or a helper that only works on Accelerate's internals.
 LEFT_OUT = {

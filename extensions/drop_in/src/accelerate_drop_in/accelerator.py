@@ -1,4 +1,4 @@
-"""The Accelerator of scripts that were written for the original."""
+"""The Accelerator for scripts that were written for Hugging Face Accelerate."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from accelerate_drop_in.fp8 import FP8BackendType
 from accelerate_drop_in.models import without_containers
 
 
-class _AsAskedFor(IndexIterator):
-    """Draws the indices of a batch when the loader asks for them, and none before."""
+class _DrawnOnDemand(IndexIterator):
+    """Draws the indices of a batch only when the loader needs them."""
 
     _held = False
 
@@ -44,10 +44,11 @@ class _AsAskedFor(IndexIterator):
 
 
 class _ReadAhead(IndexedSource):
-    """Reads a batch before the one before it is trained on, as feeding an accelerator does anyway.
+    """Reads each batch one step ahead, as loaders for an accelerator device do anyway.
 
-    Datasets and samplers that draw from the global generator draw then as with the original: the last
-    batch is known by reading on, so indices are not drawn earlier still.
+    Datasets and samplers that use the global random generator then draw the same numbers as with
+    Accelerate. Reading one batch ahead also shows which batch is the last, so indices don't have to be
+    drawn even earlier.
     """
 
     def _items(self, iterator: Iterator[Any], index: Any) -> Iterator[Any]:
@@ -57,21 +58,21 @@ class _ReadAhead(IndexedSource):
 
 
 def _refuse_offloaded(model: Any) -> None:
-    """Refuse quantized weights that are in part on the CPU or disk.
+    """Refuse a quantized model with parts on the CPU or disk.
 
     Raises:
-        ConfigurationError: the model has such.
+        ConfigurationError: the model is quantized and partly offloaded.
     """
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     for bits in (8, 4):
         if places & {"cpu", "disk"} and getattr(model, f"is_loaded_in_{bits}bit", False):
             raise ConfigurationError(
-                f"The model is loaded in {bits} bits, and CPU or disk offload of it cannot be "
-                f"trained; its device map has {listing(sorted(places))}."
+                f"The model is loaded in {bits} bits and uses CPU or disk offload, so it cannot be "
+                f"trained. Its device map has {listing(sorted(places))}."
             )
 
 
-#: What the original takes by position, after what ours does.
+#: Arguments that only Accelerate accepts by position, after the first six, which the core accepts too.
 _BY_POSITION = (
     *("deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "rng_types"),
     *("log_with", "project_dir", "project_config", "gradient_accumulation_plugin"),
@@ -81,7 +82,7 @@ _BY_POSITION = (
 _FIRST = 6
 
 
-#: The Accelerators of this process that were pickled or copied.
+#: The Accelerators of this process that were pickled or copied, by key.
 _pickled: WeakValueDictionary[str, Accelerator] = WeakValueDictionary()
 
 
@@ -89,62 +90,63 @@ def _same(key: str) -> Accelerator:
     """Return the Accelerator that was pickled.
 
     Raises:
-        RuntimeConflictError: it was that of another process, or is gone.
+        RuntimeConflictError: it belongs to another process, or was deleted.
     """
     found = _pickled.get(key)
     if found is None:
         raise RuntimeConflictError(
-            "This pickle holds an Accelerator of another process, or one that is gone, and an "
-            "Accelerator has the group, threads and files of its process. Pickle what it prepared "
-            "(unwrap_model, save_state), and make an Accelerator where it is read."
+            "This pickle contains an Accelerator of another process, or one that was deleted. An "
+            "Accelerator uses the process group, threads and files of its process. Pickle the objects "
+            "that it prepared instead (see unwrap_model and save_state), and create an Accelerator in "
+            "the process that loads them."
         )
     return found
 
 
-#: Where `split_batches` is among the arguments by position.
+#: The position of the argument `split_batches`.
 _SPLIT_BATCHES = 1
 
 
 def _without_split_batches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Take `split_batches` out of the arguments: the original accepts it and ignores it."""
+    """Remove `split_batches` from the arguments, because Accelerate accepts it but ignores it."""
     asked = kwargs.pop("split_batches", None)
     if len(args) > _SPLIT_BATCHES:
         asked = args[_SPLIT_BATCHES]
         args = (*args[:_SPLIT_BATCHES], None, *args[_SPLIT_BATCHES + 1 :])
     if asked:
         warn(
-            f"Accelerator(split_batches={asked!r}) has no effect, as in Accelerate 1.15: the batch size "
-            "of a loader is that of each process. If it is that of all processes together, pass "
+            f"Accelerator(split_batches={asked!r}) has no effect, as in Accelerate 1.15: each process "
+            "uses the batch size of the loader. To divide it among the processes, pass "
             "dataloader_config=DataLoaderConfiguration(split_batches=True).",
         )
     return args
 
 
 class Accelerator(accelerator.Accelerator):
-    """accelerate-core's, with what the original's scripts count on.
+    """The Accelerator of accelerate-core, with the behaviour that scripts for Accelerate rely on.
 
-    All arguments of the original may be given by position.
+    All arguments of Accelerate's constructor may be given by position.
 
-    They skip by themselves what was seen of an epoch, so `load_state` leaves the loaders at its
-    beginning, unless `restore_positions` or `use_stateful_dataloader` asks for more.
+    Scripts for Accelerate skip the batches that they have already seen in an epoch. So `load_state`
+    leaves loaders at the beginning of the epoch, unless `restore_positions` or
+    `use_stateful_dataloader` is set.
 
-    A copy or a pickle, alone or within another object, is the Accelerator itself; one of another
-    process is refused where it is read.
+    A copy or an unpickled copy is the same Accelerator. Unpickling one in another process is an error.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs |= dict(zip(_BY_POSITION, args[_FIRST:], strict=False))
         if kwargs.get("log_with") is not None:
-            from accelerate_drop_in import tracking  # noqa: F401  (its classes take their places)
+            from accelerate_drop_in import tracking  # noqa: F401  (registers its classes)
 
         super().__init__(*_without_split_batches(args[:_FIRST], kwargs), **kwargs)
         vars(self)["_is_made"] = True
-        self.dataloader_config = self.dataloader_config  # with the defaults of the original
+        self.dataloader_config = self.dataloader_config  # apply Accelerate's defaults
         for handler in self._setup.handlers.values():
             if type(handler).__name__ == "DistributedDataParallelKwargs":
                 self.ddp_handler = handler
         if (plugin := self.megatron_lm_plugin) is not None:
-            # As the original's scripts are written: calling the model trains a step.
+            # In scripts for Accelerate, calling the model trains one step.
             for name in ("forward_runs_step", "multiply_batch"):
                 if origin_of(plugin, name) == "default":
                     setattr(plugin, name, True)
@@ -164,7 +166,7 @@ class Accelerator(accelerator.Accelerator):
 
     @property
     def ddp_handler(self) -> Any:
-        """The `DistributedDataParallelKwargs` that a script has passed or assigned, else None."""
+        """The `DistributedDataParallelKwargs` that were passed or assigned, else None."""
         return self.__dict__.get("_ddp_handler")
 
     @ddp_handler.setter
@@ -173,13 +175,13 @@ class Accelerator(accelerator.Accelerator):
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """What computes in 8 bits; `NO` where nothing does."""
+        """The library that computes in 8 bits; `NO` if there is none."""
         if self.mixed_precision != "fp8":
             return FP8BackendType.NO
         return FP8BackendType(self._plugin_attribute("fp8_backend", "Accelerator"))
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:  # type: ignore[override]
-        """Prepare objects, which have the mark of the original's after it."""
+        """Prepare objects, and mark them as prepared in the same way as Accelerate."""
         assignment.check_compiler(self)
         for one in args:
             _refuse_offloaded(one)
@@ -197,7 +199,7 @@ class Accelerator(accelerator.Accelerator):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Any = None,
     ) -> Any:
-        """Share one loader out between the ranks that read different data."""
+        """Prepare one loader, so that data-parallel ranks read different data."""
         return self._read_ahead(
             shown(super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch))
         )
@@ -206,7 +208,7 @@ class Accelerator(accelerator.Accelerator):
         if isinstance(made, CoreLoader) and not self.dataloader_config.restore_positions:
             source, device = made._source, made.options.device
             if type(source) is IndexedSource and (device is None or device.type == "cpu"):
-                source.stream.iterator = _AsAskedFor
+                source.stream.iterator = _DrawnOnDemand
                 made._source = _ReadAhead(source.base, source.stream, source.per_step)
         return made
 
@@ -219,7 +221,7 @@ class Accelerator(accelerator.Accelerator):
         """Prepare one model.
 
         Raises:
-            ConfigurationError: it has quantized weights, and parts of it on the CPU or disk.
+            ConfigurationError: the model is quantized and has parts on the CPU or disk.
         """
         _refuse_offloaded(model)
         return super().prepare_model(model, device_placement, evaluation_mode)
@@ -230,7 +232,7 @@ class Accelerator(accelerator.Accelerator):
         keep_fp32_wrapper: bool = True,
         keep_torch_compile: bool = True,
     ) -> torch.nn.Module:
-        """Return the user's own model inside a prepared one, or one in torch's own containers."""
+        """Return the user's model inside a prepared one or inside one of torch's wrappers."""
         inner = without_containers(model)
         own = super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
         return inner if keep_torch_compile and own is uncompiled(inner) else own

@@ -1,9 +1,8 @@
-"""What happens when a script assigns to an attribute of an Accelerator or a state that exists already.
+"""Handle assignments to existing attributes of an Accelerator or a state.
 
-In the original most attributes are plain ones, so that scripts and libraries assign to them. Here the
-value reaches the part that uses it, or the assignment is refused and the error says what to do instead.
-What has no effect in the original has none here either, and a warning says so. Other names are ordinary
-attributes.
+In Accelerate, most attributes are plain ones, so scripts and libraries assign to them. Here, the value
+is passed to the part that uses it, or an error says what to do instead. If an assignment has no effect
+in Accelerate, it has none here either, and a warning says so. All other names are ordinary attributes.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ Effect = Literal["honoured", "no effect", "refused"]
 
 @dataclass(frozen=True)
 class Rule:
-    """What an assignment to one attribute does.
+    """The effect of an assignment to one attribute.
 
     Args:
         effect: whether the value is used.
-        told: what it is used for, or what to do instead.
-        apply: puts the value where it is used.
+        advice: where it is used, or what to do instead.
+        apply: passes the value to the part that uses it.
     """
 
     effect: Effect
-    told: str
+    advice: str
     apply: Callable[[Any, Any], None] | None = None
 
 
-# --- what is honoured ---------------------------------------------------------------------------
+# --- assignments that have an effect ------------------------------------------------------------
 
 
 def _expect(name: str, value: Any, kind: type[Any], *, optional: bool = False) -> None:
     if not isinstance(value, kind) and not (optional and value is None):
         or_none = " or None" if optional else ""
         raise AssignmentError(
-            f"accelerator.{name} takes a {kind.__name__}{or_none}, not {value!r}."
+            f"accelerator.{name} must be a {kind.__name__}{or_none}, not {value!r}."
         )
 
 
@@ -67,7 +66,7 @@ def _set_ddp_handler(accelerator: Any, value: Any) -> None:
     cls = DistributedDataParallelKwargs if value is None else type(value)
     made, provenance = resolve_settings(cls, value, Sources.of(dict(os.environ)), owner="ddp")
     if value is not None:
-        # One set of values for both: what the script changes in its own object later counts, too.
+        # Share the values, so that later changes to the script's own object also have an effect.
         value.__dict__ = made.__dict__
     accelerator.backend.settings = made if value is None else value
     accelerator._setup.settings[accelerator._setup.backend_record] = {
@@ -132,17 +131,17 @@ def _set_dynamo_plugin(accelerator: Any, value: Any) -> None:
 
 
 def check_compiler(accelerator: Any) -> None:
-    """Refuse a compiler that was named after the Accelerator was made without any.
+    """Refuse a compiler that is assigned after the Accelerator was created without one.
 
     Raises:
-        AssignmentError: nothing would be compiled.
+        AssignmentError: the compiler would have no effect.
     """
     plugin = accelerator.dynamo_plugin
     active = {record.name for record, _, _ in accelerator._setup.plugins.plugins}
     if plugin.enabled and "torch_compile" not in active:
         raise AssignmentError(
-            f"state.dynamo_plugin names the compiler {plugin.backend!r}, but the Accelerator was made "
-            "without one. Pass it when the Accelerator is made: "
+            f"state.dynamo_plugin selects the compiler {plugin.backend!r}, but the Accelerator was "
+            "created without a compiler. Pass it when you create the Accelerator: "
             f"Accelerator(dynamo_backend={plugin.backend!r})."
         )
 
@@ -163,14 +162,14 @@ def _set_engine(accelerator: Any, value: Any) -> None:
         vars(accelerator)["deepspeed_engine_wrapped"] = value
     elif value is not None and value is not accelerator.deepspeed_engine_wrapped:
         raise AssignmentError(
-            "accelerator.deepspeed_engine_wrapped is the engine of the model that was prepared last; "
-            "only None can be assigned. Prepare the model to have an engine."
+            "accelerator.deepspeed_engine_wrapped is the engine of the last prepared model, so only "
+            "None can be assigned. Prepare the model to create an engine."
         )
 
 
 def _replace_list(name: str) -> Callable[[Any, Any], None]:
     def replace(accelerator: Any, value: Any) -> None:
-        # In place: the parts hold the list itself.
+        # In place, because other parts use the same list.
         getattr(accelerator, name)[:] = list(value)
 
     return replace
@@ -269,12 +268,12 @@ STATE: dict[str, Rule] = {
 
 
 def assign(owner: Any, shown: str, name: str, value: Any, rules: Mapping[str, Rule]) -> bool:
-    """Put a value where it is used; return False where the attribute is an ordinary one.
+    """Apply the rule for an attribute. Return False if it is an ordinary attribute.
 
     Args:
         owner: the Accelerator or the state.
-        shown: what the owner is called in errors.
-        rules: those of the owner's attributes.
+        shown: the name of the owner in errors.
+        rules: the rules for the owner's attributes.
 
     Raises:
         AssignmentError: the attribute cannot be replaced.
@@ -287,8 +286,8 @@ def assign(owner: Any, shown: str, name: str, value: Any, rules: Mapping[str, Ru
     elif rule.effect == "no effect":
         vars(owner)[name] = value
         warn(
-            f"{shown}.{name} = ... has no effect: {rule.told}. Pass it in kwargs_handlers when the "
-            "Accelerator is made."
+            f"{shown}.{name} = ... has no effect: {rule.advice}. Pass it in kwargs_handlers when you "
+            "create the Accelerator."
         )
     elif rule.apply is None:
         return False
@@ -299,24 +298,24 @@ def assign(owner: Any, shown: str, name: str, value: Any, rules: Mapping[str, Ru
 
 def _refuse(owner: Any, shown: str, name: str, value: Any, rule: Rule) -> None:
     now = getattr(owner, name.lstrip("_"), None)
-    # A state is made anew each time that it is asked for; all show the same.
+    # Each access creates a new state object, and all of them show the same values.
     same = name == "state" and isinstance(value, type(now))
     if now is value or same or (isinstance(value, bool | int | str | list) and now == value):
         return
-    raise AssignmentError(f"{shown}.{name} cannot be replaced: {rule.told}.")
+    raise AssignmentError(f"{shown}.{name} cannot be replaced: {rule.advice}.")
 
 
 def refuse_served(accelerator: Any, name: str) -> None:
-    """Refuse to hide what an active plugin serves as an attribute of the Accelerator.
+    """Refuse an assignment that would hide an attribute that an active plugin provides.
 
     Raises:
-        AssignmentError: a plugin serves one of this name.
+        AssignmentError: a plugin provides an attribute of this name.
     """
     for served in accelerator._shared_hooks.call_each("state_attributes"):
         if name in served:
             raise AssignmentError(
-                f"accelerator.{name} cannot be replaced: an active plugin serves it. Assign to its "
-                "attributes, or pass it when the Accelerator is made."
+                f"accelerator.{name} cannot be replaced, because an active plugin provides it. Assign "
+                "to its attributes, or pass it when you create the Accelerator."
             )
 
 
@@ -324,10 +323,10 @@ def refuse_served(accelerator: Any, name: str) -> None:
 
 
 def set_xla_synced(self: Any, value: bool) -> None:
-    """Refuse to say that XLA's gradients are reduced: the backend knows.
+    """Refuse to change whether XLA's gradients are reduced, because the backend decides that.
 
     Raises:
-        AssignmentError: it is not what the attribute has.
+        AssignmentError: the value differs from the current one.
     """
     if value != self.is_xla_gradients_synced:
         raise AssignmentError(
@@ -337,7 +336,7 @@ def set_xla_synced(self: Any, value: bool) -> None:
 
 
 def kept() -> dict[str, Any]:
-    """Return what scripts have put on the states of this process, which all instances show."""
+    """Return the attributes that scripts have assigned to states, which all instances share."""
     runtime = process.running()
     if runtime is None:
         return {}
@@ -346,7 +345,7 @@ def kept() -> dict[str, Any]:
 
 
 def assign_to_state(state: Any, name: str, value: Any) -> None:
-    """Assign to an attribute of a state: by its rule, else it is kept for all states."""
+    """Assign to an attribute of a state: by its rule, or else for all instances."""
     if assign(state, type(state).__name__, name, value, STATE):
         return
     if name.startswith("_") or hasattr(type(state), name):

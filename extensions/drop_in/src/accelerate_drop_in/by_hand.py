@@ -1,7 +1,7 @@
-"""States, loaders, optimizers and schedulers that a script makes itself, as the Accelerator would.
+"""Accelerate's classes for states, loaders, optimizers and schedulers, for scripts that create them.
 
-The classes have the names and arguments of the original's; what `prepare` returns counts as their
-instances.
+They have the names and arguments of Accelerate's classes. The objects that `prepare` returns are
+instances of them, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from accelerate_drop_in.data_loader import prepare_data_loader, shown, with_stat
 
 
 class _Prepared(type):
-    """A class of which those of the core are instances, too."""
+    """A metaclass for classes that also accept the core's objects as instances."""
 
     core: Any = ()
 
@@ -40,19 +40,19 @@ class _Prepared(type):
 
     def __getattr__(cls, name: str) -> Any:
         value = getattr(cls.core, name)
-        if isinstance(value, property):  # of instances alone
+        if isinstance(value, property):  # only instances have properties
             raise AttributeError(name)
         return value
 
 
 # --- states -------------------------------------------------------------------------------------
 
-#: The accumulation of scripts without an Accelerator.
+#: The gradient state of a script without an Accelerator.
 _alone: list[gradients.GradientState] = []
 
 
 class _SharedState:
-    """`_shared_state`: not empty once a state was made, be it without an Accelerator."""
+    """`_shared_state`, which is not empty once a state was created, even without an Accelerator."""
 
     def __get__(self, one: Any, owner: Any) -> Any:
         core: Any = gradients.GradientState
@@ -60,10 +60,10 @@ class _SharedState:
 
 
 class GradientState(metaclass=_Prepared):
-    """How gradients are accumulated: that of the latest Accelerator, else the process's own.
+    """The gradient state of the latest Accelerator, or else of the process.
 
     Args:
-        gradient_accumulation_plugin: settings that are put into it.
+        gradient_accumulation_plugin: settings that are copied into it.
     """
 
     core: Any = gradients.GradientState
@@ -84,14 +84,14 @@ class GradientState(metaclass=_Prepared):
 
 
 class AcceleratorState(states.AcceleratorState, metaclass=_Prepared):
-    """What the latest Accelerator runs with; without one, an Accelerator is made of the arguments.
+    """The state of the latest Accelerator. If there is none, one is created with the arguments.
 
     Args:
         mixed_precision, cpu, dynamo_plugin, deepspeed_plugin, fsdp_plugin, torch_tp_plugin,
-            megatron_lm_plugin, parallelism_config, kwargs: as of the Accelerator.
+            megatron_lm_plugin, parallelism_config, kwargs: see `Accelerator`.
 
     Raises:
-        RuntimeConflictError: there is an Accelerator, with another precision.
+        RuntimeConflictError: there is already an Accelerator with another precision.
     """
 
     core: Any = states.AcceleratorState
@@ -123,8 +123,8 @@ class AcceleratorState(states.AcceleratorState, metaclass=_Prepared):
             user = Accelerator(mixed_precision=mixed_precision, cpu=cpu, **given, **kwargs)
         elif mixed_precision not in (None, user.mixed_precision):
             raise RuntimeConflictError(
-                f"AcceleratorState(mixed_precision={mixed_precision!r}): there is an Accelerator "
-                f"with {user.mixed_precision!r} already."
+                f"AcceleratorState(mixed_precision={mixed_precision!r}) contradicts the existing "
+                f"Accelerator, which has mixed_precision={user.mixed_precision!r}."
             )
         super().__init__(user)
 
@@ -133,39 +133,39 @@ class AcceleratorState(states.AcceleratorState, metaclass=_Prepared):
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """Return what decides a loader's order, within the samplers around it."""
+    """Return the innermost sampler of a loader, which decides the order."""
     batches = dataloader.sampler
     batches = batches if isinstance(batches, BatchSampler) else dataloader.batch_sampler
     return getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
 
 
 class DataLoaderStateMixin(metaclass=_Prepared):
-    """What a loader knows of its end. Those of `prepare` count as its instances."""
+    """The part of a loader that records its end. Loaders from `prepare` are instances of it."""
 
     core: Any = CoreLoader
     end_of_dataloader = False
     remainder = -1
 
     def reset(self) -> None:
-        """Forget the last iteration."""
+        """Reset the record of the last iteration."""
         self.end_of_dataloader = False
         self.remainder = -1
 
     def begin(self) -> None:
-        """Begin an iteration."""
+        """Start an iteration."""
         self.reset()
 
     def end(self) -> None:
-        """End it."""
+        """End an iteration."""
 
 
 class DataLoaderAdapter:
-    """Holds a loader made of a dataset, and counts as one of its class.
+    """Wraps a new loader for a dataset, and passes as an instance of the loader's class.
 
     Args:
-        dataset: what is read.
-        use_stateful_dataloader: hold torchdata's `StatefulDataLoader`.
-        batch_sampler, kwargs: of the loader.
+        dataset: the dataset to read.
+        use_stateful_dataloader: create torchdata's `StatefulDataLoader`.
+        batch_sampler, kwargs: arguments of the loader.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class DataLoaderAdapter:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The held loader's: `isinstance` says what it could be used as."""
+        """The class of the wrapped loader, so that `isinstance` is true for it."""
         return type(self.base_dataloader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -207,7 +207,7 @@ def _rebuilt(cls: type, state: dict[str, Any]) -> Any:
 
 
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """A loader without its first `skip_batches` batches; see also `skip_first_batches`."""
+    """A loader that skips its first `skip_batches` batches; see also `skip_first_batches`."""
 
     core: Any = ()
 
@@ -241,19 +241,19 @@ def _plain(dataset: Any, stateful: bool, **kwargs: Any) -> Any:
 
 
 class DataLoaderShard(DataLoaderStateMixin):
-    """A loader for a rank whose part its dataset or sampler makes already.
+    """A loader for one rank, whose dataset or sampler already selects the rank's part of the data.
 
     Args:
-        dataset: what is read.
-        device: where batches go; they stay where they are if None.
-        rng_types: generators whose state rank 0 shares at the start of every iteration.
-        synchronized_generator: the one that "generator" means; the sampler's own if None.
-        skip_batches: how many are left out at the start of every iteration.
-        use_stateful_dataloader: read through torchdata's `StatefulDataLoader`, whose state is then the
-            loader's, unless several ranks share the data out.
-        torch_device_mesh: not needed here.
+        dataset: the dataset to read.
+        device: the device of the batches; None leaves them where they are.
+        rng_types: generators whose state rank 0 sends to the others before every iteration.
+        synchronized_generator: the generator for the type "generator"; None uses the sampler's.
+        skip_batches: the number of batches to skip at the start of every iteration.
+        use_stateful_dataloader: read through torchdata's `StatefulDataLoader`. Its state is then the
+            state of this loader, unless several ranks share the data.
+        torch_device_mesh: accepted for compatibility, and ignored.
         iteration: the epoch of the next iteration.
-        kwargs: of the loader.
+        kwargs: arguments of the loader.
     """
 
     core: Any = loaders.DataLoaderShard
@@ -290,12 +290,13 @@ class DataLoaderShard(DataLoaderStateMixin):
 
 
 class DataLoaderDispatcher(DataLoaderStateMixin):
-    """A loader that rank 0 reads for all.
+    """A loader that rank 0 reads for all ranks.
 
     Args:
-        split_batches: a batch is that of all ranks together.
-        slice_fn: `(data, tensor_slice, process_index=, num_processes=)` -> part of a batch.
-        dataset, skip_batches, use_stateful_dataloader, torch_device_mesh, iteration, kwargs: as of
+        split_batches: divide each batch among the ranks.
+        slice_fn: a function `(data, tensor_slice, process_index=, num_processes=)` that returns a
+            part of a batch.
+        dataset, skip_batches, use_stateful_dataloader, torch_device_mesh, iteration, kwargs: see
             `DataLoaderShard`.
     """
 
@@ -323,7 +324,8 @@ class DataLoaderDispatcher(DataLoaderStateMixin):
             non_blocking=_non_blocking,
             gradient_state=GradientState(),
         )
-        object.__setattr__(made, "__class__", cls.core)  # on one process there is no difference
+        # On one process the core creates another class, which behaves the same.
+        object.__setattr__(made, "__class__", cls.core)
         return _started(made, skip_batches, iteration)
 
 
@@ -336,12 +338,12 @@ def _started(loader: CoreLoader, skip_batches: int, iteration: int) -> CoreLoade
 
 
 class AcceleratedOptimizer(optimizers.AcceleratedOptimizer, metaclass=_Prepared):
-    """An optimizer that steps at the end of an accumulation cycle only.
+    """An optimizer that only steps at the end of an accumulation cycle.
 
     Args:
-        optimizer: what steps.
-        device_placement: put its state on the device of this process.
-        scaler: a gradient scaler that steps it.
+        optimizer: the wrapped optimizer.
+        device_placement: move its state to the device of this process.
+        scaler: a gradient scaler through which it steps.
     """
 
     core: Any = optimizers.AcceleratedOptimizer
@@ -349,21 +351,21 @@ class AcceleratedOptimizer(optimizers.AcceleratedOptimizer, metaclass=_Prepared)
     def __init__(
         self, optimizer: torch.optim.Optimizer, device_placement: bool = True, scaler: Any = None
     ) -> None:
-        super().__init__(optimizer, gradient_state=GradientState(), hooks=_ByHand(scaler))
+        super().__init__(optimizer, gradient_state=GradientState(), hooks=_StepHooks(scaler))
         self.scaler = scaler
         if device_placement and optimizer.state:
             state = send_to_device(optimizer.state_dict(), current_runtime().device)
             optimizer.load_state_dict(state)
 
 
-class _ByHand:
+class _StepHooks:
     """Steps an optimizer without a backend, through a gradient scaler if there is one."""
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None) -> bool:
-        """Step, and return whether the step was taken."""
+        """Step, and return whether the optimizer stepped."""
         arguments = () if closure is None else (closure,)
         scaler = self._scaler
         if scaler is None:
@@ -380,13 +382,13 @@ class _ByHand:
 
 
 class AcceleratedScheduler(schedulers.AcceleratedScheduler, metaclass=_Prepared):
-    """A scheduler that steps when its optimizers do, once for each process.
+    """A scheduler that steps whenever its optimizers step, once per process.
 
     Args:
-        scheduler: what steps.
-        optimizers: those of `AcceleratedOptimizer` that it waits for.
-        step_with_optimizer: False steps as called.
-        split_batches: batches are those of all ranks together, so it steps once.
+        scheduler: the wrapped scheduler.
+        optimizers: the `AcceleratedOptimizer` objects that it follows.
+        step_with_optimizer: False steps on every call.
+        split_batches: batches are divided among the ranks, so it only steps once.
     """
 
     core: Any = schedulers.AcceleratedScheduler
@@ -409,7 +411,7 @@ class AcceleratedScheduler(schedulers.AcceleratedScheduler, metaclass=_Prepared)
 
 
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
-    """An optimizer that somebody else steps. `prepare` makes none: `optimizer.step()` does it here."""
+    """An optimizer that a DeepSpeed engine steps. Here `prepare` returns none: use `optimizer.step()`."""
 
     core: Any = ()
 
@@ -424,15 +426,16 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because a gradient overflowed."""
+        """Whether the last step was skipped because a gradient overflowed."""
         return bool(getattr(self.optimizer, "overflow", False))
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
-    """A scheduler that somebody else steps. `prepare` makes none: `scheduler.step()` does it here.
+    """A scheduler that a DeepSpeed engine steps. Here `prepare` returns none: use `scheduler.step()`.
 
     Args:
-        optimizers: the prepared optimizers it goes with.
+        scheduler: the wrapped scheduler.
+        optimizers: the prepared optimizers that it follows.
     """
 
     core: Any = ()

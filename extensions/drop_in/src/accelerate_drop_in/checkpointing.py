@@ -1,6 +1,6 @@
-"""Files of a run's state as Hugging Face Accelerate names them, written and read object by object.
+"""Save and load the state of a run in Accelerate's files, for scripts without an Accelerator.
 
-`Accelerator.save_state` writes whole checkpoints; these are for scripts that have no Accelerator.
+`Accelerator.save_state` writes whole checkpoints.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def save_accelerator_state(
 
     Args:
         model_states: state dicts.
-        process_index: rank of this process, whose random states are its own.
-        step: returned by `load_accelerator_state`.
-        save_on_each_node: the first process of each machine writes, not only the main one.
-        safe_serialization: weights as safetensors; False: as torch writes them.
+        process_index: rank of this process, for the name of the file with its random states.
+        step: a number that `load_accelerator_state` returns.
+        save_on_each_node: the first process on each machine writes, instead of only the main process.
+        safe_serialization: write weights with safetensors; False writes them with `torch.save`.
     """
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,24 +79,22 @@ def load_accelerator_state(
     load_kwargs: Mapping[str, Any] | None = None,
     **load_model_func_kwargs: Any,
 ) -> dict[str, Any]:
-    """Read what `save_accelerator_state` or Hugging Face Accelerate wrote.
+    """Load a state that `save_accelerator_state` or Hugging Face Accelerate wrote.
 
     Args:
-        map_location: where optimizer states go, "cpu" or "on_device".
-        load_kwargs: for `torch.load`.
-        load_model_func_kwargs: for the models' `load_state_dict`.
+        map_location: the device for optimizer states, "cpu" or "on_device".
+        load_kwargs: arguments for `torch.load`.
+        load_model_func_kwargs: arguments for the models' `load_state_dict`.
 
     Returns:
-        `{"step": ...}`, or nothing where it was not saved.
+        `{"step": ...}`, or an empty dict if no step was saved.
 
     Raises:
-        ConfigurationError: no such `map_location`.
-        CheckpointError: a file is not there.
+        ConfigurationError: `map_location` is invalid.
+        CheckpointError: a file is missing.
     """
     if map_location not in (None, "cpu", "on_device"):
-        raise ConfigurationError(
-            f"map_location={map_location!r} is not known; allowed are 'cpu' and 'on_device'."
-        )
+        raise ConfigurationError(f"map_location={map_location!r} must be 'cpu' or 'on_device'.")
     place = current_runtime().device if map_location == "on_device" else torch.device("cpu")
     folder = Path(input_dir)
     how = dict(load_kwargs or {})
@@ -126,18 +124,18 @@ def load_accelerator_state(
 
 def _random_states(path: Path) -> dict[str, Any]:
     if not path.exists():
-        warn(f"There are no random states in {path}; those of this process stay as they are.")
+        warn(f"{path} does not exist, so the random states of this process are not restored.")
         return {}
     states = load(path)
     missed = restore_rng_state(states)
     if missed:
-        warn(f"Random states in {path} could not be set here: {listing(missed)}.")
+        warn(f"Random states in {path} could not be restored here: {listing(missed)}.")
     return {"step": states["step"]} if "step" in states else {}
 
 
 def _read(path: Path, **how: Any) -> Any:
     if not path.is_file():
-        raise CheckpointError(f"{path} is not there.")
+        raise CheckpointError(f"The checkpoint file {path} does not exist.")
     return load(path, **how)
 
 
@@ -149,6 +147,6 @@ def save_custom_state(
 
 
 def load_custom_state(obj: Any, path: _Path, index: int = 0) -> None:
-    """Read it again; the file may hold any object, and runs code of whoever wrote it."""
+    """Load an object's state from that file, which must be trusted because it can run any code."""
     file = Path(path, f"custom_checkpoint_{index}.pkl")
     obj.load_state_dict(_read(file, map_location="cpu", weights_only=False))

@@ -1,4 +1,4 @@
-"""Writing a config file for this machine without asking."""
+"""Write a config file for this machine without asking questions."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def write_basic_config(
     """Write a config file that uses all accelerators of this machine, or else one CPU process.
 
     Args:
-        mixed_precision: name of an installed precision.
-        save_location: the file; by default where `launch` looks for it.
+        mixed_precision: the name of an installed precision.
+        save_location: the file; by default the one that `launch` reads.
 
     Returns:
-        The path, or False where a file was there already, which is kept.
+        The path, or False if the file already exists, which is then not changed.
 
     Raises:
-        ConfigurationError: no such precision.
+        ConfigurationError: the precision is not installed.
     """
     path = Path(save_location) if save_location is not None else default_config_path(os.environ)
     if path.exists():

@@ -1,4 +1,4 @@
-"""File names, parameter names and the few enumerations that need no torch."""
+"""Accelerate's constants: file names, option names, and an enumeration of small dtypes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Final
 
-#: Names of files in a checkpoint, or how they begin.
+#: Names of files in a checkpoint, or their prefixes.
 MODEL_NAME: Final = "pytorch_model"
 SAFE_MODEL_NAME: Final = "model"
 OPTIMIZER_NAME: Final = "optimizer"
@@ -17,7 +17,7 @@ SCALER_NAME: Final = "scaler.pt"
 RNG_STATE_NAME: Final = "random_states"
 PROFILE_PATTERN_NAME: Final = "profile_{suffix}.json"
 
-#: Names of files with weights, and of their indices; `safe` are those of safetensors.
+#: Names of weight files and their indices. `SAFE` names are for safetensors.
 WEIGHTS_NAME: Final = f"{MODEL_NAME}.bin"
 WEIGHTS_PATTERN_NAME: Final = "pytorch_model{suffix}.bin"
 WEIGHTS_INDEX_NAME: Final = f"{WEIGHTS_NAME}.index.json"
@@ -27,7 +27,7 @@ SAFE_WEIGHTS_INDEX_NAME: Final = f"{SAFE_WEIGHTS_NAME}.index.json"
 
 FSDP_MODEL_NAME: Final = "pytorch_model_fsdp"
 
-#: Versions the original asks for before it offers something.
+#: The versions that Accelerate requires for certain features.
 BETA_CP_AVAILABLE_PYTORCH_VERSION: Final = "2.6.0"
 BETA_SP_AVAILABLE_DEEPSPEED_VERSION: Final = "0.18.2"
 BETA_TP_AVAILABLE_PYTORCH_VERSION: Final = "2.3.0"
@@ -44,7 +44,7 @@ SAGEMAKER_PYTHON_VERSION: Final = "py38"
 SAGEMAKER_TRANSFORMERS_VERSION: Final = "4.17.0"
 SAGEMAKER_PARALLEL_EC2_INSTANCES: Final = ["ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4dn.24xlarge"]
 
-# Words of its config files and command line.
+# Values in Accelerate's config files and command line.
 DEEPSPEED_MULTINODE_LAUNCHERS: Final = [
     "pdsh",
     "standard",
@@ -88,7 +88,7 @@ STR_OPERATION_TO_FUNC: Final[dict[str, Callable[[Any, Any], bool]]] = {
 
 
 class CustomDtype(Enum):
-    """Number formats of less than torch's smallest, for planning memory only."""
+    """Number formats that torch has no dtype for, for planning memory only."""
 
     FP8 = "fp8"
     INT4 = "int4"

@@ -1,4 +1,4 @@
-"""What Accelerate's `data_loader` module has, and the core does otherwise."""
+"""The parts of Accelerate's module `data_loader` that differ from the core."""
 
 from __future__ import annotations
 
@@ -54,31 +54,34 @@ def prepare_data_loader(
     comm: Communicator | None = None,
     **options: Any,
 ) -> CoreLoader:
-    """Return a loader that gives this rank its part of the data, on its device.
+    """Return a loader that yields this rank's part of the data, on its device.
 
     Args:
         dataloader: a `DataLoader`, or any iterable of batches.
-        device, put_on_device, non_blocking: where the batches go (the process's device by default),
-            whether, and how.
-        num_processes, process_index: the rank's place, by default that of the process.
-        split_batches: the loader's batch size is that of all ranks together.
-        rng_types: generators whose state rank 0 shares at the start of every iteration: "torch",
-            "generator" (the sampler's or dataset's own) or a device type; `["generator"]` if None.
-        dispatch_batches: rank 0 reads for all; None means for iterable datasets. Else a stream of
-            enough shards (`n_shards`, `shard`) is read by shards, not sample by sample.
-        even_batches: fill up the last global step from the start of the epoch.
-        slice_fn_for_dispatch: `(data, tensor_slice, process_index=, num_processes=)` -> part.
+        device, put_on_device, non_blocking: the device for batches (by default the process's), whether
+            to move batches there, and whether to do so asynchronously.
+        num_processes, process_index: the number of ranks and this rank; by default those of the process.
+        split_batches: divide each batch of the loader among the ranks.
+        rng_types: generators whose state rank 0 sends to the others before every iteration: "torch",
+            "generator" (the sampler's or dataset's own) or a device type; None means `["generator"]`.
+        dispatch_batches: rank 0 reads for all ranks; None means only for iterable datasets. If False,
+            an iterable dataset with enough shards (`n_shards`, `shard`) is divided by shards instead of
+            samples.
+        even_batches: fill up the last global step with samples from the start of the epoch.
+        slice_fn_for_dispatch: a function `(data, tensor_slice, process_index=, num_processes=)` that
+            returns a part of a batch.
         use_seedable_sampler, data_seed: shuffle by a seed and the epoch instead of a generator.
         use_stateful_dataloader: read through torchdata's `StatefulDataLoader`.
-        torch_device_mesh: ranks that differ in its `tp`, `cp` or `sp` only get the same samples.
-        read_ahead: when dispatching, read the next step on a thread while this one is worked on;
-            False for a dataset that only the thread that made it may use.
-        comm: how the ranks communicate; without it, and outside a process group, they do not.
-        options: more of `accelerate_core.data.loader.LoaderOptions`.
+        torch_device_mesh: ranks that differ only in `tp`, `cp` or `sp` of this mesh get the same
+            samples.
+        read_ahead: when dispatching, read the next step on a thread during the current one. Pass False
+            if the dataset must be read from the thread that created it.
+        comm: the communicator of the ranks; by default the process group, if it is initialized.
+        options: other fields of `accelerate_core.data.loader.LoaderOptions`.
 
     Raises:
-        ConfigurationError: settings that do not fit the loader or each other.
-        MissingPluginError: `use_stateful_dataloader` without torchdata.
+        ConfigurationError: settings contradict the loader or each other.
+        MissingPluginError: `use_stateful_dataloader` needs torchdata, which is not installed.
 
     Example:
         loader = prepare_data_loader(DataLoader(dataset, 8), num_processes=2, process_index=1)
@@ -122,7 +125,7 @@ def _names_of(mesh: Any) -> tuple[str, ...]:
 
 
 def _default_communicator(count: int) -> Communicator | None:
-    """Return one over the default process group if it has as many ranks, and more than one."""
+    """Return a communicator for the default process group if that has `count` ranks and more than one."""
     if count == 1 or not (dist.is_available() and dist.is_initialized()):
         return None
     if dist.get_world_size() != count:
@@ -139,7 +142,7 @@ def _default_communicator(count: int) -> Communicator | None:
 
 @dataclass(eq=False, repr=False)
 class SkipBatchSampler(Wrapper, BatchSampler):
-    """A batch sampler without the first `skip_batches` batches of another one."""
+    """A batch sampler that skips the first `skip_batches` batches of another one."""
 
     own_names = ("batch_sampler",)
 
@@ -159,9 +162,10 @@ class SkipBatchSampler(Wrapper, BatchSampler):
 
 
 class _CountingReader(ResumableReader):
-    """Asks nobody for a state: a checkpoint has rank 0's for all, who read other shards.
+    """Doesn't read the state of the loader or dataset, because each rank reads other shards.
 
-    They go on by the number of batches, which is the same on each.
+    A checkpoint only contains rank 0's state. Ranks resume by the number of batches instead, which is
+    the same on all of them.
     """
 
     def __init__(self, base: Any) -> None:
@@ -171,10 +175,10 @@ class _CountingReader(ResumableReader):
 
 
 def _read_shards(loader: CoreLoader) -> None:
-    """Let a rank read its own shards of a stream, as the original does where there are enough.
+    """Let a rank read its own shards of a stream, if there are enough, as Accelerate does.
 
-    Streams have them that have `n_shards` and `shard(num_shards=, index=)`, as Hugging Face's. Nothing
-    is read twice or filled up, so ranks may have different numbers of batches.
+    A stream has shards if it has `n_shards` and `shard(num_shards=, index=)`, as those of Hugging Face
+    have. Batches are not repeated or filled up, so ranks may have different numbers of batches.
     """
     base: Any = loader.base
     source: Any = loader._source
@@ -193,7 +197,7 @@ def _read_shards(loader: CoreLoader) -> None:
         loader.options = replace(loader.options, num_processes=1, process_index=0)
 
 
-#: Works again where `_read_as` has made `__class__` a property, which has no setter.
+#: Sets `__class__` even if `_read_as` has made it a property without a setter.
 _set_class: Any = object.__dict__["__class__"].__set__
 
 
@@ -203,10 +207,11 @@ def _read_as(kind: Any, read: Any) -> Any:
 
 
 def shown(loader: Any) -> Any:
-    """Give a loader of `prepare` the class that the original's has: `isinstance` asks for it.
+    """Give a prepared loader the class that it has in Accelerate, for `isinstance`.
 
-    It counts as one of the class that it reads, and on one process as a dispatcher if it was to be.
-    Like the original's, it calls `set_epoch` of samplers and datasets at the start of every iteration.
+    It also passes as an instance of the class of the original loader. With `dispatch_batches`, it is a
+    dispatcher even on one process. As in Accelerate, it calls `set_epoch` of samplers and datasets
+    before every iteration.
     """
     if isinstance(loader, CoreLoader):
         loader.options = replace(loader.options, sets_epoch=True)
@@ -222,7 +227,7 @@ def shown(loader: Any) -> Any:
 
 
 def _state(loader: Any) -> dict[str, Any]:
-    """Return what a loader of torchdata's goes on from behind the batch that was handed out last."""
+    """Return the state of a torchdata loader after the last batch that was yielded."""
     state: dict[str, Any] | None = loader._position.loader_state
     if state is None:  # between epochs
         state = loader.base.state_dict()
@@ -231,7 +236,7 @@ def _state(loader: Any) -> dict[str, Any]:
 
 
 def _load_state(loader: Any, state_dict: dict[str, Any]) -> None:
-    """Continue, at the next iteration, where a loader of torchdata's was."""
+    """Make the next iteration continue from the state of a torchdata loader."""
     loader._position.start_of(loader.iteration)
     loader.base.load_state_dict(state_dict)
 
@@ -242,9 +247,9 @@ def _with_state_of_base(kind: Any) -> Any:
 
 
 def with_state_of_base(loader: CoreLoader) -> CoreLoader:
-    """Let a loader that one process reads through torchdata's have its state, not a position of ours.
+    """If one process reads through a torchdata loader, use that loader's state instead of a position.
 
-    So either can go on from the other's state. Its batches are then read one ahead.
+    Each can then resume from the other's state. Batches are read one ahead in this case.
     """
     base, source = loader.base, loader._source
     if not hasattr(type(base), "load_state_dict") or loader.options.num_processes > 1:

@@ -1,4 +1,4 @@
-"""Enumerations that only user code and config files speak of."""
+"""Accelerate's enumerations that only user code and config files use."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class ComputeEnvironment(ShownWithClass):
 
 
 class DynamoBackend(OpenEnum):
-    """A compiler of `torch.compile`; any name it knows may be used, `NO` is none."""
+    """A compiler for `torch.compile`. Any name that torch accepts can be used; `NO` means none."""
 
     _known: ClassVar[list[str]] = ["NO", "EAGER", "AOT_EAGER", "INDUCTOR", "CUDAGRAPHS", "TVM"]
     _upper: ClassVar[bool] = True
 
     def __eq__(self, other: object) -> bool:
-        # A plugin has the compiler's own name here, or None for none.
+        # A plugin has the compiler's name in lower case, or None for no compiler.
         return (other is None and str.__eq__(self, "NO")) or (
             isinstance(other, str) and str.__eq__(self, str.upper(other))
         )
@@ -33,35 +33,35 @@ class DynamoBackend(OpenEnum):
     __hash__ = str.__hash__
 
 
-#: Kinds of work that a profiler looks at.
+#: Kinds of activity that a profiler records.
 ProfilerActivity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
 
 
 class RNGType(OpenEnum):
     """A random number generator that can be synchronised between ranks.
 
-    Besides these two, the type of any device torch knows is one.
+    The type of any torch device is a valid value, too.
     """
 
     _known: ClassVar[list[str]] = ["torch", "generator"]
 
 
 class SageMakerDistributedType(ShownWithClass):
-    """How a SageMaker job is spread, as written in config files."""
+    """How a SageMaker job is distributed, as written in config files."""
 
     _known: ClassVar[list[str]] = ["NO", "DATA_PARALLEL", "MODEL_PARALLEL"]
     _upper: ClassVar[bool] = True
 
 
 class EnumWithContains(EnumMeta):
-    """A class of enumerations in which values can be looked for: `"a" in Words`."""
+    """A metaclass for enumerations that support `"a" in Words`."""
 
     def __contains__(cls, item: object) -> bool:
         return item in cls._value2member_map_
 
 
 class BaseEnum(Enum, metaclass=EnumWithContains):
-    """An enumeration whose members are written as their values."""
+    """An enumeration whose members are printed as their values."""
 
     def __str__(self) -> str:
         return str(self.value)

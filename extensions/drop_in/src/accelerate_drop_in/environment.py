@@ -1,4 +1,4 @@
-"""Reading the environment and the machine; the two writers restore what they changed."""
+"""Read environment variables and facts about the machine, and change variables temporarily."""
 
 from __future__ import annotations
 
@@ -17,36 +17,34 @@ from accelerate_core.errors import ConfigurationError, listing
 from accelerate_launch.affinity import set_numa_affinity
 from accelerate_launch.mpi import FLAVOURS
 
-#: Scripts set levels of loggers by the names of the original's modules.
+#: Named after Accelerate's module, because scripts set log levels by that name.
 logger = logging.getLogger("accelerate.utils.environment")
 
-#: What the original keeps apart, to not look the CPUs up again; here it is no different.
+#: In Accelerate this is a separate function that doesn't use its cache. Here there is no cache.
 override_numa_affinity = set_numa_affinity
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Read a yes or no: 1 or 0, or with `to_bool` True or False.
+    """Parse a boolean as 1 or 0, or with `to_bool` as True or False.
 
     Raises:
-        ConfigurationError: the text is neither.
+        ConfigurationError: the string is not a boolean.
     """
     said = parse_bool(value)
     if said is None:
-        raise ConfigurationError(
-            f"{value!r} is neither true nor false; allowed are {listing(ON + OFF)}."
-        )
+        raise ConfigurationError(f"{value!r} is not a boolean. Use one of {listing(ON + OFF)}.")
     return said if to_bool else int(said)
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
-    """Return the first of the variables that holds a number not below zero.
+    """Return the value of the first variable that is a non-negative number.
 
     Args:
         env_keys: names of variables.
-        default: returned where none does.
+        default: the value if there is none.
 
     Raises:
-        ConfigurationError: a variable is no whole number.
+        ConfigurationError: a variable is not a whole number.
     """
     for key in env_keys:
         text = os.environ.get(key)
@@ -64,21 +62,21 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return a variable's yes or no, `default` where it is not set.
+    """Return a boolean variable, or `default` if it is not set.
 
     Raises:
-        ConfigurationError: it is set to something else; the text names the variable.
+        ConfigurationError: the value is not a boolean; the text names the variable.
     """
     return env_flag(os.environ, key, default)
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return a variable's text, or `default`."""
+    """Return a variable, or `default` if it is not set."""
     return os.environ.get(key, str(default))
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return those of the libraries that this process has imported already.
+    """Return the libraries in `library_names` that this process has already imported.
 
     Args:
         library_names: import names.
@@ -87,10 +85,10 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def convert_dict_to_env_variables(current_env: dict[str, str]) -> list[str]:
-    """Return `NAME=value` lines, leaving out entries that a shell or file could misread.
+    """Return lines `NAME=value`, without entries that a shell or file could misread.
 
     Args:
-        current_env: name -> value.
+        current_env: values by name.
     """
     lines = []
     for key, value in current_env.items():
@@ -103,7 +101,7 @@ def convert_dict_to_env_variables(current_env: dict[str, str]) -> list[str]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Empty the environment for the length of the block, then restore it."""
+    """Clear all environment variables inside the block, and restore them after it."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -134,9 +132,9 @@ def _accelerate_variables_kept() -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorate a function, or every test method of a class and of those that inherit from it.
+    """Decorate a function, or all test methods of a class and its subclasses.
 
-    `ACCELERATE_*` is restored after.
+    Variables that begin with `ACCELERATE_` are restored after each call.
     """
     if inspect.isclass(func_or_cls):
         for name, member in list(vars(func_or_cls).items()):
@@ -166,7 +164,7 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
 
 @dataclass
 class CPUInformation:
-    """Where this process stands among those started on CPUs, as launchers say it."""
+    """The rank of this process among processes on CPUs, according to the launcher's variables."""
 
     rank: int = 0
     world_size: int = 1
@@ -175,14 +173,14 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Read ranks and sizes from the variables of torchrun, MPI and their like."""
+    """Read ranks and sizes from the variables of torchrun or an MPI."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     keys = zip(names, *(flavour.ranks for flavour in FLAVOURS), strict=True)
     return CPUInformation(*map(get_int_from_env, keys, (0, 1, 0, 1)))
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names and the number of the accelerators torch sees."""
+    """Return the names and the number of the accelerators that torch sees."""
     import torch
 
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
@@ -198,7 +196,7 @@ def get_driver_version() -> str:
     """Return the version of NVIDIA's driver.
 
     Raises:
-        OSError, subprocess.CalledProcessError: nvidia-smi is not there, or finds no device.
+        OSError, subprocess.CalledProcessError: nvidia-smi is not installed, or finds no device.
     """
     import subprocess
 
@@ -207,7 +205,7 @@ def get_driver_version() -> str:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return the device type and Accelerate's word for many of them: `("cpu", "MULTI_CPU")`."""
+    """Return the device type, and Accelerate's name for several devices: `("cpu", "MULTI_CPU")`."""
     import torch
 
     device = torch.accelerator.current_accelerator(check_available=True)
@@ -216,7 +214,7 @@ def get_current_device_type() -> tuple[str, str]:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Say whether every pair of CUDA devices can reach the other's memory; True without any."""
+    """Return whether all CUDA devices can access each other's memory; True if there are none."""
     import torch
 
     count = torch.cuda.device_count()
@@ -229,7 +227,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Say whether the current CUDA device has fp8 units (compute capability 8.9 and up)."""
+    """Return whether the current CUDA device supports fp8 (compute capability 8.9 or higher)."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -239,7 +237,7 @@ USE_TORCH_XLA = parse_flag_from_env("USE_TORCH_XLA", default=True)
 
 
 def is_torch_distributed_available() -> bool:
-    """Say whether this torch has torch.distributed."""
+    """Return whether this build of torch has torch.distributed."""
     import torch
 
     return torch.distributed.is_available()

@@ -1,4 +1,4 @@
-"""What scripts ask of 8 bit training without the plugin that runs it."""
+"""Accelerate's helpers for 8-bit training that don't need the fp8 plugin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OptLevel = Literal["O1", "O2"]
 
 
 class FP8BackendType(str, Enum, metaclass=EnumWithContains):  # noqa: UP042
-    """What computes in 8 bits; each equals its plain word."""
+    """The library that computes in 8 bits. Each member equals its string."""
 
     NO = "NO"
     TE = "TE"
@@ -30,35 +30,36 @@ class FP8BackendType(str, Enum, metaclass=EnumWithContains):  # noqa: UP042
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of a model's first and last linear layer, which are kept in 16 bits."""
+    """Return the names of a model's first and last linear layers, which stay in 16 bits."""
     names = [name for name, one in model.named_modules() if isinstance(one, nn.Linear)]
     return (names[0], names[-1]) if names else (None, None)
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str]) -> bool:
-    """Say whether a layer may compute in 8 bits: its sizes divide by 16, and it is not excluded."""
+    """Return whether a layer may compute in 8 bits: its sizes are divisible by 16 and it isn't excluded."""
     if isinstance(module, nn.Linear) and (module.in_features % 16 or module.out_features % 16):
         return False
     return fqn not in layers_to_filter
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Say so of all but the first and the last linear layer of `module`.
+    """Return whether a layer may compute in 8 bits; the first and the last linear layers may not.
 
     Args:
-        fqn: the full name of the layer that is asked for.
+        module: the model.
+        fqn: the full name of the layer.
     """
     ends = [name for name in find_first_last_linear_layers(module) if name is not None]
     return filter_linear_layers(module, fqn, ends)
 
 
 def has_ao_layers(model: nn.Module) -> bool:
-    """Say whether a model holds linear layers of torchao's; nothing is imported for it."""
+    """Return whether a model has linear layers from torchao, without importing torchao."""
     return any(type(one).__module__.startswith("torchao.") for one in model.modules())
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Say whether a model holds layers of Transformer Engine's; nothing is imported for it."""
+    """Return whether a model has layers from Transformer Engine, without importing it."""
     kinds = {base for one in model.modules() for base in type(one).__mro__}
     return any(kind.__module__.startswith("transformer_engine.") for kind in kinds)
 
@@ -67,7 +68,7 @@ def torchao_required(func: _F) -> _F:
     """Decorate a function that needs torchao.
 
     Raises:
-        MissingPluginError: it is not installed, when the function is called.
+        MissingPluginError: the function is called and torchao is not installed.
     """
 
     @functools.wraps(func)

@@ -1,4 +1,4 @@
-"""Inference on several devices, each with its part of the layers, by torch.distributed.pipelining."""
+"""Pipelined inference on several devices with torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ def generate_device_map(
     no_split_module_classes: Sequence[str] | None = None,
     max_memory: dict[Any, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return a device map with about the same share of the weights for every process.
+    """Return a device map that gives every process about the same share of the weights.
 
     Args:
-        max_memory: bytes for each process instead of equal shares.
+        max_memory: bytes for each process, instead of equal shares.
     """
     whole: Any = {"no_split_module_classes": no_split_module_classes, "clean_result": False}
     if num_processes == 1:
         return infer_auto_device_map(model, **whole)
     if max_memory is None:
         size, (largest, _) = calculate_maximum_sizes(model)
-        # A tenth more, and a layer: what does not fit is the next one's, and the last takes the rest.
+        # A tenth plus one layer more than the share. Layers that don't fit go to the next process, and
+        # the last one gets the rest.
         share = int((size + largest) / num_processes * 1.1) + 1
-        # Room for what comes back from the CPU is kept on the first device: here on one of no memory.
+        # The planner reserves memory for offloaded layers on the first device. A dummy device without
+        # memory keeps that from affecting process 0.
         max_memory = {-1: 0, **dict.fromkeys(range(num_processes), share), num_processes - 1: size}
     return infer_auto_device_map(model, max_memory=max_memory, **whole)
 
@@ -42,7 +44,7 @@ def generate_device_map(
 def find_pippy_batch_size(
     args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
 ) -> int | None:
-    """Return the batch size of the first input that has one."""
+    """Return the batch size of the first input that has one, None if there is none."""
     sizes = map(ignorant_find_batch_size, [*(args or ()), *(kwargs or {}).values()])
     return next((size for size in sizes if size is not None), None)
 
@@ -54,23 +56,23 @@ def build_pipeline(
     kwargs: dict[str, Any] | None,
     num_chunks: int,
 ) -> Any:
-    """Cut a model and return the schedule that runs this process's stage.
+    """Split a model into stages, and return the schedule that runs this process's stage.
 
     Args:
-        split_points: modules that begin a stage.
-        args, kwargs: what one micro-batch looks like.
-        num_chunks: micro-batches of a batch.
+        split_points: modules at which a new stage begins.
+        args, kwargs: example inputs for one micro-batch.
+        num_chunks: the number of micro-batches per batch.
 
     Raises:
-        ConfigurationError: there are not as many stages as processes.
+        ConfigurationError: the number of stages differs from the number of processes.
     """
     from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
     state = PartialState()
     if len(split_points) + 1 != state.num_processes:
         raise ConfigurationError(
-            f"{len(split_points)} split points make {len(split_points) + 1} stages, and there are "
-            f"{state.num_processes} processes: give one less than processes."
+            f"split_points has {len(split_points)} modules, which makes {len(split_points) + 1} stages, "
+            f"but num_processes={state.num_processes}. Pass num_processes - 1 split points."
         )
     spec = dict.fromkeys(split_points, SplitPoint.BEGINNING)
     pipe = pipeline(model, mb_args=args, mb_kwargs=kwargs, split_spec=spec)
@@ -81,11 +83,11 @@ def build_pipeline(
 def pippy_forward(
     forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a pipeline: the first process's inputs go in, the last one has the output.
+    """Run a pipeline. The first process passes the inputs, and the last one returns the output.
 
     Args:
-        num_chunks: a batch is filled up to a multiple of so many samples.
-        gather_output: give the output to every process.
+        num_chunks: batches are padded to a multiple of this number of samples.
+        gather_output: send the output to every process.
 
     Raises:
         ConfigurationError: no input of the first process has a batch size.
@@ -118,19 +120,19 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool | None = False,
 ) -> nn.Module:
-    """Let every process compute its part of a model's layers; return the model.
+    """Split a model into pipeline stages, one per process, and return the model.
 
-    One process alone has the whole of it, and nothing changes.
+    With one process, the model is not changed.
 
     Args:
-        split_points: modules that begin the part of the next process; "auto" finds equal shares.
-        no_split_module_classes: classes whose modules stay in one part.
-        example_args, example_kwargs: inputs as one process would get, for tracing.
-        num_chunks: micro-batches of a batch; as many as processes by default.
-        gather_output: give the output to every process, not the last one alone.
+        split_points: modules at which the next process's stage begins; "auto" makes equal shares.
+        no_split_module_classes: names of classes that stay in one stage.
+        example_args, example_kwargs: example inputs for tracing the model.
+        num_chunks: the number of micro-batches per batch; by default the number of processes.
+        gather_output: send the output to every process, instead of only the last.
 
     Raises:
-        ConfigurationError: the split points do not fit the number of processes.
+        ConfigurationError: the number of split points doesn't match the number of processes.
     """
     state = PartialState()
     shown = cast(Any, model)

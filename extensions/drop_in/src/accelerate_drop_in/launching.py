@@ -1,4 +1,4 @@
-"""What a launch runs, for programs that have its options as attributes, as argparse makes them."""
+"""Accelerate's launch functions, for programs with the options in an argparse namespace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accelerate_launch.start import child_environment, command_of
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of ours that are attributes of `args`."""
+    """Return the launch options among the attributes of `args`."""
     said = {name: value for name, value in vars(args).items() if value is not None}
     given = {option.name: said[option.name] for option in LAUNCH_OPTIONS if option.name in said}
     if said.get("use_cpu"):
@@ -29,14 +29,14 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
         one.key: said[name]
         for one, name in options
         if (one.schema.name in used and name in said and not (one.switch and not said[name]))
-        # The switch of one launcher may come with options of another.
+        # The switch of one launcher may be used with options of another.
         or (one.schema.kind == "launcher" and said.get(name))
     }
     return given
 
 
 def validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
-    """Return the options as they are: what a config file adds is read when the launch is planned."""
+    """Return the options unchanged. The config file is read later, when the launch is planned."""
     return args, None, False
 
 
@@ -54,7 +54,7 @@ def prepare_simple_launcher_cmd_env(
 
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
-    """Return the environment of a launch, and put what torchrun has to know into `args`."""
+    """Return the environment of a launch, and set the options of torchrun in `args`."""
     if not args.main_process_port:
         args.main_process_port = get_free_port() if args.main_process_port == 0 else DEFAULT_PORT
     several = args.num_machines > 1
@@ -75,20 +75,20 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
 def prepare_deepspeed_cmd_env(
     args: argparse.Namespace,
 ) -> tuple[list[str] | None, dict[str, str]]:
-    """Return the command of a launch with DeepSpeed, None where torchrun starts it, and its environment."""
+    """Return the command and the environment of a DeepSpeed launch. No command means to use torchrun."""
     several = args.num_machines > 1 and args.deepspeed_multinode_launcher != "standard"
     command, environment = prepare_simple_launcher_cmd_env(args)
     return (command if several else None), environment
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
-    """Return a variable that lists folders, with one more at its end."""
+    """Return the value of a variable that lists folders, with another folder at the end."""
     paths = os.environ.get(env_var_name, "").split(":")
     return ":".join([*filter(None, paths), str(path_to_add)])
 
 
 def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """Put the options that begin with `fp8_` into an environment, and return it."""
+    """Add the options that begin with `fp8_` to an environment, and return it."""
     for name, value in vars(args).items():
         if not name.startswith("fp8_") or value is None:
             continue
@@ -104,7 +104,7 @@ def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict
 def prepare_extend_env_parallelism_config(
     args: argparse.Namespace, current_env: dict[str, str]
 ) -> dict[str, str]:
-    """Put the options that begin with `parallelism_config_` into an environment, and return it."""
+    """Add the options that begin with `parallelism_config_` to an environment, and return it."""
     current_env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     for name, value in vars(args).items():
         if name.startswith("parallelism_config_") and value is not None:

@@ -1,4 +1,4 @@
-"""Freeing memory, and finding a batch size that fits into it."""
+"""Free memory, and find a batch size that fits into it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OUT_OF_MEMORY = (
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Free what `objects` hold, provided that the caller rebinds its names to the result.
+    """Free the memory of objects. The caller must assign the result to the same variables.
 
     Example:
         model, optimizer = release_memory(model, optimizer)
@@ -35,7 +35,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def should_reduce_batch_size(exception: BaseException) -> bool:
-    """Say whether an exception means that memory ran out, on any device or on the host."""
+    """Return whether an exception means that a device or the host ran out of memory."""
     if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
     if not isinstance(exception, RuntimeError):
@@ -49,7 +49,7 @@ def _nine_tenths(batch_size: int) -> int:
 
 
 def _shrinker(reduce: Callable[..., int] | None) -> Callable[[int], int]:
-    """Accept both forms: a function of the last size, and one without arguments."""
+    """Return a function of the last size, also for a function without arguments."""
     if reduce is None:
         return _nine_tenths
     if inspect.signature(reduce).parameters:
@@ -62,13 +62,13 @@ def _check_call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     names = list(inspect.signature(function).parameters)
     if not names:
         raise ConfigurationError(
-            f"{function.__name__}() must take the batch size as its first argument, it takes none."
+            f"{function.__name__}() must take the batch size as its first argument, but it takes none."
         )
     if len(args) >= len(names):
         shown = ", ".join(f"{name}={arg!r}" for name, arg in zip(names[1:], args[1:]))
         raise TypeError(
-            f"{function.__name__}() is given its first argument, the batch size, by"
-            f" find_executable_batch_size. Call it without: {function.__name__}({shown})."
+            f"find_executable_batch_size passes the first argument of {function.__name__}(), the batch"
+            f" size. Call it without that: {function.__name__}({shown})."
         )
 
 
@@ -77,20 +77,20 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[..., int] | None = None,
 ) -> Any:
-    """Call a function with ever smaller batch sizes until memory suffices.
+    """Call a function with smaller and smaller batch sizes until memory suffices.
 
-    A decorator, with or without arguments. The function's first argument is the batch
-    size; callers leave it out. Every call begins at `starting_batch_size`. Anything that
-    is not a lack of memory is raised as it is.
+    This is a decorator, with or without arguments. It passes the batch size as the function's first
+    argument, so callers leave that out. Every call starts with `starting_batch_size`. Errors other
+    than a lack of memory are raised unchanged.
 
     Args:
-        function: what is decorated.
+        function: the decorated function.
         starting_batch_size: the first size to try, in samples.
-        reduce_batch_size_fn: gives the next size, from the last one or from nothing.
-            The default takes nine tenths, rounded down.
+        reduce_batch_size_fn: returns the next size, given the last one or without an argument. The
+            default is 90% of the last size, rounded down.
 
     Raises:
-        RuntimeError: not even the smallest size fits; its text has the last failure.
+        RuntimeError: even the smallest size doesn't fit; the text has the last failure.
 
     Example:
         @find_executable_batch_size(starting_batch_size=64)
@@ -121,12 +121,12 @@ def find_executable_batch_size(
             except Exception as error:
                 if not should_reduce_batch_size(error):
                     raise
-                # Only the text is kept: the traceback would hold the failed try's tensors.
+                # Keep only the text, because the traceback would keep the tensors alive.
                 failure = f"{type(error).__name__}: {error}"
             batch_size = shrink(batch_size)
         raise RuntimeError(
             f"No executable batch size found, reached zero. The last try of {function.__name__}()"
-            f" ended with {failure or 'nothing, for starting_batch_size is not positive'}"
+            f" ended with {failure or 'nothing, because starting_batch_size is not positive'}"
         )
 
     return search

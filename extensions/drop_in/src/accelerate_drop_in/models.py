@@ -1,4 +1,4 @@
-"""What user code asks of models and precision outside of an Accelerator."""
+"""Accelerate's functions for models and precision outside of an Accelerator."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _PARALLEL = "torch.nn.parallel."
 
 
 def _inside(model: nn.Module) -> nn.Module:
-    """Return what torch's own parallel containers hold."""
+    """Return the model inside torch's parallel wrappers."""
     while str(type(model).forward.__module__).startswith(_PARALLEL):
         model = next(model.children())
     return model
 
 
 def without_containers(model: nn.Module) -> nn.Module:
-    """Return the model within torch's parallel containers, compiled if they were."""
+    """Return the model inside torch's parallel wrappers. If these were compiled, it is compiled, too."""
     inner = _inside(uncompiled(model))
     if model is uncompiled(model) or inner is uncompiled(model):
         return _inside(model)
@@ -49,16 +49,16 @@ def extract_model_from_parallel(
     keep_torch_compile: bool = True,
     recursive: bool = False,
 ) -> nn.Module:
-    """Return the model a user made, out of what it was wrapped in for parallel running.
+    """Return the user's model inside the wrappers of parallel training.
 
-    The active backend unwraps its own containers; torch's are known here.
+    The active backend removes its own wrappers, and this function those of torch.
 
     Args:
-        model: wrapped or not.
-        keep_fp32_wrapper: False removes the mixed precision around its forward.
-        keep_torch_compile: False removes its compilation, not that of submodules which the script
-            passed to `torch.compile` itself.
-        recursive: look into submodules too; those wrapped are replaced in place.
+        model: a wrapped or plain model.
+        keep_fp32_wrapper: False also removes the mixed precision around its forward.
+        keep_torch_compile: False also removes its compilation, except from submodules that the script
+            itself passed to `torch.compile`.
+        recursive: also replace wrapped submodules, in place.
     """
     user = current_user()
     inner = without_containers(model)
@@ -71,7 +71,7 @@ def extract_model_from_parallel(
                 setattr(inner, name, found)
     if not keep_fp32_wrapper:
         unwrap_forward(inner)
-        own = vars(inner).pop("_original_forward", None)  # a script has wrapped it by hand
+        own = vars(inner).pop("_original_forward", None)  # set by a script that wrapped it
         if own is not None:
             inner.forward = own
             if getattr(own, "__func__", None) is type(inner).forward:
@@ -84,7 +84,7 @@ def extract_model_from_parallel(
 
 
 def has_compiled_regions(module: object) -> bool:
-    """Whether a part of the module, not only the module itself, is compiled."""
+    """Return whether a submodule is compiled, rather than only the module itself."""
     if not isinstance(module, nn.Module):
         return False
     root = within_wrappers(uncompiled(module))
@@ -92,27 +92,26 @@ def has_compiled_regions(module: object) -> bool:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a forward so that 16 bit floating point tensors of its output become float32.
+    """Wrap a forward so that 16-bit floating-point tensors in its output become float32.
 
-    A model with such a forward can be pickled.
+    A model with a wrapped forward can be pickled.
     """
     return ConvertOutputsToFp32(model_forward)
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """Make a gradient scaler for the current device; `distributed_type` is not needed."""
+    """Create a gradient scaler for the current device. `distributed_type` is ignored."""
     return torch.amp.GradScaler(default_device().type, **kwargs)
 
 
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: Any = None
 ) -> AbstractContextManager[Any]:
-    """Return the autocast of the latest Accelerator, or torch's own if there is none.
-
-    Without `native_amp` nothing is cast.
+    """Return the autocast context of the latest Accelerator, or torch's if there is none.
 
     Args:
-        autocast_kwargs: how autocast is entered.
+        native_amp: False returns a context that does nothing.
+        autocast_kwargs: an `AutocastKwargs` with options.
     """
     if not native_amp:
         return nullcontext()
@@ -125,13 +124,13 @@ def get_mixed_precision_context_manager(
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Say whether a model, unwrapped, is one of peft's; nothing is imported for it."""
+    """Return whether a model is a PEFT model inside its wrappers, without importing PEFT."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Say whether a model holds 4 bit linear layers of bitsandbytes."""
+    """Return whether a model has 4-bit linear layers from bitsandbytes."""
     return any(
         type(module).__module__.startswith("bitsandbytes") and "4bit" in type(module).__name__
         for module in model.modules()
@@ -139,7 +138,7 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
 
 
 class ConvertOutputsToFp32:
-    """`convert_outputs_to_fp32` as an object that can be pickled."""
+    """The wrapped forward of `convert_outputs_to_fp32`, as an object that can be pickled."""
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         functools.update_wrapper(self, model_forward, updated=())
@@ -150,17 +149,17 @@ class ConvertOutputsToFp32:
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """Return the class of that name among those of a model's modules, None if there is none."""
+    """Return the class with this name among the classes of a model's modules, None if there is none."""
     return next((type(one) for one in module.modules() if type(one).__name__ == name), None)
 
 
 def get_parameters_from_modules(
     modules: Iterable[nn.Module] | str, model: nn.Module, device: Any
 ) -> set[nn.Parameter]:
-    """Return the parameters of some modules, moved to a device.
+    """Return the parameters of modules, moved to a device.
 
     Args:
-        modules: the modules, or a regular expression that their whole names match.
+        modules: the modules, or a regular expression that must match their full names.
     """
     if isinstance(modules, str):
         wanted = re.compile(modules)
@@ -172,7 +171,7 @@ def get_parameters_from_modules(
 def get_non_persistent_buffers(
     module: nn.Module, recurse: bool = False, fqns: bool = False
 ) -> set[str]:
-    """Return the names of buffers that a state dict leaves out; whole ones with `fqns`."""
+    """Return the names of buffers that are not in state dicts; full names with `fqns`."""
     return {
         f"{prefix}.{name}" if fqns and prefix else name
         for prefix, one in (module.named_modules() if recurse else [("", module)])
@@ -181,7 +180,7 @@ def get_non_persistent_buffers(
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Say whether two devices are one: without a number, an accelerator is the first."""
+    """Return whether two devices are the same. An accelerator without an index has index 0."""
     first, second = (
         (one.type, one.index if one.type == "cpu" else one.index or 0)
         for one in (first_device, second_device)
@@ -190,11 +189,11 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 
 def move_to_device(state: Any, device: Any) -> Any:
-    """Return the state of an optimizer with its tensors on a device."""
+    """Return an optimizer's state with its tensors moved to a device."""
     return send_to_device(state, device)
 
 
-#: Layers that layerwise casting casts.
+#: The layers that layerwise casting applies to.
 SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -203,22 +202,24 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Say whether a module is a list of blocks of one class."""
+    """Return whether a module is a list of blocks of one class."""
     blocks = list(module) if isinstance(module, nn.ModuleList) else []
     return bool(blocks) and all(isinstance(block, type(blocks[0])) for block in blocks)
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Say whether a module holds such a list, or is one."""
+    """Return whether a module is or contains a list of blocks of one class."""
     return any(map(is_repeated_blocks, module.modules()))
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return over how many ranks transformers has distributed a model's layers, None if it has not."""
+    """Return the number of ranks over which Transformers has sharded a model, None if it hasn't."""
     config = getattr(getattr(model, "config", None), "distributed_config", None)
-    told = config.get("tp_size") if isinstance(config, dict) else getattr(config, "tp_size", None)
+    configured = (
+        config.get("tp_size") if isinstance(config, dict) else getattr(config, "tp_size", None)
+    )
     size: int | None = getattr(model, "tp_size", None)
-    return size if size is not None else told
+    return size if size is not None else configured
 
 
 def get_state_dict_from_offload(
@@ -227,11 +228,13 @@ def get_state_dict_from_offload(
     state_dict: MutableMapping[str, Any],
     device_to_put_offload: int | str | torch.device = "cpu",
 ) -> MutableMapping[str, Any]:
-    """Put the weights of an offloaded module into a state dict that has their names; return it.
+    """Replace the weights of an offloaded module in a state dict by their values, and return it.
 
     Args:
-        module_name: whole name of one of its weights, such as "layer.weight".
-        device_to_put_offload: where the weights come to.
+        module: the module.
+        module_name: the full name of one of its weights, such as "layer.weight".
+        state_dict: the state dict, in which only existing names are replaced.
+        device_to_put_offload: the device for the weights.
     """
     holder = module_name.rpartition(".")[0]
     place = device_to_put_offload if has_offloaded_params(module) else None

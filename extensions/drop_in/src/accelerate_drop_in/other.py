@@ -1,4 +1,4 @@
-"""Assorted small tools: names, sizes, ports, and saving one object."""
+"""Accelerate's small utilities: names, sizes, and saving and loading one object."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from packaging.version import InvalidVersion, Version
 from accelerate_core.errors import listing
 from accelerate_core.logging import get_logger
 
-#: Programs set levels of loggers by the names of the original's modules.
+#: Named after Accelerate's module, because scripts set log levels by that name.
 logger = get_logger("accelerate.utils.other")
 
 _OLDEST_KERNEL = Version("5.5.0")
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """Return an attribute of an attribute: `recursive_getattr(model, "encoder.layer.0")`."""
+    """Return a nested attribute, such as `recursive_getattr(model, "encoder.layer.0")`."""
     for part in attr.split("."):
         obj = getattr(obj, part)
     return obj
 
 
 def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
-    """Put `source` into `destination`, mapping by mapping, and return `destination`."""
+    """Merge `source` recursively into `destination`, and return `destination`."""
     for key, value in source.items():
         if isinstance(value, Mapping):
             inner = destination.get(key)
@@ -42,7 +42,7 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
 
 
 def convert_bytes(size: float) -> str:
-    """Write a number of bytes in the largest fitting unit of 1024: `"1.5 MB"`."""
+    """Format a number of bytes with a unit, such as `"1.5 MB"`. Units are powers of 1024."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if abs(size) < 1024:
             return f"{round(size, 2)} {unit}"
@@ -51,7 +51,7 @@ def convert_bytes(size: float) -> str:
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Return the name of a class or function, or that of an object's class."""
+    """Return the name of a class or function, or else of the object's class."""
     for owner in (obj, type(obj)):
         name = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None)
         if name:
@@ -60,9 +60,9 @@ def get_pretty_name(obj: Any) -> str:
 
 
 def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = False) -> list[Any]:
-    """List all modules, the deepest level first, `model` itself last.
+    """Return all modules, from the deepest level up to `model` itself.
 
-    With `return_fqns` each entry is a pair of full name and module.
+    With `return_fqns`, each entry is a pair of full name and module.
     """
     found: list[tuple[str, torch.nn.Module]] = []
     queue = deque([("", model)])
@@ -75,7 +75,7 @@ def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = Fa
 
 
 def model_has_dtensor(model: torch.nn.Module) -> bool:
-    """Say whether any parameter is sharded or replicated over a device mesh."""
+    """Return whether any parameter is a DTensor, so is sharded or replicated over a device mesh."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
@@ -84,7 +84,7 @@ def model_has_dtensor(model: torch.nn.Module) -> bool:
 
 
 def check_os_kernel() -> None:
-    """Warn of a Linux kernel so old that data loading has been seen to hang on it."""
+    """Warn if the Linux kernel is so old that data loading may hang."""
     system = platform.uname()
     if system.system != "Linux":
         return
@@ -94,18 +94,18 @@ def check_os_kernel() -> None:
         return
     if kernel < _OLDEST_KERNEL:
         logger.warning(
-            f"The Linux kernel {kernel} is older than {_OLDEST_KERNEL}; processes may hang."
+            f"The Linux kernel {kernel} is older than {_OLDEST_KERNEL}, so processes may hang."
         )
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Call `torch.load`, refusing anything but tensors and plain containers.
+    """Call `torch.load`, but refuse everything except tensors, arrays and plain containers.
 
-    A file that holds other objects needs `weights_only=False`, which runs code from the
-    file: only for files whose author is trusted.
+    For files with other objects, pass `weights_only=False`. This runs code from the file, so only do
+    it with files that you trust.
 
     Args:
-        map_location: where tensors go, as in `torch.load`.
+        map_location: the device for tensors, as in `torch.load`.
     """
     kwargs.setdefault("weights_only", True)
     with torch.serialization.safe_globals(_safe_globals()):
@@ -114,7 +114,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 @functools.cache
 def _safe_globals() -> list[Any]:
-    """Return of what arrays consist, which random states of the original hold."""
+    """Return the classes in pickled NumPy arrays, which Accelerate's random states contain."""
     try:
         numpy: Any = importlib.import_module("numpy")
     except ImportError:
@@ -144,13 +144,13 @@ def save(
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
 ) -> None:
-    """Write an object from the main process, or from the first one of each node.
+    """Write an object from the main process, or from the first process on each node.
 
     Args:
-        obj: anything `torch.save` takes; with `safe_serialization` a dict of tensors.
-        f: a path, or without `safe_serialization` also an open file.
+        obj: anything that `torch.save` accepts; with `safe_serialization`, a dict of tensors.
+        f: a path; without `safe_serialization`, also an open file.
         save_on_each_node: write once per node, for disks that are not shared.
-        safe_serialization: write safetensors.
+        safe_serialization: use safetensors.
     """
     from accelerate_core.distributed.process import current_runtime
 
@@ -167,6 +167,7 @@ def save(
     kept = clean_state_dict_for_safetensors(obj)
     if missing := sorted(set(obj) - set(kept)):
         logger.warning(
-            f"Removed shared tensor(s) {listing(missing)} of {f}: they are others under a second name."
+            f"Removed shared tensor(s) {listing(missing)} from {f}, because they are already saved under "
+            "another name."
         )
     save_file(kept, f, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Members of the original that clients use, private ones above all, added to the core's classes."""
+"""Add members of Accelerate's classes that libraries use, mostly private ones, to the core's classes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_drop_in.assignment import assign_to_state, kept, set_xla_synced
 
-#: Runtimes that were reset: what they started is ended when Python exits.
+#: Runtimes that were reset. Keeping them alive delays their cleanup until Python exits.
 _left: list[process.Runtime] = []
 
 
 class _Shared:
-    """`_shared_state`: what all instances of a state have, empty before the first one is made."""
+    """`_shared_state`, the attributes that all instances of a state share; empty before the first one."""
 
     def __init__(self, needs_accelerator: bool) -> None:
         self.needs_accelerator = needs_accelerator
@@ -38,7 +38,7 @@ class _Shared:
 
 
 def _reset_all(cls: Any) -> None:
-    """Forget the processes; the next state or Accelerator finds them again, and its own device."""
+    """Discard the runtime. The next state or Accelerator creates a new one."""
     if (runtime := process.running()) is not None:
         _left.append(runtime)
     process._end_globals()
@@ -46,7 +46,7 @@ def _reset_all(cls: Any) -> None:
 
 
 def _reset_accelerators(cls: Any, reset_partial_state: bool = False) -> None:
-    """Forget the Accelerators, and with `reset_partial_state` the processes."""
+    """Discard the Accelerators, and with `reset_partial_state` also the runtime."""
     if (runtime := process.running()) is not None:
         runtime.users.clear()
         runtime.unended = 0
@@ -55,11 +55,11 @@ def _reset_accelerators(cls: Any, reset_partial_state: bool = False) -> None:
 
 
 def _keep(cls: Any) -> None:
-    """Do nothing: each Accelerator has a gradient state of its own."""
+    """Do nothing, because each Accelerator has its own gradient state."""
 
 
 def _set_sync_gradients(self: GradientState, sync_gradients: bool) -> None:
-    """Say whether gradients are synchronised from now on."""
+    """Set whether gradients are synchronised from now on."""
     self.sync_gradients = sync_gradients
 
 
@@ -68,7 +68,7 @@ def _set_overflow(self: AcceleratedOptimizer, skipped: bool) -> None:
 
 
 class _AccumulationSettings(MutableMapping[str, Any]):
-    """`plugin_kwargs`: the accumulation settings by name. A change of one takes effect."""
+    """`plugin_kwargs`, the accumulation settings by name. Changes take effect."""
 
     _names = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
 
@@ -83,15 +83,17 @@ class _AccumulationSettings(MutableMapping[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self._names:
             raise ConfigurationError(
-                f"plugin_kwargs has no {name!r}; it has {listing(self._names)}."
+                f"plugin_kwargs has no key {name!r}. Its keys are {listing(self._names)}."
                 f"{did_you_mean(name, self._names)}"
             )
         if name == "num_steps" and not (isinstance(value, int) and value >= 1):
-            raise ConfigurationError(f"num_steps must be a whole number above 0, not {value!r}.")
+            raise ConfigurationError(f"num_steps={value!r} must be a whole number above 0.")
         setattr(self._state, name, value)
 
     def __delitem__(self, name: str) -> None:
-        raise ConfigurationError(f"plugin_kwargs keeps {name!r}: assign another value to it.")
+        raise ConfigurationError(
+            f"plugin_kwargs[{name!r}] cannot be deleted. Assign another value to it."
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -108,20 +110,20 @@ def _set_plugin_kwargs(self: GradientState, settings: Mapping[str, Any]) -> None
 
 
 def _kept_on_accelerator_state(self: AcceleratorState, name: str) -> Any:
-    """Return what a script has put on the states, else what an active plugin serves."""
+    """Return an attribute that a script assigned to the states, or else one of an active plugin."""
     found = kept()
     return found[name] if name in found else _served_on_state(self, name)
 
 
 def _kept_on_state(self: PartialState, name: str) -> Any:
-    """Return what a script has put on the states."""
+    """Return an attribute that a script assigned to the states."""
     found = kept()
     if name in found:
         return found[name]
     raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-# Type checkers do not see `__getattr__`, so that they find misspelt names.
+# `__getattr__` is hidden from type checkers, so that they find misspelt names.
 _served_on_state: Any = vars(AcceleratorState)["__getattr__"]
 
 
@@ -132,18 +134,18 @@ def _mesh(self: ParallelismConfig) -> Any:
 
 
 def _get_device_mesh(self: ParallelismConfig, device_type: str | None = None) -> Any:
-    """Return the mesh that is there, else one that is made for a type of device."""
+    """Return the existing mesh, or else create one for a device type."""
     found = _mesh(self)
     return self.build_device_mesh(device_type) if found is None and device_type else found
 
 
 def _fsdp_dim_names(self: ParallelismConfig) -> list[str]:
-    """Return the dimensions over which FSDP shards and copies."""
+    """Return the dimensions over which FSDP shards and replicates."""
     return [*(["dp_replicate"] if self.size("dp_replicate") > 1 else []), "dp_shard_cp"]
 
 
 def _get_sampler(self: CoreLoader) -> Any:
-    """Return what decides the order."""
+    """Return the sampler that decides the order."""
     from accelerate_core.data.order import order_sampler
 
     return order_sampler(self)
@@ -159,7 +161,7 @@ def _at(path: str) -> Any:
 
 
 def add() -> None:
-    """Add them."""
+    """Add the members to the classes."""
     lists = {f"_{one}": _at(f"_prepared.objects.{one}") for one in ("models", "optimizers")}
     lists["_schedulers"] = _at("_prepared.objects.schedulers")
     lists["_dataloaders"] = _at("_prepared.objects.loaders")

@@ -1,6 +1,6 @@
-"""The original's `is_…_available`, each with the arguments that it has there.
+"""Accelerate's functions `is_…_available`, with the same arguments as there.
 
-They ask the probes of the other packages, which take any arguments.
+They call the functions in other packages of accelerate-core, which may have other arguments.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from packaging.version import Version
 from accelerate_core.booleans import env_flag
 
 _BY_PLACE = inspect.Parameter.POSITIONAL_OR_KEYWORD
-#: Arguments that the original's probes of devices have, with their defaults. They make no difference:
-#: a device counts if torch can use it.
+#: Arguments of Accelerate's functions for devices, with their defaults. They have no effect here,
+#: because a device is available if torch can use it.
 _SWITCHES = {
     "is_hpu_available": {"init_hccl": False},
     **{
@@ -31,22 +31,24 @@ _SWITCHES = {
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Tell whether NumPy is installed, not older than a version."""
+    """Return whether NumPy is installed in at least the given version."""
     return find_spec("numpy") is not None and Version(version("numpy")) >= Version(min_version)
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Tell whether torch_xla is installed, and with a switch whether its device is of that kind.
+    """Return whether torch_xla is installed.
 
     Args:
-        check_is_tpu: only if the device is a TPU.
-        check_is_gpu: only if the device is a GPU.
+        check_is_tpu: also require that its device is a TPU.
+        check_is_gpu: also require that its device is a GPU.
 
     Raises:
-        ValueError: both are given.
+        ValueError: both arguments are true.
     """
     if check_is_tpu and check_is_gpu:
-        raise ValueError("check_is_tpu=True and check_is_gpu=True exclude each other; pass one.")
+        raise ValueError(
+            "check_is_tpu=True and check_is_gpu=True cannot be used together. Pass one of them."
+        )
     wanted = env_flag(dict(os.environ), "USE_TORCH_XLA", default=True)
     if not wanted or find_spec("torch_xla") is None:
         return False
@@ -68,7 +70,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _with_arguments(name: str, asked: Callable[[], bool]) -> Callable[..., bool]:
-    """Return a function that asks a probe, with the name and the arguments that the original's has."""
+    """Return a function that calls `asked`, with the name and the arguments of Accelerate's function."""
     parameters = [
         inspect.Parameter(argument, _BY_PLACE, default=default)
         for argument, default in _SWITCHES.get(name, {}).items()

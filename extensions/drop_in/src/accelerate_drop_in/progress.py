@@ -1,4 +1,4 @@
-"""Progress bars that only one process of a machine draws."""
+"""Progress bars that only one process on each machine shows."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ except ImportError as error:
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Make a `tqdm.auto.tqdm`, by default disabled except on the first process of a machine.
+    """Create a `tqdm.auto.tqdm` that is only enabled on the first process of each machine.
 
     Args:
-        args: those of tqdm; the first is what to iterate over.
-        main_process_only: False draws one bar per process.
-        kwargs: those of tqdm.
+        args: arguments of tqdm; the first one is the iterable.
+        main_process_only: False shows a bar for every process.
+        kwargs: arguments of tqdm.
 
     Raises:
-        TypeError: the first argument is `main_process_only`, which older versions took there.
+        TypeError: `main_process_only` is the first argument, as in older versions of Accelerate.
 
     Example:
         for x, y in tqdm(loader, desc="epoch 1"):
             loss = loss_function(model(x), y)
     """
     if args and isinstance(args[0], bool):
-        raise TypeError("tqdm() takes main_process_only as a keyword: tqdm(iterable, ...).")
+        raise TypeError(
+            "tqdm() takes main_process_only only as a keyword: tqdm(iterable, main_process_only=...)."
+        )
     if main_process_only and _local_index() != 0:
         kwargs["disable"] = True
     return _library.tqdm(*args, **kwargs)
 
 
 def _local_index() -> int:
-    # A progress bar is no reason to start a process group.
+    # Don't start a process group just for a progress bar.
     running = runtime.running()
     if running is not None:
         return running.local_process_index

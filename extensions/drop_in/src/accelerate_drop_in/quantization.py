@@ -1,4 +1,4 @@
-"""Models whose linear layers have weights of 8 or 4 bits, by bitsandbytes."""
+"""Quantize the linear layers of models to 8 or 4 bits with bitsandbytes."""
 
 from __future__ import annotations
 
@@ -39,20 +39,22 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass
 class BnbQuantizationConfig:
-    """How weights are quantized: either `load_in_8bit` or `load_in_4bit`.
+    """Settings for quantization: either `load_in_8bit` or `load_in_4bit`.
 
     Args:
-        llm_int8_threshold: activations above it are computed in 16 bits; of 8 bits only.
+        llm_int8_threshold: activations above this are computed in 16 bits; only for 8 bits.
         bnb_4bit_quant_type: "fp4" or "nf4".
-        bnb_4bit_use_double_quant: quantize the scales, too.
-        bnb_4bit_compute_dtype: that 4 bit weights are computed in; "fp32", "fp16", "bf16" or of torch.
-        torch_dtype: of what is not quantized; float16, or with 4 bits the dtype of computation.
-        skip_modules: names of modules, or ends of them, that keep `torch_dtype` with all within; by
-            default the head, and tied ones.
-        keep_in_fp32_modules: the same for modules that stay in float32.
+        bnb_4bit_use_double_quant: also quantize the scales.
+        bnb_4bit_compute_dtype: the dtype for computing with 4-bit weights: "fp32", "fp16", "bf16" or a
+            torch dtype.
+        torch_dtype: the dtype of weights that are not quantized; by default float16, or with 4 bits
+            `bnb_4bit_compute_dtype`.
+        skip_modules: names of modules, or ends of names, that are not quantized, with their submodules;
+            by default the head and modules with tied weights.
+        keep_in_fp32_modules: names of modules, or ends of names, that stay in float32.
 
     Raises:
-        ConfigurationError: a value is wrong, or both widths or none were asked for.
+        ConfigurationError: a value is invalid, or not exactly one of the bit widths is selected.
     """
 
     load_in_8bit: bool = False
@@ -73,11 +75,11 @@ class BnbQuantizationConfig:
             self._check(name, list | None, "a list of names")
         if self.load_in_8bit == self.load_in_4bit:
             raise ConfigurationError(
-                f"load_in_8bit and load_in_4bit are both {self.load_in_8bit}; give one of them."
+                f"load_in_8bit and load_in_4bit are both {self.load_in_8bit}. Set exactly one to True."
             )
         if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
             raise ConfigurationError(
-                f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r}; allowed are 'fp4', 'nf4'."
+                f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} must be 'fp4' or 'nf4'."
             )
         if self.load_in_4bit and self.llm_int8_threshold != 6.0:
             warn("llm_int8_threshold has no effect with load_in_4bit.")
@@ -98,14 +100,14 @@ class BnbQuantizationConfig:
             return value
         if value not in _DTYPES:
             raise ConfigurationError(
-                f"{name}={value!r} is no dtype here; allowed are {listing(_DTYPES)}."
+                f"{name}={value!r} must be a torch dtype or one of {listing(_DTYPES)}."
                 f"{did_you_mean(str(value), _DTYPES)}"
             )
         return _DTYPES[value]
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """Return the modules that keep their precision: the last one, and those with tied weights."""
+    """Return the modules that are not quantized by default: the last one, and modules with tied weights."""
     tied = [name for group in find_tied_parameters(model) for name in group]
     prefix = getattr(model, "base_model_prefix", None)
     if not tied and prefix is not None and not hasattr(model, prefix):
@@ -130,26 +132,27 @@ def load_and_quantize_model(
     offload_folder: str | Path | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:
-    """Replace the linear layers of a model by those of bitsandbytes, and load their weights.
+    """Replace the linear layers of a model by bitsandbytes layers, and load their weights.
 
-    Each weight is quantized as it is read. Weights that were saved in 8 bits are read as they are.
+    Each weight is quantized when it is read. Weights that were saved in 8 bits are read unchanged.
 
     Args:
-        model: best built under `init_empty_weights`. Its layers are replaced in place.
-        bnb_quantization_config: how; it is not changed.
-        weights_location: see `load_checkpoint_in_model`; None quantizes the weights the model has.
-        device_map: see `get_quantized_model_device_map`. With 4 bits, parts that a dict has on the disk
-            (or on the CPU beside an accelerator) are not quantized, as if named in `skip_modules`.
+        model: the model, ideally created under `init_empty_weights`. Its layers are replaced in place.
+        bnb_quantization_config: the settings, which are not changed.
+        weights_location: see `load_checkpoint_in_model`; None quantizes the model's own weights.
+        device_map: see `get_quantized_model_device_map`. With 4 bits and a dict, parts on disk (or on
+            the CPU if there is an accelerator) are not quantized, as if listed in `skip_modules`.
         no_split_module_classes, max_memory: see `infer_auto_device_map`.
-        offload_folder: where weights for the disk are written that cannot stay in their file.
-        offload_state_dict: accepted for compatibility; there is never a whole second copy.
+        offload_folder: a folder for weights on disk that can't stay in their file.
+        offload_state_dict: accepted for compatibility, and ignored; there is never a second copy of
+            all weights.
 
     Returns:
         The same model, dispatched.
 
     Raises:
-        MissingPluginError: bitsandbytes is not installed, or too old.
-        ConfigurationError: no weights, or quantized ones would have to be offloaded.
+        MissingPluginError: bitsandbytes is not installed or too old.
+        ConfigurationError: the model has no weights, or quantized weights would be offloaded.
 
     Example:
         from accelerate_core import init_empty_weights
@@ -170,13 +173,13 @@ def load_and_quantize_model(
     empty = [name for name, one in model.named_parameters() if one.is_meta]
     if weights_location is None and empty:
         raise ConfigurationError(
-            f"{len(empty)} weights of {type(model).__name__} ({empty[0]!r} is one) are on the meta"
-            " device: name their checkpoint with weights_location."
+            f"{len(empty)} weights of {type(model).__name__} (such as {empty[0]!r}) are on the meta"
+            " device. Pass their checkpoint as weights_location."
         )
     named = model.named_parameters(remove_duplicate=False)
     whole = {name: id(one) for name, one in named if _named(name, single)}
     model = replace_with_bnb_layers(model, config, [*config.skip_modules, *single])
-    shown: Any = model  # peft and Accelerator.prepare ask for these
+    shown: Any = model  # PEFT and Accelerator.prepare read these attributes
     shown.is_loaded_in_8bit = config.load_in_8bit
     shown.is_loaded_in_4bit = config.load_in_4bit
     places = get_quantized_model_device_map(
@@ -213,18 +216,19 @@ def replace_with_bnb_layers(
     modules_to_not_convert: Sequence[str] | None = None,
     current_key_name: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Put layers of bitsandbytes, not yet quantized, in the place of a model's linear ones; return it.
+    """Replace a model's linear layers by bitsandbytes layers, not yet quantized, and return the model.
 
     Args:
-        modules_to_not_convert: names of modules, or ends of them, that stay with all within.
-        current_key_name: the parts of the model's own name within a larger one.
+        modules_to_not_convert: names of modules, or ends of names, that are kept with their submodules.
+        current_key_name: the parts of the model's full name, if it is inside a larger model.
 
     Raises:
-        MissingPluginError: bitsandbytes is not installed, or too old.
+        MissingPluginError: bitsandbytes is not installed or too old.
     """
     if not is_bitsandbytes_multi_backend_available():
         raise MissingPluginError(
-            'Weights of 8 or 4 bits need bitsandbytes 0.46 or newer: pip install -U "bitsandbytes>=0.46"'
+            "Quantization to 8 or 4 bits needs bitsandbytes 0.46 or newer. Install it with: "
+            'pip install -U "bitsandbytes>=0.46"'
         )
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
@@ -257,7 +261,7 @@ def replace_with_bnb_layers(
         setattr(model.get_submodule(owner), leaf, made.requires_grad_(False).train(layer.training))
         found = True
     if not found:
-        warn(f"{type(model).__name__} has no linear layer to quantize beside those to be kept.")
+        warn(f"{type(model).__name__} has no linear layer to quantize, apart from skipped modules.")
     return model
 
 
@@ -268,15 +272,16 @@ def get_quantized_model_device_map(
     max_memory: dict[Any, Any] | None = None,
     no_split_module_classes: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Return where the parts of a model go whose linear layers have been replaced.
+    """Return a device map for a model whose linear layers have been replaced.
 
     Args:
-        device_map: device by module name; "auto", "balanced", "balanced_low_0" or "sequential"; None
-            for the current accelerator, or the CPU where there is none.
+        device_map: devices by module name; "auto", "balanced", "balanced_low_0" or "sequential"; None
+            for the current accelerator, or the CPU if there is none.
         max_memory, no_split_module_classes: see `infer_auto_device_map`.
 
     Raises:
-        ConfigurationError: quantized weights would go to the disk, or to the CPU beside an accelerator.
+        ConfigurationError: quantized weights would be offloaded: to the disk, or to the CPU although
+            there is an accelerator.
     """
     config = bnb_quantization_config
     if device_map is None:
@@ -284,7 +289,7 @@ def get_quantized_model_device_map(
     if not isinstance(device_map, Mapping):
         if device_map not in STRATEGIES:
             raise ConfigurationError(
-                f"device_map={device_map!r} is neither a dict nor a strategy; strategies are"
+                f"device_map={device_map!r} is neither a dict nor a strategy. The strategies are"
                 f" {listing(STRATEGIES)}.{did_you_mean(str(device_map), STRATEGIES)}"
             )
         single = config.keep_in_fp32_modules or ()
@@ -307,15 +312,15 @@ def get_quantized_model_device_map(
             f"{name}.".startswith(f"{part}." if part else "") for part in away
         ):
             raise ConfigurationError(
-                f"The device map puts {name!r} on {str(device_of(name, device_map))!r}, and quantized"
-                " weights are not offloaded. Give accelerators more room (max_memory), or name what is to"
-                " be offloaded in skip_modules: it keeps torch_dtype."
+                f"The device map puts {name!r} on {str(device_of(name, device_map))!r}, but quantized"
+                " weights cannot be offloaded. Raise max_memory for the accelerators, or list the modules"
+                " to offload in skip_modules, which keeps them in torch_dtype."
             )
     return dict(device_map)
 
 
 def _named(name: str, parts: Sequence[str]) -> bool:
-    """Say whether one of some names is the end of this one, or of that of a module around it."""
+    """Return whether a name, or the name of a module that contains it, ends with one of `parts`."""
     return any(f"{part}." in f"{name}." for part in parts)
 
 
@@ -324,7 +329,7 @@ def _is_quantized(weight: torch.Tensor) -> bool:
 
 
 def _offloaded(device_map: Mapping[str, Any]) -> list[str]:
-    """Return what a device map has on the disk, and on the CPU where there is an accelerator."""
+    """Return the parts of a device map on disk, and those on the CPU if it has an accelerator."""
     places = {name: str(device) for name, device in device_map.items()}
     lone = all(device in ("cpu", "disk") for device in places.values())
     return [
@@ -333,7 +338,7 @@ def _offloaded(device_map: Mapping[str, Any]) -> list[str]:
 
 
 def _expect_scales(model: nn.Module, checkpoint: str | Path) -> None:
-    """Have 8 bit layers take in weights that were saved quantized, and the scales beside them."""
+    """Prepare 8-bit layers to load weights that were saved quantized, with their scales."""
     for file in checkpoint_files(checkpoint):
         opened: Any = SafetensorsFile(file) if file.suffix == ".safetensors" else TorchFile(file)
         layers = {n: one for n, one in model.named_modules() if _is_8bit(one)}

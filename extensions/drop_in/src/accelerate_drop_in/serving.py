@@ -1,7 +1,8 @@
-"""The modules of the package `accelerate`: each hands out the original's names, from their homes here.
+"""Serve Accelerate's names from the modules of the package `accelerate`.
 
-Those modules are real files below `served`, which hold nothing of their own but scripts that tests
-launch: the names of each stand in `names.json`, read from the original.
+These modules are files in the folder `served`, which contain no code except scripts for tests. The
+names of each module are in `names.json`, which was read from Accelerate. They are looked up in the
+packages of accelerate-core when they are used.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _CONFIG, _ESTIMATE, _PARSERS = (
     f"accelerate_drop_in.commands.{name}" for name in ("config", "estimate", "parsers")
 )
 _DATA = "accelerate_core.data"
-#: Where else a module's names are looked for, before what all our packages export.
+#: For each module, the modules in which its names are looked up before `accelerate_core.utils`.
 _HOMES = {
     "": ("accelerate_drop_in.accelerator",),
     "accelerator": ("accelerate_drop_in.accelerator", "accelerate_core.accelerator"),
@@ -81,20 +82,20 @@ _HOMES = {
     "utils.transformer_engine": ("accelerate_drop_in.fp8",),
     "utils.versions": ("accelerate_drop_in.versions",),
 }
-#: Homes that are not those of names of other modules.
+#: Modules in `_HOMES` that are not used to look up names of other modules.
 _APART = re.compile(r"\.(commands|testing)\b")
 
-#: Have private members of the original only once these have been added.
+#: Classes that need the private members of Accelerate's classes, which `private` adds.
 _PRIVATE = {
     *("Accelerator", "AcceleratorState", "GradientState", "PartialState", "ParallelismConfig"),
     *("DataLoaderShard", "DataLoaderDispatcher"),
 }
-#: Have one home, whichever module they are asked of.
+#: Names that are always looked up in the same modules.
 _ONE_HOME = dict.fromkeys(
     ("ParallelismConfig", "TorchDynamoPlugin"), ("accelerate_drop_in.settings",)
 )
 _PROBE = re.compile(r"is_\w+_available")
-#: Modules that have a logger, by what makes it; programs set its level, or replace it.
+#: Modules that have a logger, with the function that creates it. Scripts set its level or replace it.
 _LOGGERS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(
         (
@@ -111,9 +112,9 @@ _LOGGERS: dict[str, Callable[[str], Any]] = {
         get_logger,
     ),
 }
-#: What a module of the original uses, and programs replace in it.
+#: Globals of Accelerate's modules that scripts replace.
 _GLOBALS = {"commands.env": ("which",)}
-#: Private functions that clients import.
+#: Private functions that libraries import.
 _PRIVATE_NAMES = {
     "_refuse_recurrent_layers_under_sequence_parallelism": (
         *("accelerate_fsdp2.sequence", "refuse_recurrent"),
@@ -121,37 +122,37 @@ _PRIVATE_NAMES = {
     "_validate_launch_command": ("accelerate_drop_in.launching", "validate_launch_command"),
 }
 
-#: What had a name before a client assigned to it.
+#: The original value of each name that a script has replaced.
 _originals: dict[str, Any] = {}
 
 
 @functools.cache
 def names() -> dict[str, list[str]]:
-    """Return the original's public names by module; the package itself is ""."""
+    """Return Accelerate's public names by module; the package itself is ""."""
     text = resources.files(__package__).joinpath("names.json").read_text(encoding="utf-8")
     made: dict[str, list[str]] = json.loads(text)
     return made
 
 
 class _Absent(type):
-    """A name of a package that is not installed: it can be imported, and using it says what to install."""
+    """A name that can be imported but not used. Using it raises an error that says what to do."""
 
-    told: str
+    reason: str
 
     def __call__(cls, *_: Any, **__: Any) -> Any:
-        raise MissingPluginError(cls.told)
+        raise MissingPluginError(cls.reason)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise MissingPluginError(cls.told)
+        raise MissingPluginError(cls.reason)
 
 
 class Served(ModuleType):
     """A module whose names are looked up when they are used.
 
-    An assignment reaches the modules of ours that have the name, too: clients replace functions of the
-    original so.
+    An assignment also replaces the name in the modules of accelerate-core that have it, because scripts
+    replace Accelerate's functions in this way.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -180,13 +181,13 @@ class Served(ModuleType):
             importlib.import_module("accelerate_drop_in.private")
         module = self.__name__.partition(".")[2]
         if (reason := left_out(module, name)) is not None:
-            told = f"{self.__name__}.{name} is not served: {reason}"
-            # An import says why; hasattr and getattr with a default go on.
+            text = f"{self.__name__}.{name} is not available: {reason}"
+            # Only an import must fail with the reason. hasattr and getattr need an AttributeError.
             raise (
-                ImportError(told, name=name) if _imports(sys._getframe(2)) else AttributeError(told)
+                ImportError(text, name=name) if _imports(sys._getframe(2)) else AttributeError(text)
             )
         if (missing := absent(module, name)) is not None:
-            return _Absent(name, (), {"told": missing, "__doc__": missing})
+            return _Absent(name, (), {"reason": missing, "__doc__": missing})
         own = _ONE_HOME.get(name) or _HOMES.get(module, ())
         if _PROBE.fullmatch(name):
             own = ("accelerate_drop_in.probes",)
@@ -199,9 +200,9 @@ class Served(ModuleType):
             except AttributeError:
                 continue
         if missing is not None:
-            return _Absent(name, (), {"told": missing, "__doc__": missing})
+            return _Absent(name, (), {"reason": missing, "__doc__": missing})
         raise AttributeError(
-            f"{self.__name__}.{name} of Hugging Face Accelerate is not served by accelerate-core"
+            f"{self.__name__}.{name} exists in Hugging Face Accelerate, but not in accelerate-core"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -209,7 +210,7 @@ class Served(ModuleType):
         other = (*_GLOBALS.get(module, ()), *(("logger",) if module in _LOGGERS else ()))
         if name in names()[module] or name in other:
             if isinstance(value, ModuleType):
-                return  # the module `tqdm` is imported, where the function has that name
+                return  # importing the submodule `tqdm` must not replace the function `tqdm`
             old = getattr(self, name, None)
             _originals.setdefault(name, old)
             _replace(name, old, value)
@@ -228,7 +229,7 @@ class Served(ModuleType):
 
 
 def _logger(module: str) -> Any:
-    """Return the logger of a module: that of the module of ours which logs under its name, or a new one."""
+    """Return the logger of a module: an existing one with its name, or else a new one."""
     name = f"accelerate.{module}"
     for home in _HOMES.get(module, ()):
         found = getattr(importlib.import_module(home), "logger", None)
@@ -238,21 +239,21 @@ def _logger(module: str) -> Any:
 
 
 def _imports(frame: FrameType) -> bool:
-    """Tell whether a frame is at a `from module import name`."""
+    """Return whether a frame is executing `from module import name`."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
 
 
 def _replace(name: str, old: Any, new: Any) -> None:
-    """Put another object in the place of one that modules of ours have under its name."""
+    """Replace an object in all modules of accelerate-core that have it under this name."""
     for key, module in list(sys.modules.items()):
         if key.startswith("accelerate") and vars(module).get(name) is old is not None:
             vars(module)[name] = new
 
 
 def serve(name: str) -> None:
-    """Turn a module that is being imported into one that serves the names of the original's.
+    """Make a module that is being imported serve Accelerate's names.
 
-    Run by `python -m`, as `python -m accelerate.commands.launch`, call its `main`.
+    If it is run as `python -m accelerate.commands.launch`, call its `main` instead.
     """
     if name == "__main__":
         specification = sys.modules[name].__spec__

@@ -1,4 +1,4 @@
-"""Settings classes that read their variables when they are made, as those of the original do."""
+"""Settings classes that read environment variables when they are created, as in Accelerate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate_drop_in import private  # noqa: F401  (adds `get_device_mesh`)
 
 
 def _filled(cls: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments by name, with what the environment says of those not given."""
+    """Return the arguments by name, with values from the environment for missing ones."""
     fields = settings_fields(cls)
     sources = Sources(dict(os.environ))
     given = dict(zip((field.name for field in fields), args, strict=False)) | kwargs
@@ -27,14 +27,14 @@ def _filled(cls: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
 
 
 class TorchDynamoPlugin(handlers.TorchDynamoPlugin):
-    """How models are compiled."""
+    """The settings for compiling models."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(**_filled(handlers.TorchDynamoPlugin, args, kwargs))
 
 
 class ParallelismConfig(parallelism.ParallelismConfig):
-    """Sizes of the dimensions of a device mesh, which it can make itself."""
+    """The sizes of a device mesh's dimensions, with a method that creates the mesh."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(**_filled(parallelism.ParallelismConfig, args, kwargs))
@@ -45,11 +45,11 @@ class ParallelismConfig(parallelism.ParallelismConfig):
             self.cp_handler = cls(**_filled(cls, (), {}))
 
     def _get_mesh(self) -> tuple[tuple[Any, ...], ...]:
-        """Return names and sizes of the dimensions with more than one rank, outermost first."""
+        """Return the names and sizes of dimensions with more than one rank, outermost first."""
         return tuple(zip(*((name, self.size(name)) for name in self.active_mesh_dims), strict=True))
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh:
-        """Return the mesh of all processes, with `dp`, `dp_shard_cp` and `dp_cp` laid over it."""
+        """Return the mesh of all processes, with the flattened dimensions `dp`, `dp_shard_cp` and `dp_cp`."""
         import torch.distributed.device_mesh as meshes
 
         names, sizes = self._get_mesh()

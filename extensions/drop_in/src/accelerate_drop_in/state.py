@@ -1,4 +1,4 @@
-"""What scripts ask before there is an Accelerator."""
+"""Accelerate's functions for processes without an Accelerator."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def is_initialized() -> bool:
-    """Whether an Accelerator or a PartialState has begun in this process."""
+    """Return whether this process has an Accelerator or a PartialState."""
     return running() is not None
 
 
 def do_nothing(*_: Any, **__: Any) -> None:
-    """Do nothing, whatever is given."""
+    """Do nothing, for any arguments."""
 
 
 def test_launch() -> None:
-    """Look whether processes of this kind can be started."""
+    """Check that a launched process can create a PartialState."""
     PartialState()
 
 
 class ThreadLocalSharedDict(threading.local):
-    """A dict that is shared by the instances of a class, in one thread; a descriptor."""
+    """A descriptor for a dict that all instances of a class share within one thread."""
 
     def __init__(self, thread_local: bool = False) -> None:
         self._storage: dict[Any, Any] = {}
@@ -45,10 +45,10 @@ SharedDict = dict
 
 
 def deepspeed_required(func: _F) -> _F:
-    """Decorate a function that is for runs with DeepSpeed only.
+    """Decorate a function that only works in runs with DeepSpeed.
 
     Raises:
-        ConfigurationError: an Accelerator runs with another backend, when it is called.
+        ConfigurationError: the function is called and the Accelerator has another backend.
     """
 
     @functools.wraps(func)
@@ -57,8 +57,8 @@ def deepspeed_required(func: _F) -> _F:
         kind = None if user is None else user.distributed_type
         if kind not in (None, "DEEPSPEED"):
             raise ConfigurationError(
-                f"{func.__name__}() is for DeepSpeed, and this run is {kind.value}. Pass a "
-                "DeepSpeedPlugin to the Accelerator, or start it with --use_deepspeed."
+                f"{func.__name__}() needs DeepSpeed, but this run is {kind.value}. Pass a "
+                "DeepSpeedPlugin to the Accelerator, or launch with --use_deepspeed."
             )
         return func(*args, **kwargs)
 

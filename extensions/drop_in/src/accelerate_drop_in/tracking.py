@@ -1,4 +1,4 @@
-"""The trackers by name, as the original lists them."""
+"""Accelerate's registry of tracker classes, and its ClearML tracker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accelerate_tracking.choice import _registered, available_names, tracker_cla
 
 
 class _Classes(MutableMapping[str, type[GeneralTracker]]):
-    """Classes of trackers by name: what is installed or registered; an entry registers one."""
+    """Installed and registered tracker classes by name. Adding an entry registers a class."""
 
     def __getitem__(self, name: str) -> type[GeneralTracker]:
         try:
@@ -37,15 +37,15 @@ LOGGER_TYPE_TO_CLASS = _Classes()
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:
-    """Return the trackers that are asked for and installed, each once.
+    """Return the requested trackers, each once.
 
     Args:
-        log_with: as of the Accelerator; "all" stands for every one that is installed.
-        logging_dir: where those write that need a folder.
+        log_with: see `Accelerator`; "all" means all installed trackers.
+        logging_dir: the folder for trackers that need one.
 
     Raises:
-        MissingPluginError: one is not installed.
-        ConfigurationError: one needs `logging_dir`.
+        MissingPluginError: a tracker is not installed.
+        ConfigurationError: a tracker needs `logging_dir`.
     """
     asked = normalise_log_with(log_with)
     if "all" in asked:
@@ -53,33 +53,34 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
     for one in asked:
         cls: Any = tracker_class(one) if isinstance(one, str) else one
         if cls.requires_logging_directory and isinstance(one, str) and logging_dir is None:
-            raise ConfigurationError(f"The tracker {one!r} writes to logging_dir; pass one.")
+            raise ConfigurationError(f"The tracker {one!r} needs a folder. Pass logging_dir.")
     return list(asked)
 
 
 try:
     _ClearML: Any = tracker_class("clearml")
-except MissingPluginError:  # the plugin that exports the name says what to install
+except MissingPluginError:  # importing the name raises an error that says what to install
     pass
 else:
 
     class ClearMLTracker(_ClearML):
-        """A ClearML task: `eval_loss` is the title `loss` with the series `eval`.
+        """A ClearML task, with Accelerate's mapping of names.
 
-        So with `test_` and `train_`; other names are titles of the series `train`. Values without a
-        step are single ones.
+        `eval_loss` has the title `loss` and the series `eval`; `test_` and `train_` work in the same
+        way. Other names are titles in the series `train`. Values without a step are single values.
 
         Args:
-            run_name: the project, and the task's name; `CLEARML_PROJECT` and `CLEARML_TASK` go before.
-            kwargs: for `clearml.Task.init`.
+            run_name: the name of the project and the task; the environment variables
+                `CLEARML_PROJECT` and `CLEARML_TASK` take precedence.
+            kwargs: arguments for `clearml.Task.init`.
         """
 
         counts_steps = False
 
         def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
             variables = {"project_name": "CLEARML_PROJECT", "task_name": "CLEARML_TASK"}
-            told = {key: os.environ[name] for key, name in variables.items() if name in os.environ}
-            super().__init__(run_name, **(told | kwargs))
+            names = {key: os.environ[name] for key, name in variables.items() if name in os.environ}
+            super().__init__(run_name, **(names | kwargs))
 
         @staticmethod
         def _place(name: str) -> tuple[str, str]:
@@ -96,7 +97,7 @@ else:
         def log_images(
             self, values: dict[str, Any], step: int | None = None, **kwargs: Any
         ) -> None:
-            """Log images by name: one each, of which the library makes a JPEG, or batches, as PNG."""
+            """Log images by name: single ones, which ClearML saves as JPEG, or batches, as PNG."""
             batches = {key: one for key, one in values.items() if getattr(one, "ndim", 0) == 4}
             if batches:
                 super().log_images(batches, step, **kwargs)
@@ -115,14 +116,14 @@ else:
             step: int | None = None,
             **kwargs: Any,
         ) -> None:
-            """Log a table; without `columns` their names are the first row of `data`.
+            """Log a table. Without `columns`, the first row of `data` has the column names.
 
             Raises:
-                ConfigurationError: there is neither `data` nor `dataframe`.
+                ConfigurationError: neither `data` nor `dataframe` is given.
             """
             if dataframe is None and data is None:
                 raise ConfigurationError(
-                    f"log_table({table_name!r}) takes data= (a list of rows), or dataframe=."
+                    f"log_table({table_name!r}) needs data= (a list of rows) or dataframe=."
                 )
             table = ([columns] if columns else []) + list(data or ())
             self.task.get_logger().report_table(

@@ -1,4 +1,4 @@
-"""Accelerate's utilities on nested structures that the core itself has no use for."""
+"""Accelerate's utilities for nested structures that the core itself doesn't need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accelerate_core.distributed.tree import (
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Say whether the object is a `torch.Tensor`."""
+    """Return whether an object is a `torch.Tensor`."""
     return isinstance(tensor, torch.Tensor)
 
 
@@ -33,10 +33,10 @@ def recursively_apply(
 ) -> Any:
     """Apply `func(leaf, *args, **kwargs)` to every leaf that passes `test_type`.
 
-    Other leaves are kept as they are, or raise `TypeError` if `error_on_other_type`.
+    Other leaves are returned unchanged.
 
     Raises:
-        TypeError: with `error_on_other_type`, a leaf is of another type.
+        TypeError: `error_on_other_type` is true and a leaf doesn't pass `test_type`.
 
     Example:
         squares = recursively_apply(torch.square, {"a": torch.ones(2), "name": "x"})
@@ -47,7 +47,7 @@ def recursively_apply(
             return func(leaf, *args, **kwargs)
         if error_on_other_type:
             raise TypeError(
-                f"{_name(func)} does not take a {type(leaf).__name__}: only nested lists, tuples, "
+                f"{_name(func)} does not accept a {type(leaf).__name__}. Pass nested lists, tuples, "
                 f"mappings and dataclasses of objects for which {_name(test_type)} is true."
             )
         return leaf
@@ -60,15 +60,16 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Say whether the object is a `TensorInformation`."""
+    """Return whether an object is a `TensorInformation`."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def initialize_tensors(data_structure: Any, device: torch.device | str | int | None = None) -> Any:
-    """Return the tree with an uninitialised tensor in the place of every `TensorInformation`.
+    """Return the structure with an uninitialised tensor for every `TensorInformation`.
 
     Args:
-        data_structure: the tree.
+        data_structure: the nested structure.
+        device: the device of the tensors.
     """
     return recursively_apply(
         lambda info: torch.empty(info.shape, dtype=info.dtype, device=device),
@@ -78,14 +79,11 @@ def initialize_tensors(data_structure: Any, device: torch.device | str | int | N
 
 
 def find_batch_size(data: Any) -> int:
-    """Return the length of dimension 0 of the first tensor that has one.
-
-    Raises `ValueError` if the tree is empty or has only 0-d tensors, `TypeError` if it has
-    leaves but no tensor among them.
+    """Return the size of dimension 0 of the first tensor that has dimensions.
 
     Raises:
-        TypeError: its leaves are no tensors.
-        ValueError: it is empty, or has tensors of no dimension alone.
+        TypeError: no leaf is a tensor.
+        ValueError: the structure is empty, or has only 0-d tensors.
     """
     leaves = flatten(data)
     if not leaves:
@@ -100,7 +98,7 @@ def find_batch_size(data: Any) -> int:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Return `find_batch_size(data)`, or None where it would raise."""
+    """Return `find_batch_size(data)`, or None if it raises an error."""
     try:
         return find_batch_size(data)
     except (ValueError, TypeError):
@@ -108,7 +106,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def listify(data: Any) -> Any:
-    """Return the tree with every tensor as nested lists of Python numbers (0-d: a number)."""
+    """Return the structure with tensors as nested lists of Python numbers; a 0-d tensor is a number."""
     return map_tensors(lambda leaf: leaf.detach().tolist(), data)
 
 
@@ -118,22 +116,20 @@ def slice_tensors(
     process_index: int | None = None,
     num_processes: int | None = None,
 ) -> Any:
-    """Index every tensor of the tree with `tensor_slice`; 0-d tensors and others are kept.
+    """Index every tensor with `tensor_slice`. 0-d tensors and other leaves are returned unchanged.
 
-    `process_index` and `num_processes` are not used here: they are part of the signature that a
-    user's own slicing function for dispatched batches has to have.
+    `process_index` and `num_processes` are ignored. They are part of the signature of slicing functions
+    for dispatched batches.
     """
     return map_tensors(lambda leaf: leaf[tensor_slice] if leaf.ndim else leaf, data)
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Concatenate trees of equal structure, leaf by leaf, along `dim`; 0-d leaves are stacked.
-
-    Raises `TypeError` for a leaf that is not a tensor, `ValueError` or `KeyError` for trees that
-    do not fit together.
+    """Concatenate equal structures, leaf by leaf, along `dim`. 0-d tensors are stacked.
 
     Raises:
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf is not a tensor.
+        ValueError, KeyError: the structures differ.
 
     Example:
         joined = concatenate([{"x": torch.zeros(2, 3)}, {"x": torch.ones(4, 3)}])
@@ -150,10 +146,10 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Lengthen every tensor along `dim` so that a batch divides evenly among processes.
+    """Pad every tensor along `dim` so that the batch can be divided evenly among processes.
 
-    The last entry is repeated until the length of `batch_size` is the next multiple of
-    `num_processes`. Tensors of another length along `dim`, and 0-d ones, are kept.
+    The last entry is repeated until the size is the next multiple of `num_processes`. Tensors whose
+    size along `dim` is not `batch_size`, and 0-d tensors, are returned unchanged.
 
     Example:
         assert pad_input_tensors(torch.zeros(3, 4, 4), 3, 4).shape == (4, 4, 4)
@@ -172,17 +168,17 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def get_shape(data: Any) -> Any:
-    """Return the tree with every tensor's shape as a list."""
+    """Return the structure with every tensor's shape as a list."""
     return recursively_apply(lambda leaf: list(leaf.shape), data)
 
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
-    """Say whether a value is a tensor on an Intel GPU."""
+    """Return whether a value is a tensor on an Intel GPU."""
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
 
 
 _DTYPES = (torch.float, torch.double, torch.half, torch.bfloat16, torch.uint8, torch.int8)
 _MORE_DTYPES = (torch.int16, torch.int32, torch.int64, torch.bool)
-#: Numbers by which dtypes are sent.
+#: The number for each dtype in messages between processes.
 TENSOR_TYPE_TO_INT = {dtype: number for number, dtype in enumerate(_DTYPES + _MORE_DTYPES, start=1)}
 TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}

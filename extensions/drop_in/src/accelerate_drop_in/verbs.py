@@ -1,6 +1,6 @@
-"""The collectives as free functions: they use the communicator of the latest Accelerator.
+"""The collectives as functions that use the communicator of the latest Accelerator.
 
-Without an Accelerator they use this process's own, started by whoever needs it first.
+Without an Accelerator, they use the communicator of the process, which the first call creates.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def gather(tensor: Any) -> Any:
-    """Join the tensors of all processes on their first dimension; see `Accelerator.gather`."""
+    """Concatenate the tensors of all processes along dimension 0; see `Accelerator.gather`."""
     return collectives.gather(tensor, current_communicator())
 
 
 def gather_object(object: Any) -> Any:
-    """Join the lists of picklable objects of all processes, in rank order."""
+    """Concatenate the lists of picklable objects of all processes, in rank order."""
     return collectives.gather_object(object, current_communicator())
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Combine the tensors of all processes: `"mean"`, `"sum"`, `"max"`, `"min"`, `"none"`.
+    """Reduce the tensors of all processes element by element.
 
     Args:
-        reduction: one of these.
-        scale: factor of the result.
+        reduction: "mean", "sum", "max", "min" or "none".
+        scale: a factor for the result.
     """
     return collectives.reduce(tensor, reduction, scale, comm=current_communicator())
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Give every process the tensors of one.
+    """Send the tensors of one process to all processes.
 
     Args:
-        from_process: whose they are.
+        from_process: the rank that sends.
     """
     return collectives.broadcast(tensor, from_process, comm=current_communicator())
 
@@ -55,28 +55,26 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 def broadcast_object_list(
     object_list: list[Any], from_process: int = 0, *, comm: Communicator | None = None
 ) -> list[Any]:
-    """Replace the picklable objects of a list, in place, by those of one process; return it.
-
-    Lengths have to be equal, or `DistributedOperationException` is raised where they are not.
+    """Replace the picklable objects in a list, in place, by those of one process; return the list.
 
     Args:
-        from_process: whose they are.
-        comm: the ranks that take part; default: all.
+        from_process: the rank that sends.
+        comm: the communicator of the ranks that take part; by default all.
 
     Raises:
-        ConfigurationError: there is no such process.
+        ConfigurationError: `from_process` is not a rank.
+        DistributedOperationException: the list of this process has another length.
     """
     comm = comm or current_communicator()
     if not 0 <= from_process < comm.size:
         raise ConfigurationError(
-            f"broadcast_object_list: from_process={from_process} is not a process; there are "
-            f"{comm.size}, counted from 0."
+            f"broadcast_object_list: from_process={from_process} must be from 0 to {comm.size - 1}."
         )
     received = comm.broadcast_object(object_list, from_process)
     if len(received) != len(object_list):
         raise DistributedOperationException(
-            f"broadcast_object_list: process {from_process} sent {len(received)} objects, "
-            f"process {comm.rank} has a list of {len(object_list)}."
+            f"broadcast_object_list: process {from_process} sent {len(received)} objects, but the list "
+            f"of process {comm.rank} has {len(object_list)}. All lists must have the same length."
         )
     if comm.rank != from_process:
         object_list[:] = received
@@ -86,16 +84,16 @@ def broadcast_object_list(
 def pad_across_processes(
     tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
 ) -> Any:
-    """Pad the tensors of all processes to the longest along a dimension.
+    """Pad the tensors of all processes along a dimension to the largest size.
 
     Args:
         dim: the dimension.
-        pad_index: the value that fills up.
-        pad_first: fill up at the beginning.
+        pad_index: the value for padding.
+        pad_first: pad at the beginning.
     """
-    if getattr(tensor, "is_nested", False):  # the core looks only where there is something to pad
+    if getattr(tensor, "is_nested", False):  # the core only warns if something must be padded
         warn(
-            "A nested tensor cannot be padded; it is kept.",
+            "A nested tensor cannot be padded, so it is returned unchanged.",
             collectives.CannotPadNestedTensorWarning,
         )
         return tensor
@@ -107,12 +105,12 @@ def pad_across_processes(
 def copy_tensor_to_devices(
     tensor: torch.Tensor | None = None, *, comm: Communicator | None = None
 ) -> torch.Tensor:
-    """Give every process of `comm`, or of the world, the tensor that one has; others pass None.
+    """Send the tensor of one process to all processes; the others pass None.
 
-    Unlike `broadcast`, the others need to know neither its shape nor who has it.
+    Unlike with `broadcast`, the others need to know neither its shape nor which process has it.
 
     Raises:
-        DistributedOperationException: on every process, unless exactly one passes a tensor.
+        DistributedOperationException: not exactly one process passes a tensor; raised on all.
     """
     comm = comm or current_communicator()
     infos = comm.gather_object(get_data_structure(tensor))
@@ -120,7 +118,7 @@ def copy_tensor_to_devices(
     if len(holders) != 1:
         given = f"processes {', '.join(map(str, holders))} did" if holders else "none did"
         raise DistributedOperationException(
-            f"copy_tensor_to_devices: exactly one process has to pass a tensor, but {given}."
+            f"copy_tensor_to_devices: exactly one process must pass a tensor, but {given}."
         )
     if tensor is None:
         tensor = initialize_tensors(infos[holders[0]], comm.device)
@@ -129,15 +127,16 @@ def copy_tensor_to_devices(
 
 
 def wait_for_everyone() -> None:
-    """Wait until every process is here."""
+    """Wait until all processes have called this."""
     current_communicator().barrier()
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Give every process the state of rank 0's generator of one type, or of `generator`.
+    """Set a random generator on all processes to the state that it has on rank 0.
 
     Args:
-        rng_type: `torch`, `generator` or a device type.
+        rng_type: "torch", "generator" or a device type.
+        generator: the generator for the type "generator".
     """
     if rng_type is None:
         rng_type = "torch" if generator is None else "generator"
@@ -147,35 +146,32 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
 def synchronize_rng_states(
     rng_types: Iterable[Any], generator: torch.Generator | None = None
 ) -> None:
-    """Give every process the states of rank 0's generators.
+    """Set random generators on all processes to the states that they have on rank 0.
 
     Args:
-        rng_types: `"torch"`, `"generator"`, or a type of device such as `"cuda"`.
-        generator: the one that `"generator"` means.
+        rng_types: "torch", "generator", or a device type such as "cuda".
+        generator: the generator for the type "generator".
     """
     rng.synchronize_rng_states(rng_types, generator, current_communicator())
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-    """Return the shape of a tensor that one process has, and the number of its dtype.
-
-    See `TENSOR_INT_TO_DTYPE` for the numbers.
-    """
+    """Return the shape of a tensor that one process has, and its dtype as in `TENSOR_INT_TO_DTYPE`."""
     own = None if tensor is None else (list(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
-    told = [one for one in current_communicator().gather_object(own) if one is not None]
-    if len(told) != 1:
+    infos = [one for one in current_communicator().gather_object(own) if one is not None]
+    if len(infos) != 1:
         raise DistributedOperationException(
-            f"gather_tensor_shape: exactly one process has to pass a tensor, but {len(told)} did."
+            f"gather_tensor_shape: exactly one process must pass a tensor, but {len(infos)} did."
         )
-    shape, number = told[0]
+    shape, number = infos[0]
     return torch.tensor(shape, dtype=torch.int, device=current_communicator().device), number
 
 
 def verify_operation(function: _F) -> _F:
-    """Decorate a collective: with `debug`, shapes and devices are compared before it begins.
+    """Decorate a collective so that, in debug mode, shapes and devices are compared before it starts.
 
     Raises:
-        DistributedOperationException: they differ between processes, when it is called.
+        DistributedOperationException: the collective is called and they differ between processes.
     """
 
     @functools.wraps(function)
@@ -186,7 +182,7 @@ def verify_operation(function: _F) -> _F:
             found = find_device(tensor)
             if found is not None and found.type != comm.device.type:
                 raise DistributedOperationException(
-                    f"{function.__name__}: a tensor is on {found}, and this process uses "
+                    f"{function.__name__}: a tensor is on {found}, but this process uses "
                     f"{comm.device}. Move it there first."
                 )
             shapes = comm.gather_object(get_shape(tensor))
@@ -201,7 +197,7 @@ def verify_operation(function: _F) -> _F:
 
 
 def chained_operation(function: _F) -> _F:
-    """Decorate a function that runs collectives: their errors say that it was called, too."""
+    """Decorate a function that runs collectives, so that their errors name it."""
 
     @functools.wraps(function)
     def named(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Comparing versions of installed distributions without importing them."""
+"""Compare the versions of installed distributions without importing them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from accelerate_drop_in.constants import STR_OPERATION_TO_FUNC
 def compare_versions(
     library_or_version: str | Version, operation: str, requirement_version: str
 ) -> bool:
-    """Compare a version, or that of an installed distribution, with another.
+    """Compare a version, or the version of an installed distribution, with another version.
 
     Args:
-        library_or_version: name of a distribution, or a version.
-        requirement_version: what it is compared with.
+        library_or_version: the name of a distribution, or a version.
+        operation: `>`, `>=`, `==`, `!=`, `<=` or `<`.
+        requirement_version: the version to compare with.
 
     Raises:
-        ConfigurationError: `operation` is none of `> >= == != <= <`.
-        importlib.metadata.PackageNotFoundError: there is no such distribution.
+        ConfigurationError: `operation` is invalid.
+        importlib.metadata.PackageNotFoundError: the distribution is not installed.
 
     Example:
         from packaging.version import Version
@@ -32,7 +33,7 @@ def compare_versions(
     """
     if operation not in STR_OPERATION_TO_FUNC:
         raise ConfigurationError(
-            f"{operation!r} does not compare versions; allowed: {listing(STR_OPERATION_TO_FUNC)}."
+            f"operation={operation!r} must be one of {listing(STR_OPERATION_TO_FUNC)}."
         )
     if isinstance(library_or_version, str):
         library_or_version = Version(installed_version(library_or_version))
@@ -51,10 +52,10 @@ def __getattr__(name: str) -> Version:
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Compare the installed torch (its release number, without `+cpu` and the like).
+    """Compare the release number of the installed torch, without suffixes such as `+cpu`.
 
     Args:
         operation: `>`, `>=`, `==`, `!=`, `<=` or `<`.
-        version: what it is compared with.
+        version: the version to compare with.
     """
     return compare_versions(_torch_version(), operation, version)

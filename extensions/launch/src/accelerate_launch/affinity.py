@@ -26,7 +26,7 @@ class CpuAffinity:
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
-        """Claim the run unless the variable is false; `on_start` refuses a value that is no boolean."""
+        """Claim the run unless the variable is false. `on_start` refuses invalid values."""
         text = request.environ.get(VARIABLE, "")
         if not text or parse_bool(text) is False:
             return None

@@ -30,7 +30,7 @@ from accelerate_launch.schemas import PluginSchema, plugin_schemas
 MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
-class UnaskedOptionError(ConfigurationError):
+class UnusedOptionError(ConfigurationError):
     """An option of `launch` belongs to a backend or precision that the launch does not use.
 
     Cause: the option was given without selecting its plugin, or with another plugin.
@@ -193,7 +193,7 @@ def _check_asked_for(one: Contributed, asked: SourcedValue) -> None:
     way = f"--{switch} or {option} {schema.name}" if switch else f"{option} {schema.name}"
     given = asked.value is not None and asked.origin != "default"
     other = f" ({asked.origin} selects {asked.value!r})" if given else ""
-    error = UnaskedOptionError(
+    error = UnusedOptionError(
         f"--{one.field.cli[0]} belongs to the {schema.kind} {schema.name!r}, which this launch does "
         f"not use{other}. Add {way}, or leave the option out."
     )

@@ -55,7 +55,7 @@ def with_value(text: str, key: str, value: str) -> str:
 
 
 class _Words(VersionedResolver):
-    """Keeps every plain scalar as text, so that `True`, `~` and `1e-4` are written as they were."""
+    """Keeps every plain scalar as a string, so that `True`, `~` and `1e-4` are written unchanged."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         return (

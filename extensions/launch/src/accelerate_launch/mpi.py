@@ -120,7 +120,7 @@ class MpirunLauncher:
             command += [flavour.hostfile, plan.mpirun_hostfile]
             command += [flavour.per_host, str(plan.processes_per_machine)]
         command += flavour.more
-        # mpirun passes the environment on to other hosts only if it is told to.
+        # mpirun passes only the variables on its command line to other hosts.
         for name, value in sorted({**plan.environment, **self.launch_environment(plan)}.items()):
             if name.startswith(_CARRIED):
                 command += ["-x", name] if flavour.export == "-x" else ["-genv", name, value]

@@ -1,4 +1,4 @@
-"""The original's commands, run by accelerate-core."""
+"""Accelerate's commands, run by accelerate-core."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 from accelerate_drop_in.commands.arguments import run_own
 from accelerate_drop_in.commands.config_files import default_config
 
-#: Section of a config file -> the original's `distributed_type` of a file that has it.
+#: For each section of a config file, Accelerate's `distributed_type` for files with this section.
 _SECTIONS = {
     "deepspeed_config": "DEEPSPEED",
     "fsdp_config": "FSDP",
@@ -22,10 +22,10 @@ _SECTIONS = {
 
 
 def call(words: list[str]) -> None:
-    """Run a command with the config file that the original would use.
+    """Run a command with the config file that Accelerate would use.
 
-    Like there `launch --cpu` uses none that it is not told. Options of `launch` that have no effect,
-    since nothing asks for what they belong to, are left out with a warning.
+    As in Accelerate, `launch --cpu` does not use the default config file. Options of `launch` for a
+    plugin that the launch does not use are removed with a warning.
     """
     from accelerate_core.config.files import CONFIG_VARIABLE
 
@@ -41,7 +41,7 @@ def call(words: list[str]) -> None:
         _dispatch(words)
     finally:
         if words[:1] == ["config"] and _text(path) != before:
-            _let_the_original_read(path)
+            _make_readable_for_accelerate(path)
         if not said:
             os.environ.pop(CONFIG_VARIABLE, None)
 
@@ -69,9 +69,9 @@ def _dispatch(words: list[str]) -> None:
         run_own(to_fsdp2.to_fsdp2_command_parser(), to_fsdp2.to_fsdp2_command, rest)
     else:
         if name == "launch":
-            from accelerate_drop_in.commands.unasked import without_unasked
+            from accelerate_drop_in.commands.unused_options import without_unused
 
-            words = [name, *without_unasked(rest)]
+            words = [name, *without_unused(rest)]
         elif name == "env" and not {"--json", "--help", "-h"} & {*rest}:
             from accelerate_drop_in.commands import env
 
@@ -84,11 +84,11 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-def _let_the_original_read(path: Path) -> None:
-    """Write the file so that the original reads it, and does what it says.
+def _make_readable_for_accelerate(path: Path) -> None:
+    """Rewrite a config file so that Accelerate also accepts it.
 
-    It wants `distributed_type` and `use_cpu`, which follow from the rest here, and refuses keys that
-    it does not know, even with their default.
+    Accelerate requires `distributed_type` and `use_cpu`, which are optional here, and refuses keys
+    that it doesn't have, even with their default values.
     """
     if path.suffix == ".json":
         return
@@ -110,7 +110,7 @@ def _let_the_original_read(path: Path) -> None:
 
 
 def _distributed_type(found: dict[str, Any]) -> str:
-    """Return the original's word for what the values of a file ask for."""
+    """Return Accelerate's `distributed_type` for the values of a config file."""
     for section, kind in _SECTIONS.items():
         if found.get(section):
             return kind
@@ -122,10 +122,10 @@ def _distributed_type(found: dict[str, Any]) -> str:
 
 
 def run(*command: str) -> None:
-    """Run a command of accelerate-core with what this process was given behind its name."""
+    """Run a command of accelerate-core with the arguments of this process."""
     call([*command, *sys.argv[1:]])
 
 
 def main() -> None:
-    """`accelerate`: every command."""
+    """Run `accelerate`, with all of its commands."""
     run()

@@ -1,4 +1,4 @@
-"""Parsers whose options may be written with dashes, and the commands that have one of their own."""
+"""Accelerate's argument parsers, which accept dashes, and a function to run commands with them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from accelerate_core.errors import AccelerateError
 
 
 class _Dashes:
-    """Takes options with dashes where they have underscores."""
+    """Adds a spelling with dashes to each option with underscores."""
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Any:
-        """Add an argument, as argparse does."""
+        """Add an argument in both spellings."""
         also = [one.replace("_", "-") for one in args if one.startswith("--") and "_" in one]
         return super().add_argument(*args, *also, **kwargs)  # type: ignore[misc]
 
@@ -27,20 +27,20 @@ class CustomArgumentParser(_Dashes, argparse.ArgumentParser):
     """A parser whose options may be written with dashes or underscores."""
 
     def add_argument_group(self, *args: Any, **kwargs: Any) -> CustomArgumentGroup:
-        """Add a group of the same kind."""
+        """Add a group that accepts both spellings, too."""
         group = CustomArgumentGroup(self, *args, **kwargs)
         self._action_groups.append(group)
         return group
 
 
 class CustomHelpFormatter(argparse.HelpFormatter):
-    """The help of a parser; ours hides nothing."""
+    """Accelerate's help formatter. Unlike Accelerate's, it hides no options."""
 
 
 def run_own(
     parser: argparse.ArgumentParser, command: Callable[[Any], object], words: list[str]
 ) -> None:
-    """Run a command that is the drop-in's own: what is wrong is told in one line, with status 1."""
+    """Run a command of the drop-in. An error is printed as one line, and the exit status is 1."""
     args = parser.parse_args(words)
     try:
         command(args)

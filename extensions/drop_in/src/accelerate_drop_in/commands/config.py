@@ -1,4 +1,4 @@
-"""`accelerate config`, and where its file is."""
+"""`accelerate config`, and the location of its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config files of the original: where the default one is, and their values as attributes."""
+"""Accelerate's config files: the location of the default one, and their values as attributes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEFAULTS = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "
 
 
 def default_config() -> Path:
-    """Return the config file where none is named: the original's, unless there is ours alone."""
+    """Return the default config file: Accelerate's, unless only the one of accelerate-core exists."""
     from accelerate_launch import default_config_path
     from accelerate_launch.paths import accelerate_config_path
 
@@ -28,7 +28,7 @@ def default_config() -> Path:
 
 
 class BaseConfig(SimpleNamespace):
-    """Values of a config file as attributes; those that are not given have the usual ones.
+    """The values of a config file as attributes, with defaults for missing ones.
 
     Args:
         values: the values by name.
@@ -38,7 +38,7 @@ class BaseConfig(SimpleNamespace):
         super().__init__(**(_DEFAULTS | values))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values by name, enumerations as texts."""
+        """Return the values by name, with enumerations as strings."""
         return {name: getattr(value, "value", value) for name, value in vars(self).items()}
 
     def to_yaml_file(self, yaml_file: str) -> None:
@@ -56,18 +56,18 @@ class BaseConfig(SimpleNamespace):
 
     @classmethod
     def from_json_file(cls, json_file: str | None = None) -> BaseConfig:
-        """Read a config file of JSON, which is YAML, too."""
+        """Read a JSON config file. JSON is also YAML."""
         return cls.from_yaml_file(json_file)
 
 
 class ClusterConfig(BaseConfig):
-    """The values for processes that are started here, not by a service."""
+    """The values of a config file for processes on your own machines."""
 
 
 def load_config_from_file(config_file: str | None) -> BaseConfig:
     """Return the values of a config file, the default one if None, as attributes.
 
     Raises:
-        ConfigurationError: it cannot be read.
+        ConfigurationError: the file can't be read.
     """
     return ClusterConfig.from_yaml_file(config_file)

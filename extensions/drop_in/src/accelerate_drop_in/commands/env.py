@@ -1,4 +1,4 @@
-"""`accelerate env`: the lines that issue templates ask for, and then what accelerate-core shows."""
+"""`accelerate env`: print the lines that issue templates ask for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accelerate_drop_in import NAME, VERSION
 from accelerate_drop_in.commands.arguments import CustomArgumentParser, run_own
 from accelerate_drop_in.commands.config_files import default_config, load_config_from_file
 
-#: The original's words for what differs from the name of a device's type.
+#: Accelerate's names for devices, if they differ from the upper-case device type.
 _KINDS = {"cpu": "N/A", "cuda": "CUDA"}
 
 
@@ -31,8 +31,8 @@ def main() -> None:
 
 
 def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return a parser of the arguments of `accelerate env`."""
-    what = "Show versions, devices and configuration, to be pasted into an issue."
+    """Return the argument parser of `accelerate env`."""
+    what = "Show versions, devices and configuration, to paste into an issue."
     if subparsers is not None:
         parser = subparsers.add_parser("env", description=what)
         parser.set_defaults(func=env_command)
@@ -44,7 +44,7 @@ def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def env_command(args: argparse.Namespace) -> dict[str, Any]:
-    """Print the lines that issue templates ask for, and return what they say by name."""
+    """Print the lines that issue templates ask for, and return their values by name."""
     info = _facts()
     config = _config(args.config_file)
     print("\nPaste these lines into your issue:\n")

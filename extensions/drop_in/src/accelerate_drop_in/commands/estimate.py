@@ -1,4 +1,4 @@
-"""`accelerate estimate-memory`, and its numbers for programs."""
+"""`accelerate estimate-memory`, and functions that return its numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_drop_in.commands import run
 from accelerate_drop_in.commands.arguments import CustomArgumentParser
 
-#: By how much of float32 a dtype is smaller.
+#: How many times smaller each dtype is than float32.
 _SHRINK = {"float32": 1, "float16": 2, "int8": 4, "int4": 8}
 
 
@@ -20,25 +20,25 @@ def main() -> None:
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
-    """Return a model's name as timm takes it: names on the hub begin with `hf-hub:`."""
+    """Return a model's name in timm's form, with `hf-hub:` before names on the Hub."""
     return f"hf-hub:{model_name}" if "/" in model_name and ":" not in model_name else model_name
 
 
 def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return a parser of the arguments of `accelerate estimate-memory`."""
-    what = "Show the memory that a model takes."
+    """Return the argument parser of `accelerate estimate-memory`."""
+    what = "Show how much memory a model needs."
     if subparsers is not None:
         parser = subparsers.add_parser("estimate-memory", description=what)
         parser.set_defaults(func=estimate_command)
     else:
         parser = CustomArgumentParser("accelerate estimate-memory", description=what)
-    parser.add_argument("model_name", help="a checkpoint, its folder, or a name on the hub")
-    parser.add_argument("--library_name", help="accepted: shapes need no library")
+    parser.add_argument("model_name", help="a checkpoint, its folder, or a name on the Hub")
+    parser.add_argument("--library_name", help="accepted without effect")
     parser.add_argument(
-        "--dtypes", nargs="+", default=[*_SHRINK], choices=[*_SHRINK], help="types of the weights"
+        "--dtypes", nargs="+", default=[*_SHRINK], choices=[*_SHRINK], help="dtypes of the weights"
     )
     parser.add_argument(
-        "--trust_remote_code", action="store_true", help="let code of the model's folder run"
+        "--trust_remote_code", action="store_true", help="run code from the model's folder"
     )
     made: argparse.ArgumentParser = parser
     return made
@@ -47,15 +47,16 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 def estimate_training_usage(
     bytes: int, mixed_precision: str, msamp_config: str | None = None
 ) -> dict[str, int]:
-    """Return what training with Adam takes besides activations.
+    """Return the memory that training with Adam needs, without activations.
 
     Args:
-        bytes: the weights in float32.
-        mixed_precision: the dtype that is computed in.
-        msamp_config: not known here.
+        bytes: the size of the weights in float32.
+        mixed_precision: the dtype of the computation.
+        msamp_config: not supported.
 
     Returns:
-        Bytes of model, gradients, optimizer, and of a step as a whole; -1 where nothing is trained.
+        The bytes of model, gradients and optimizer, and of a whole step; -1 if the dtype can't be
+        trained.
     """
     if mixed_precision == "float32":
         return {"model": bytes, "optimizer": bytes * 2, "gradients": bytes, "step": bytes * 4}
@@ -71,10 +72,10 @@ def estimate_training_usage(
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
-    """Return a row for each dtype: its name, bytes of the largest layer, of all, and of training.
+    """Return a row for each dtype: its name, and the bytes of the largest layer, the model and training.
 
     Raises:
-        ConfigurationError: there is no such model or dtype.
+        ConfigurationError: the model or a dtype is unknown.
     """
     shapes = shapes_of(args.model_name, trust_remote_code=args.trust_remote_code)
     total = sum(shapes.values()) * 4
@@ -83,8 +84,7 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     for dtype in args.dtypes:
         if dtype not in _SHRINK:
             raise ConfigurationError(
-                f"{dtype!r} is no dtype here; allowed are {listing(_SHRINK)}."
-                f"{did_you_mean(dtype, _SHRINK)}"
+                f"dtypes: {dtype!r} is not one of {listing(_SHRINK)}.{did_you_mean(dtype, _SHRINK)}"
             )
         part = _SHRINK[dtype]
         usage = estimate_training_usage(total, dtype)
@@ -93,7 +93,7 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
 
 
 def estimate_command(args: argparse.Namespace) -> None:
-    """Show what `estimate_command_parser` was asked for."""
+    """Run `accelerate estimate-memory` with parsed arguments."""
     words = [args.model_name, "--dtypes", ",".join(args.dtypes)]
     words += ["--trust_remote_code"] if args.trust_remote_code else []
     from accelerate_launch.cli import cli

@@ -1,4 +1,4 @@
-"""`accelerate launch`, and its launchers for programs that have parsed the options themselves."""
+"""`accelerate launch`, and its launchers for programs that parse the options themselves."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def main() -> None:
 
 
 def clean_option(option: str) -> str | None:
-    """Return the name of an option, None of what is none."""
+    """Return the name of an option, None if the text is not an option."""
     return option[2:].replace("-", "_") if option.startswith("--") else None
 
 
 def simple_launcher(args: argparse.Namespace) -> None:
-    """Launch what `args` say, and wait for it.
+    """Launch according to `args`, and wait until the processes end.
 
     Raises:
-        subprocess.CalledProcessError: it failed.
+        subprocess.CalledProcessError: the launch failed.
     """
     if hasattr(args, "arguments"):
         launch_command(args)
@@ -42,11 +42,11 @@ deepspeed_launcher = simple_launcher
 
 
 def tpu_launcher(args: argparse.Namespace) -> None:
-    """Launch what `args` say on the TPUs of this host, and wait for it.
+    """Launch according to `args` on the TPUs of this host, and wait until the processes end.
 
     Raises:
-        MissingPluginError: the launcher for them is not installed.
-        subprocess.CalledProcessError: it failed.
+        MissingPluginError: the launcher for TPUs is not installed.
+        subprocess.CalledProcessError: the launch failed.
     """
     find("launcher", "tpu", source="tpu_launcher")
     args.tpu = True
@@ -54,11 +54,11 @@ def tpu_launcher(args: argparse.Namespace) -> None:
 
 
 def tpu_pod_launcher(args: argparse.Namespace) -> None:
-    """Launch what `args` say on all hosts of a TPU pod, and wait for it.
+    """Launch according to `args` on all hosts of a TPU pod, and wait until the processes end.
 
     Raises:
-        MissingPluginError: the launcher for them is not installed.
-        subprocess.CalledProcessError: it failed.
+        MissingPluginError: the launcher for TPUs is not installed.
+        subprocess.CalledProcessError: the launch failed.
     """
     args.tpu_use_cluster = True
     tpu_launcher(args)

@@ -1,6 +1,6 @@
-"""Parsers and functions of the original's commands, for programs that run them without a shell.
+"""Parsers and functions for Accelerate's commands, for programs that run them without a shell.
 
-A parser keeps what it is given: options are those of our commands, which read them.
+A parser accepts the options of accelerate-core's command, and passes the arguments on to it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from accelerate_drop_in.commands import call
 from accelerate_drop_in.commands.arguments import CustomArgumentGroup as CustomArgumentGroup
 from accelerate_drop_in.commands.arguments import CustomArgumentParser as CustomArgumentParser
 from accelerate_drop_in.commands.arguments import CustomHelpFormatter as CustomHelpFormatter
-from accelerate_drop_in.commands.unasked import without_unasked
+from accelerate_drop_in.commands.unused_options import without_unused
 from accelerate_launch.cli import cli
 
-#: What the original calls arguments of our commands.
+#: Accelerate's names for arguments of our commands.
 _ALSO = {"script": "training_script", "arguments": "training_script_args"}
 
 
 class _Parser(argparse.ArgumentParser):
-    """Has our command read what it is given, and keeps it in `arguments`.
+    """Lets our command parse the arguments, and also keeps them in `arguments`.
 
     Args:
         words: the command.
@@ -46,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
         return click.Context(command, parent=context, info_name=word)
 
     def format_help(self) -> str:
-        """Return the help of our command."""
+        """Return the help text of our command."""
         return self._context(()).get_help()
 
     def parse_known_args(  # type: ignore[override]
@@ -55,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
         made = namespace if namespace is not None else argparse.Namespace()
         given = [*(sys.argv[1:] if args is None else args)]
         if self._words == ("launch",):
-            given = without_unasked(given)
+            given = without_unused(given)
         try:
             context = self._context(given)
         except click.ClickException as error:
@@ -73,7 +73,7 @@ class _Parser(argparse.ArgumentParser):
 def _command(
     *words: str, run: Callable[..., None] | None = None
 ) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """Return the parser of one of our commands, and what runs it."""
+    """Return the parser of one of our commands, and the function that runs it."""
 
     def command(args: argparse.Namespace) -> None:
         try:
@@ -89,8 +89,8 @@ def _command(
             made.set_defaults(func=run or command)
         return made
 
-    command.__doc__ = f"Run `accelerate {' '.join(words)}` with what its parser was given."
-    parser.__doc__ = f"Return a parser of the arguments of `accelerate {' '.join(words)}`."
+    command.__doc__ = f"Run `accelerate {' '.join(words)}` with the arguments of its parser."
+    parser.__doc__ = f"Return the argument parser of `accelerate {' '.join(words)}`."
     return parser, command
 
 
@@ -98,12 +98,12 @@ config_command_parser, config_command = _command("config")
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Launch what `launch_command_parser` was given, and come back when it has ended.
+    """Launch with the arguments of `launch_command_parser`, and wait until the processes end.
 
     Raises:
-        subprocess.CalledProcessError: it failed.
+        subprocess.CalledProcessError: the launch failed.
     """
-    # Not here: `launch` of one process becomes the script.
+    # In a separate process, because launching one process replaces this one by the script.
     command = [sys.executable, "-m", "accelerate_core", "launch", *args.arguments]
     subprocess.run(command, check=True)
 
@@ -121,7 +121,7 @@ def _sub_parser(word: str) -> Callable[[Any, Any], argparse.ArgumentParser]:
         found.set_defaults(func=run)
         return found
 
-    add.__doc__ = f"Add `config {word}` to a command's subparsers; `parents` are not needed."
+    add.__doc__ = f"Add `config {word}` to a command's subparsers. `parents` is ignored."
     return add
 
 

@@ -1,4 +1,4 @@
-"""`accelerate to-fsdp2`: a config file for FSDP1 is rewritten for FSDP2."""
+"""`accelerate to-fsdp2`: rewrite a config file for FSDP1 as one for FSDP2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accelerate_core.plugins.catalog import pip_command
 from accelerate_drop_in.commands.arguments import CustomArgumentParser, run_own
 
 _WHAT = "Rewrite a config file for FSDP1 as one for FSDP2."
-#: What FSDP2 of this project has, and the original's converter leaves out.
+#: A key that accelerate-core's FSDP2 supports, but that Accelerate's converter removes.
 _LEFT_OUT = "fsdp_forward_prefetch"
 
 logger = logging.getLogger("accelerate.commands.to_fsdp2")
@@ -27,15 +27,15 @@ def main() -> None:
 
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return a parser of the arguments of `accelerate to-fsdp2`."""
+    """Return the argument parser of `accelerate to-fsdp2`."""
     if subparsers is not None:
         parser = subparsers.add_parser("to-fsdp2", description=_WHAT)
         parser.set_defaults(func=to_fsdp2_command)
     else:
         parser = CustomArgumentParser("accelerate to-fsdp2", description=_WHAT)
     parser.add_argument("--config_file", required=True, help="the file to convert")
-    parser.add_argument("--output_file", help="where the new one is written")
-    parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    parser.add_argument("--output_file", help="the file to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     made: argparse.ArgumentParser = parser
     return made
 
@@ -44,7 +44,7 @@ def load_config(config_file: str) -> dict[str, Any]:
     """Return the values of a config file.
 
     Raises:
-        ValueError: it is empty.
+        ValueError: the file is empty.
     """
     found: dict[str, Any] = yaml.safe_load(Path(config_file).read_text(encoding="utf-8"))
     if not found:
@@ -53,49 +53,52 @@ def load_config(config_file: str) -> dict[str, Any]:
 
 
 def to_fsdp2_command(args: argparse.Namespace) -> None:
-    """Convert the file that `args` name.
+    """Convert the config file in `args`.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        FileExistsError: the file to be written is there already.
-        ValueError: nothing says where the new file goes.
+        FileNotFoundError: the config file does not exist.
+        FileExistsError: the output file already exists.
+        ValueError: neither --output_file nor --overwrite is given.
     """
     source = Path(args.config_file)
     target = args.output_file
     if not source.exists():
         raise FileNotFoundError(f"There is no config file {source}.")
     if target is None and not args.overwrite:
-        raise ValueError("Say where the new file goes with --output_file, or pass --overwrite.")
+        raise ValueError("Name the new file with --output_file, or pass --overwrite.")
     if target is not None and Path(target).exists() and not args.overwrite:
-        raise FileExistsError(f"{target} is there already: pass --overwrite to replace it.")
+        raise FileExistsError(f"{target} already exists. Pass --overwrite to replace it.")
     made = convert_config_to_fsdp2(load_config(args.config_file))
     Path(target or source).write_text(yaml.safe_dump(made, sort_keys=False), encoding="utf-8")
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a config file of FSDP1 in terms of FSDP2; others are returned unchanged.
+    """Convert the values of a config file for FSDP1 to FSDP2. Other values are returned unchanged.
 
     Raises:
-        ConfigurationError: it asks for what FSDP2 does not do.
+        ConfigurationError: FSDP2 does not support a setting.
         MissingPluginError: the backend is not installed.
     """
     section = config.get("fsdp_config")
     if not section:
-        logger.info("There is no fsdp_config; nothing is converted.")
+        logger.info("The config has no fsdp_config, so nothing is converted.")
         return config
     if section.get("fsdp_version") == 2:
         logger.warning(
-            "The config is for FSDP2 already (fsdp_version: 2); nothing is converted. If its other "
-            "keys are those of FSDP1, set fsdp_version to 1 and convert it again."
+            "The config is already for FSDP2 (fsdp_version: 2), so nothing is converted. If its other "
+            "keys are for FSDP1, set fsdp_version to 1 and convert it again."
         )
         return config
     try:
         from accelerate_fsdp2.convert import converted
     except ModuleNotFoundError as error:
-        raise MissingPluginError(f"FSDP2 comes with a backend: {pip_command('fsdp2')}") from error
+        raise MissingPluginError(
+            f"FSDP2 needs a backend that is not installed. Install it with: {pip_command('fsdp2')}"
+        ) from error
     if _LEFT_OUT in section:
         logger.warning(
-            "%s is left out, as by the original's converter; FSDP2 has it here.", _LEFT_OUT
+            "%s is removed, as by Accelerate's converter, although FSDP2 supports it here.",
+            _LEFT_OUT,
         )
         section = {key: value for key, value in section.items() if key != _LEFT_OUT}
     made, notes = converted({**config, "fsdp_config": section}, "The config")
@@ -103,6 +106,6 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
         logger.warning(note)
     new = made["fsdp_config"]
     for key in section:
-        if f"fsdp_{key}" in new and key not in new:  # written without the prefix, as it may be
+        if f"fsdp_{key}" in new and key not in new:  # keep keys without the prefix as they were
             new[key] = new.pop(f"fsdp_{key}")
     return made

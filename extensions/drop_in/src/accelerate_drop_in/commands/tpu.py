@@ -1,4 +1,4 @@
-"""`accelerate tpu-config`: commands that are run on every host of a TPU pod, by gcloud."""
+"""`accelerate tpu-config`: run commands on every host of a TPU pod with gcloud."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate_drop_in.commands.arguments import CustomArgumentParser, run_own
 from accelerate_drop_in.commands.config_files import default_config, load_config_from_file
 
 _WHAT = "Run commands on every host of a TPU pod, such as to set it up before a launch."
-#: Options that a config file may have instead: option -> key of the file.
+#: Options that may be in a config file instead, each with its key.
 _IN_FILE = {"tpu_name": "tpu_name", "tpu_zone": "tpu_zone"}
 
 
@@ -24,37 +24,37 @@ def main() -> None:
 
 
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return a parser of the arguments of `accelerate tpu-config`."""
+    """Return the argument parser of `accelerate tpu-config`."""
     if subparsers is not None:
         parser = subparsers.add_parser("tpu-config", description=_WHAT)
         parser.set_defaults(func=tpu_command_launcher)
     else:
         parser = CustomArgumentParser("accelerate tpu-config", description=_WHAT)
     add = parser.add_argument
-    add("--config_file", help="file with what is not given here")
-    add("--tpu_name", help="name of the TPU, as gcloud knows it")
+    add("--config_file", help="file with values for options that are not given")
+    add("--tpu_name", help="name of the TPU in gcloud")
     add("--tpu_zone", help="zone of the TPU")
     add("--use_alpha", action="store_true", help="run gcloud alpha instead of gcloud")
-    add("--command_file", help="file with a command per line")
-    add("--command", action="append", nargs="+", help="a command; may be given several times")
-    add("--install_accelerate", action="store_true", help="run pip install accelerate there first")
-    add("--accelerate_version", default="latest", help="version that is installed; or latest")
-    add("--debug", action="store_true", help="print what would be run, and run nothing")
+    add("--command_file", help="file with one command per line")
+    add("--command", action="append", nargs="+", help="a command; can be given several times")
+    add("--install_accelerate", action="store_true", help="first run pip install accelerate")
+    add("--accelerate_version", default="latest", help="version to install, or latest")
+    add("--debug", action="store_true", help="print the command without running it")
     made: argparse.ArgumentParser = parser
     return made
 
 
 def tpu_command_launcher(args: argparse.Namespace) -> None:
-    """Run the commands that `args` and the config file say on all hosts.
+    """Run the commands from `args` and the config file on all hosts.
 
     Raises:
-        ConfigurationError: there is nothing to run, or no TPU is named.
+        ConfigurationError: there are no commands, or no TPU is named.
     """
     command = "; ".join(["cd /usr/share", *_commands(args)])
     missing = [f"--{name}" for name in _IN_FILE if not getattr(args, name)]
     if missing:
         raise ConfigurationError(
-            f"tpu-config needs {' and '.join(missing)}, or the keys of that name in a config file."
+            f"tpu-config needs {' and '.join(missing)}, or the same keys in a config file."
         )
     words = ["gcloud", *(["alpha"] if args.use_alpha else []), "compute", "tpus", "tpu-vm", "ssh"]
     words += [args.tpu_name, "--zone", args.tpu_zone, "--command", command, "--worker", "all"]
@@ -63,12 +63,12 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
         return
     status = subprocess.run(words, check=False).returncode
     if status:
-        sys.exit(f"The hosts were not set up: gcloud ended with exit status {status}.")
+        sys.exit(f"The hosts were not set up: gcloud failed with exit status {status}.")
     print("The hosts of the pod are set up.")
 
 
 def _commands(args: argparse.Namespace) -> list[str]:
-    """Return what is run there, in order; fills `args` from the config file."""
+    """Return the commands in order, and fill in `args` from the config file."""
     said: Any = None
     if args.config_file is not None or _default_file() is not None:
         said = load_config_from_file(args.config_file)
@@ -83,8 +83,8 @@ def _commands(args: argparse.Namespace) -> list[str]:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     if not lines:
         raise ConfigurationError(
-            "There is nothing to run on the hosts: give --command or --command_file (in a config "
-            "file: commands or command_file)."
+            "There is nothing to run on the hosts. Pass --command or --command_file, or set commands "
+            "or command_file in a config file."
         )
     if args.install_accelerate:
         lines.insert(0, f"pip install {_package(args.accelerate_version)}")
@@ -101,7 +101,7 @@ def _default_file() -> Path | None:
 def _package(version: str) -> str:
     if version == "dev":
         raise ConfigurationError(
-            "--accelerate_version dev is not offered: name a version, or install from a clone with "
+            "--accelerate_version dev is not supported. Pass a version, or install from a clone with "
             '--command "pip install ...".'
         )
     return "accelerate -U" if version == "latest" else f"accelerate=={version}"

@@ -1,7 +1,7 @@
-"""Options of `launch` that have no effect, since nothing asks for the plugin that they belong to.
+"""Remove options of `launch` for plugins that the launch does not use.
 
-The original takes `--fsdp_offload_params true` without `--use_fsdp`, and ignores it. `accelerate-core
-launch` refuses it; for scripts that were written for the original it is left out, with a warning.
+Accelerate accepts `--fsdp_offload_params true` without `--use_fsdp` and ignores it. `accelerate-core
+launch` refuses it. For scripts that were written for Accelerate, it is removed with a warning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MESH, _SAGEMAKER = "parallelism_config_", "aws_"
 
 @functools.cache
 def _of_plugins() -> dict[str, str]:
-    """Return the original's options that belong to plugins here: "flag", or "value" if one follows."""
+    """Return Accelerate's options that belong to plugins, with "flag" or "value" for each."""
     text = resources.files(__package__).joinpath("plugin_options.json").read_text(encoding="utf-8")
     made: dict[str, str] = json.loads(text)
     return made
@@ -35,24 +35,24 @@ def _of_plugins() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Given:
-    """An option as it was given, with the words of it."""
+    """An option as it was given, with its words."""
 
     name: str
     words: tuple[str, ...]
 
 
-def without_unasked(words: Sequence[str]) -> list[str]:
-    """Return the words after `launch` without options that have no effect; a warning names each.
+def without_unused(words: Sequence[str]) -> list[str]:
+    """Return the words after `launch` without options that have no effect, and print a warning for each.
 
-    Anything else that is wrong with them stays, for `launch` to tell.
+    Other mistakes are left for `launch` to report.
     """
-    # Most launches have none of these: nothing is imported or planned for them.
+    # Most launches have no such options, so return without importing or planning anything.
     if _of_plugins().keys().isdisjoint(_name(word) for word in words if word.startswith("--")):
         return [*words]
     options, rest = _split(words)
     kept = [one for one in options if _counts(one, options)]
-    while (unasked := _first_unasked(kept, rest)) is not None:
-        names_of, why = unasked
+    while (unused := _first_unused(kept, rest)) is not None:
+        names_of, why = unused
         for one in [one for one in kept if one.name in names_of]:
             _warn(one.name, f"it belongs {why}")
         kept = [one for one in kept if one.name not in names_of]
@@ -92,7 +92,7 @@ def _split(words: Sequence[str]) -> tuple[list[_Given], list[str]]:
 
 
 def _takes_next(name: str, option: Any, following: list[str]) -> bool:
-    """Tell whether the word after an option is its value."""
+    """Return whether the word after an option is its value."""
     if option is not None:
         switch = getattr(option, "takes_switch", False)
         alone = switch and (not following or parse_bool(following[0]) is None)
@@ -101,19 +101,19 @@ def _takes_next(name: str, option: Any, following: list[str]) -> bool:
 
 
 def _counts(option: _Given, options: list[_Given]) -> bool:
-    """Tell whether something asks for what an option belongs to, as far as that is not planned."""
+    """Return whether the launch may use an option, as far as this is known without a plan."""
     from accelerate_launch import accelerate_options
 
     name = option.name
     if name not in _of_plugins():
         return True
     if name.startswith(_SAGEMAKER):
-        _warn(name, "it is for jobs of SageMaker")
+        _warn(name, "it is for SageMaker jobs")
         return False
     if name.startswith(_MESH):
         if _asks_for_mesh(options):
             return True
-        _warn(name, "nothing asks for a mesh; add --use_parallelism_config")
+        _warn(name, "it needs --use_parallelism_config")
         return False
     owner = accelerate_options.owner_of_option(name)
     here = {record.name for record in installed().plugins} - disabled_names()
@@ -122,7 +122,7 @@ def _counts(option: _Given, options: list[_Given]) -> bool:
     switches = [switch for switch, its in catalog.SWITCHES.items() if its == owner]
     asked = any(one.name in switches or owner in one.words for one in options)
     if not asked:
-        _warn(name, f"it belongs to {owner!r}, which this launch does not ask for")
+        _warn(name, f"it belongs to {owner!r}, which this launch does not use")
     return asked
 
 
@@ -139,13 +139,13 @@ def _asks_for_mesh(options: list[_Given]) -> bool:
     try:
         config = find_config(named and named.removeprefix("--config_file="), os.environ)
     except AccelerateError:
-        return True  # launch tells what is wrong with the file
+        return True  # launch reports what is wrong with the file
     return config is not None and "parallelism_config" in config
 
 
-def _first_unasked(options: list[_Given], rest: list[str]) -> tuple[tuple[str, ...], str] | None:
-    """Return the names of an option whose plugin the launch does not ask for, and why; None: all are."""
-    from accelerate_launch.contributed import UnaskedOptionError
+def _first_unused(options: list[_Given], rest: list[str]) -> tuple[tuple[str, ...], str] | None:
+    """Return the names of an option whose plugin the launch does not use, and why; None if all are used."""
+    from accelerate_launch.contributed import UnusedOptionError
     from accelerate_launch.planning import draft_plan, find_config
 
     command, context = _command()
@@ -155,7 +155,7 @@ def _first_unasked(options: list[_Given], rest: list[str]) -> tuple[tuple[str, .
         given = dict(made.params)
         config = find_config(given.pop("config_file"), os.environ)
         draft_plan(given, dict(os.environ), config)
-    except UnaskedOptionError as error:
+    except UnusedOptionError as error:
         return error.names, str(error).partition(" belongs ")[2].partition(". Add")[0]
     except (click.ClickException, click.exceptions.Exit, AccelerateError):
         return None

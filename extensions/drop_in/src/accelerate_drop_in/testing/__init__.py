@@ -1,1 +1,1 @@
-"""What tests of code on Accelerate share: `accelerate.test_utils`."""
+"""The helpers of `accelerate.test_utils`, for tests of code that uses Accelerate."""

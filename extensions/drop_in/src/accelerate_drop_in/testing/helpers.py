@@ -1,4 +1,4 @@
-"""The device, conditions to skip by, test cases, and commands run to their end."""
+"""The test device, decorators that skip tests, test cases, and functions that run commands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from accelerate_drop_in.versions import compare_versions, is_torch_version
 
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
-    """Return the kind of device here, how many there are, and what tells the bytes in use."""
+    """Return the device type, the number of devices, and a function that returns the bytes in use."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
         return "cpu", 1, int
@@ -43,7 +43,7 @@ torch_device, device_count, memory_allocated_func = get_backend()
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
-    """Return the command that launches with the given options; True is one without a value."""
+    """Return a launch command with the given options. True means an option without a value."""
     said = {key: value for key, value in kwargs.items() if value is not None and value is not False}
     options = [f"--{key}" if value is True else f"--{key}={value}" for key, value in said.items()]
     return ["accelerate", "launch", *options]
@@ -51,23 +51,23 @@ def get_launch_command(**kwargs: Any) -> list[str]:
 
 DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=device_count, monitor_interval=0.1)
 
-# --- what a test needs ------------------------------------------------------------------------
+# --- requirements of tests --------------------------------------------------------------------
 
 _run_slow = parse_flag_from_env("RUN_SLOW", False)
 
 
 def skip(test_case: Any) -> Any:
-    """Leave a test out."""
-    return unittest.skip("left out")(test_case)
+    """Skip a test."""
+    return unittest.skip("skipped")(test_case)
 
 
 def slow(test_case: Any) -> Any:
-    """Leave a test out unless the variable RUN_SLOW says yes."""
-    return unittest.skipUnless(_run_slow, "slow; RUN_SLOW=1 runs it")(test_case)
+    """Skip a test unless the environment variable RUN_SLOW is true."""
+    return unittest.skipUnless(_run_slow, "slow; set RUN_SLOW=1 to run it")(test_case)
 
 
 def run_first(test_case: Any) -> Any:
-    """Run a test before the others, where pytest-order is installed."""
+    """Run a test before the others, if pytest-order is installed."""
     if importlib.util.find_spec("pytest") is None:
         return test_case
     import pytest
@@ -76,7 +76,7 @@ def run_first(test_case: Any) -> Any:
 
 
 def require_torch_min_version(test_case: Any = None, version: str | None = None) -> Any:
-    """Leave a test out where torch is older."""
+    """Skip a test if torch is older than a version."""
     if test_case is None:
         return lambda given: require_torch_min_version(given, version)
     there = version is None or is_torch_version(">=", version)
@@ -108,7 +108,7 @@ def _several_trackers() -> bool:
 
 
 _MANY = float("inf")
-#: `require_NAME` of these asks what is said here, and of any other whether that library is there.
+#: The condition of `require_NAME` for these names. For any other name, the library must be installed.
 _NEEDS: dict[str, Callable[[], bool]] = {
     "cpu": _kind("cpu"),
     "non_cpu": lambda: torch_device != "cpu",
@@ -136,7 +136,7 @@ _NEEDS: dict[str, Callable[[], bool]] = {
 
 
 def __getattr__(name: str) -> Any:
-    """Return the decorator `require_...`, which skips a test where something is not there."""
+    """Return a decorator `require_...`, which skips a test if a requirement is not met."""
     wanted = name.removeprefix("require_")
     probe = f"is_{wanted}_available"
     if wanted == name or not (wanted in _NEEDS or hasattr(utils, probe)):
@@ -150,7 +150,7 @@ def __getattr__(name: str) -> Any:
         return unittest.skipUnless(there(), f"needs {wanted.replace('_', ' ')}")(test_case)
 
     require.__name__ = require.__qualname__ = name
-    require.__doc__ = f"Leave a test out where there is no {wanted.replace('_', ' ')}."
+    require.__doc__ = f"Skip a test without {wanted.replace('_', ' ')}."
     return globals().setdefault(name, require)
 
 
@@ -158,7 +158,7 @@ def __getattr__(name: str) -> Any:
 
 
 class TempDirTestCase(unittest.TestCase):
-    """Has a folder `tmpdir` of its class, emptied before each test if `clear_on_setup`."""
+    """A test case with a folder `tmpdir`, which is emptied before each test if `clear_on_setup`."""
 
     clear_on_setup = True
     tmpdir: Path
@@ -180,7 +180,7 @@ class TempDirTestCase(unittest.TestCase):
 
 
 class AccelerateTestCase(unittest.TestCase):
-    """Forgets the processes and Accelerators after each test."""
+    """A test case that resets the states after each test."""
 
     def tearDown(self) -> None:
         super().tearDown()
@@ -189,7 +189,7 @@ class AccelerateTestCase(unittest.TestCase):
 
 
 class MockingTestCase(unittest.TestCase):
-    """Has mocks that start in `setUp` and end with the test."""
+    """A test case with mocks that stop when the test ends."""
 
     def add_mocks(self, mocks: Any) -> None:
         """Start one mock, or several."""
@@ -203,19 +203,19 @@ class MockingTestCase(unittest.TestCase):
 def assert_exception(
     exception_class: type[BaseException], msg: str | None = None
 ) -> Iterator[None]:
-    """Expect an error of a class, whose text has `msg` in it."""
+    """Expect an error of a class whose text contains `msg`."""
     try:
         yield
     except Exception as error:
         if not isinstance(error, exception_class) or (msg is not None and msg not in str(error)):
-            wanted = f"{exception_class.__name__} with {msg or ''!r} was expected"
-            raise AssertionError(f"{wanted}, and {error!r} came.") from error
+            wanted = f"{exception_class.__name__} with {msg or ''!r}"
+            raise AssertionError(f"Expected {wanted}, but got {error!r}.") from error
         return
-    raise AssertionError(f"No error came, where {exception_class.__name__} was expected.")
+    raise AssertionError(f"Expected {exception_class.__name__}, but no error was raised.")
 
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
-    """Whether all ranks hold the same."""
+    """Return whether all ranks have the same tensor."""
     every = gather(tensor[None].clone().to(PartialState().device))
     return all(torch.equal(one, every[0]) for one in every)
 
@@ -242,10 +242,10 @@ def execute_subprocess_async(
     quiet: bool = False,
     echo: bool = True,
 ) -> _Output:
-    """Run a command, showing what it says while it runs; return that, and its status.
+    """Run a command and show its output while it runs; return the output and the exit status.
 
     Raises:
-        RuntimeError: it failed, with what it said.
+        RuntimeError: the command failed; the text has its output.
     """
     command = [str(part) for part in cmd]
     if echo:
@@ -271,17 +271,17 @@ def execute_subprocess_async(
         status = process.wait()
         timer.cancel()
     if status:
-        raise RuntimeError(f"{' '.join(command)!r} ended with {status}:\n" + "\n".join(err))
+        raise RuntimeError(f"{' '.join(command)!r} failed with status {status}:\n" + "\n".join(err))
     return _Output(status, out, err)
 
 
 def run_command(
     command: list[Any], return_stdout: bool = False, env: dict[str, str] | None = None
 ) -> str | None:
-    """Run a command quietly; return what it said if asked.
+    """Run a command without showing its output, which is returned with `return_stdout`.
 
     Raises:
-        SubprocessCallException: it failed, with what it said.
+        SubprocessCallException: the command failed; the text has its output.
     """
     words = [str(part) for part in command]
     done = subprocess.run(
@@ -300,23 +300,23 @@ def run_command(
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Return what a function prints."""
+    """Return the output that a function prints."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         func(*args, **kwargs)
     return said.getvalue()
 
 
 def pytest_xdist_worker_id() -> int:
-    """Return which of the workers of pytest-xdist this process is, 0 without it."""
+    """Return the number of this pytest-xdist worker, 0 without pytest-xdist."""
     return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
 def get_torch_dist_unique_port() -> int:
-    """Return a port that no other worker of pytest-xdist takes."""
+    """Return a port that no other pytest-xdist worker uses."""
     return 29500 + pytest_xdist_worker_id()
 
 
 def path_in_accelerate_package(*components: str) -> Path:
-    """Return a path below the folder of the package `accelerate`."""
+    """Return a path inside the folder of the package `accelerate`."""
     package = importlib.import_module("accelerate")
     return Path(inspect.getfile(package)).parent.joinpath(*components)

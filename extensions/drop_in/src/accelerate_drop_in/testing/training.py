@@ -1,4 +1,4 @@
-"""A line to learn, and a model that learns it."""
+"""A small regression data set, a model for it, and loaders for tests of examples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-#: Pairs of sentences like those of the task MRPC, with whether they say the same.
+#: Pairs of sentences as in the task MRPC, with 1 for the same meaning.
 _PAIRS = [
     ("The train left at noon.", "At noon, the train departed.", 1),
     ("Prices rose in June.", "In June there was a rise of prices.", 1),
@@ -18,7 +18,7 @@ _PAIRS = [
 
 
 class RegressionDataset(Dataset[dict[str, Any]]):
-    """Points `x` and `y` near the line `y = a x + b`."""
+    """Noisy points `x` and `y` on the line `y = a x + b`."""
 
     def __init__(
         self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None
@@ -37,7 +37,7 @@ class RegressionDataset(Dataset[dict[str, Any]]):
 
 
 class RegressionModel(torch.nn.Module):
-    """The line `a x + b`; says once in which dtypes it computes."""
+    """The line `a x + b`. The first forward prints the dtypes."""
 
     def __init__(self, a: float = 0, b: float = 0, double_output: bool = False) -> None:
         super().__init__()
@@ -53,9 +53,9 @@ class RegressionModel(torch.nn.Module):
 
 
 def mocked_dataloaders(accelerator: Any, batch_size: int = 16) -> tuple[Any, Any]:
-    """Return loaders of a few sentence pairs, as examples read the task MRPC.
+    """Return a training and a validation loader with a few sentence pairs, in the form of MRPC.
 
-    The tokenizer is that of `bert-base-cased`, from the hub or its cache.
+    The tokenizer is `bert-base-cased`, from the Hub or its cache.
     """
     from transformers import AutoTokenizer
 
@@ -75,7 +75,7 @@ def mocked_dataloaders(accelerator: Any, batch_size: int = 16) -> tuple[Any, Any
 def mocked_dataloaders_for_autoregressive_models(
     accelerator: Any, batch_size: int = 16
 ) -> tuple[Any, Any]:
-    """Return loaders of a few sentences, of which each token is to be told from those before it."""
+    """Return a training and a validation loader with a few sentences for next-token prediction."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained("HuggingFaceTB/SmolLM-360M")

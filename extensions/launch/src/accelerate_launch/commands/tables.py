@@ -59,7 +59,7 @@ def print_table(
 
 
 def shown(value: object) -> str:
-    """Return a value as text, with `none`, `true` and `false` as in a config file."""
+    """Format a value, with `none`, `true` and `false` as in a config file."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 

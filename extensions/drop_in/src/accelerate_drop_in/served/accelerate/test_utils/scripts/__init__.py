@@ -1,1 +1,1 @@
-"""Scripts to launch, which end with a status above 0 where something is not as it should be."""
+"""Scripts to launch. They exit with a status above 0 if a check fails."""

@@ -1,4 +1,4 @@
-"""Say that a launched script ran."""
+"""Print that a launched script ran."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Gradients that are averaged through a compressing hook are those without it, but for rounding."""
+"""Gradients that a compressing hook averages equal those without the hook, except for rounding."""
 
 import torch
 
@@ -21,7 +21,7 @@ def main():
     for hook in (DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16):
         assert torch.allclose(gradient(hook)[1], plain, rtol=1e-2)
     accelerator.wait_for_everyone()
-    accelerator.print("Hooks leave gradients as they are.")
+    accelerator.print("Hooks do not change the gradients.")
 
 
 if __name__ == "__main__":

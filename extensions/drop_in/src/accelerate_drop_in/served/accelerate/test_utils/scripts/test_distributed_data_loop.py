@@ -1,4 +1,4 @@
-"""Data that does not divide by the ranks: even batches, ragged ones, and ranks that end early."""
+"""Data that is not divisible by the number of ranks: even batches, uneven ones, and uneven ranks."""
 
 import warnings
 
@@ -9,7 +9,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 
 
 def sizes(accelerator, length, batch_size):
-    """Return how long this rank's batches of so many samples are."""
+    """Return the sizes of this rank's batches."""
     made = accelerator.prepare(DataLoader(torch.arange(length), batch_size=batch_size))
     return [len(batch) for batch in made]
 
@@ -33,7 +33,7 @@ def main():
     whole = stateful.gather(torch.cat(list(stateful.prepare(data))))
     assert sorted(whole.tolist()) == list(range(8 * count))
     accelerator.wait_for_everyone()
-    accelerator.print("Ragged data is shared out as asked.")
+    accelerator.print("Uneven data is divided as configured.")
 
 
 if __name__ == "__main__":

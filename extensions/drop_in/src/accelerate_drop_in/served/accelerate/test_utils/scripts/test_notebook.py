@@ -1,4 +1,4 @@
-"""`notebook_launcher` starts processes, again after failures, and ends them when one fails."""
+"""`notebook_launcher` starts processes, and stops all of them when one fails."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""The collectives on tensors and objects, each compared with what every rank can tell by itself."""
+"""The collectives on tensors and objects, each compared with a result that every rank can compute."""
 
 import torch
 
@@ -35,7 +35,7 @@ def main():
     assert torch.allclose(reduce(mine, "mean").cpu(), whole.mean(0))
     assert torch.equal(concatenate([mine, mine]), torch.cat([mine, mine]))
     state.wait_for_everyone()
-    state.print("The collectives do what they say.")
+    state.print("The collectives return the right results.")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from accelerate_launch.commands import self_check
 
 def main():
     if self_check.main(os.devnull):
-        raise AssertionError("A check failed; `accelerate test` says which.")
+        raise AssertionError("A check failed. Run `accelerate test` to see which.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Gradients are averaged over the ranks where they are to be, and only there."""
+"""Gradients are averaged over the ranks when they should be, and only then."""
 
 from copy import deepcopy
 
@@ -25,7 +25,7 @@ def points(accelerator):
 
 
 def check_no_sync(accelerator):
-    """Within `no_sync` each rank adds up its own; the next backward averages all of it."""
+    """Inside `no_sync`, each rank accumulates its own gradients. The next backward averages them."""
     model = RegressionModel().to(accelerator.device)
     alone = deepcopy(model)
     prepared = accelerator.prepare(model)
@@ -40,7 +40,7 @@ def check_no_sync(accelerator):
 
 
 def check_accumulation(accelerator):
-    """Steps come at the end of a cycle and of the data, with the gradients of a cycle's mean."""
+    """The optimizer steps at the end of each cycle and of the data, with averaged gradients."""
     steps = accelerator.gradient_accumulation_steps
     model = RegressionModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -69,7 +69,7 @@ def main():
     check_no_sync(Accelerator())
     accelerator = Accelerator(gradient_accumulation_steps=2)
     check_accumulation(accelerator)
-    accelerator.print("Gradients are averaged where they are to be.")
+    accelerator.print("Gradients are averaged when they should be.")
 
 
 if __name__ == "__main__":
