@@ -65,7 +65,7 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp $(BACKENDS:%=%/pyproject.toml) $(TRACKERS:%
 	$(PIP) install --no-build-isolation --no-deps -e backends/xla
 	$(PIP) install -c constraints.txt --group test --group lint
 	$(PIP) install -c constraints.txt --no-deps --upgrade --target $(VENV)/unpacked transformer-engine
-	$(PIP) install -c constraints.txt --no-deps --upgrade --target $(VENV)/guides peft
+	$(PIP) install -c constraints.txt --no-deps --upgrade --target $(VENV)/guides lightning-fabric lightning-utilities peft
 	@touch $@
 
 quickstart: $(VENV)/run.stamp

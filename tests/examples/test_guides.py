@@ -52,13 +52,15 @@ for _script in ("before.py", "after.py"):
         f"python -m torch.distributed.run --standalone --nproc_per_node 2 {_script}"
     )
 
-# PEFT lies in a folder of its own (see the Makefile): elsewhere, transformers would import it, and
-# with it `accelerate`, which the environment of the tests lacks.
+# These are in a folder of their own (see the Makefile). In the environment of the tests, transformers
+# would import PEFT, and with it `accelerate`, which is missing there.
 _GUIDES = Path(sys.prefix, "guides")
 _DROP_IN = DOCS.parent / "extensions" / "drop_in" / "accelerate"
 INSTEAD["pip install transformers peft"] = (
     f"{INSTEAD['pip install -e .'].removesuffix(' .')} {_DROP_IN}; ln -s {_GUIDES}/peft* installed/"
 )
+
+INSTEAD["pip install lightning-fabric"] = f"ln -s {_GUIDES} installed"
 
 # The environment of the tests has every backend; a reader's has not.
 _MISSING = """Accelerator(backend='deepspeed')" || echo "status $?\""""
@@ -80,6 +82,9 @@ MARKS = {
     "how_to/debugger.md": [pytest.mark.needs("debugpy")],
     "how_to/ray_tune.md": [pytest.mark.needs("ray"), pytest.mark.soak],
     "how_to/sweeps.md": [pytest.mark.needs("optuna")],
+    "tutorials/from_fabric.md": [
+        pytest.mark.skipif(not _GUIDES.exists(), reason="lightning-fabric is not installed")
+    ],
     "tutorials/lora.md": [
         pytest.mark.needs("transformers"),
         pytest.mark.skipif(not _GUIDES.exists(), reason="peft is not installed"),
