@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import social
 import tables
 
 ROOT = public.ROOT
+log = logging.getLogger("mkdocs.hooks.site")
 #: The Markdown of each page, by its path.
 _markdown: dict[str, str] = {}
 _navigation: list[Any] = []
@@ -65,6 +67,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         page.meta["search"] = {"boost": 0.3}  # guides come first in the results
     if page.file.abs_src_path:
         markdown = links.relinked(markdown, Path(page.file.abs_src_path), uri)
+    if not uri.startswith("repository/"):
+        _check_fences(markdown, uri)
     page.edit_url = _edit_url(page, markdown, config)
     text = plain.without_directives(markdown)
     _markdown[uri] = text
@@ -84,6 +88,16 @@ def on_post_build(config: Any) -> None:
         plain.index(_navigation[-1], config, _markdown), encoding="utf-8"
     )
     social.write_card(site)
+
+
+def _check_fences(markdown: str, uri: str) -> None:
+    """Warn, which fails a strict build, of a code block without a language: `bash`, `text`, ..."""
+    opening = True
+    for line in markdown.splitlines():
+        if line.lstrip().startswith("```"):
+            if opening and line.strip() == "```":
+                log.warning("%s has a code block without a language", uri)
+            opening = not opening
 
 
 def _edit_url(page: Any, markdown: str, config: Any) -> str | None:
