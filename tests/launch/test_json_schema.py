@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,22 @@ def schema() -> dict[str, Any]:
     return config_schema()
 
 
+class Quiet:
+    """A validator whose representation does not fill the screen when a test fails."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        cls = jsonschema.validators.validator_for(schema)
+        cls.check_schema(schema)
+        self.iter_errors = cls(schema).iter_errors
+
+
 @pytest.fixture(scope="module")
-def validator(schema: dict[str, Any]) -> Any:
-    cls = jsonschema.validators.validator_for(schema)
-    cls.check_schema(schema)
-    return cls(schema)
+def validator(schema: dict[str, Any]) -> Quiet:
+    return Quiet(schema)
 
 
-def mistakes(validator: Any, text: str) -> list[str]:
-    values = yaml.safe_load(text)
+def mistakes(validator: Quiet, text: str) -> list[str]:
+    values = json.loads(json.dumps(yaml.safe_load(text), default=str))  # JSON has no dates
     return [f"{one.json_path}: {one.message[:200]}" for one in validator.iter_errors(values)]
 
 
@@ -49,34 +57,32 @@ def texts_of_tests(known: set[str]) -> dict[str, str]:
             if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
                 continue
             text = node.value
-            if ":" not in text or len(text) > 5000 or text in files.WRONG_FILES:
+            if not known & set(re.findall(r"^(\w+):", text, re.MULTILINE)) or text in found:
                 continue
             try:
-                config = parse_config(text, Path("c.yaml"))
-                if known & set(config):
-                    decide({}, {"PATH": "/usr/bin"}, config)
-                    found.setdefault(text, f"{path.name}:{node.lineno}")
+                decide({}, {"PATH": "/usr/bin"}, parse_config(text, Path("c.yaml")))
             except AccelerateError:
                 continue
+            found[text] = f"{path.name}:{node.lineno}"
     return {where: text for text, where in found.items()}
 
 
 @pytest.mark.parametrize("template", files.TEMPLATES, ids=lambda path: path.stem)
-def test_templates_are_valid(template: Path, validator: Any) -> None:
+def test_templates_are_valid(template: Path, validator: Quiet) -> None:
     assert mistakes(validator, template.read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize("version", files.EXPECTED)
-def test_files_of_accelerate_are_valid(version: str, validator: Any) -> None:
+def test_files_of_accelerate_are_valid(version: str, validator: Quiet) -> None:
     assert mistakes(validator, files.EXPECTED[version][0]) == []
 
 
 @pytest.mark.parametrize("text", [files.FP8, files.FP8_LAUNCHED])
-def test_files_with_fp8_are_valid(text: str, validator: Any) -> None:
+def test_files_with_fp8_are_valid(text: str, validator: Quiet) -> None:
     assert mistakes(validator, text) == []
 
 
-def test_every_config_file_in_the_tests_is_valid(validator: Any, schema: dict[str, Any]) -> None:
+def test_every_config_file_in_the_tests_is_valid(validator: Quiet, schema: dict[str, Any]) -> None:
     texts = texts_of_tests(set(schema["properties"]))
     assert len(texts) > 35
     found = {where: mistakes(validator, text) for where, text in texts.items()}
@@ -98,9 +104,9 @@ BEYOND = (
 
 
 @pytest.mark.parametrize("text", files.WRONG_FILES, ids=lambda text: repr(text[:40]))
-def test_wrong_files_are_refused(text: str, validator: Any) -> None:
+def test_wrong_files_are_refused(text: str, validator: Quiet) -> None:
     try:
-        values = yaml.safe_load(text)
+        values = yaml.safe_load(text[:500])
     except Exception:
         pytest.skip("not YAML")
     if text in BEYOND:
@@ -110,15 +116,17 @@ def test_wrong_files_are_refused(text: str, validator: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["num_proceses", "mixed_precison", "fdsp_config"])
-def test_misspelt_key_is_refused(key: str, validator: Any) -> None:
+def test_misspelt_key_is_refused(key: str, validator: Quiet) -> None:
     (mistake,) = mistakes(validator, f"{key}: 1")
     assert f"{key!r} was unexpected" in mistake
 
 
 @pytest.mark.usefixtures("counted_once")
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(st.sampled_from(files.KEYS), files.VALUES, max_size=4))
-def test_schema_accepts_what_the_launcher_accepts(validator: Any, values: dict[str, Any]) -> None:
+def test_schema_accepts_what_the_launcher_accepts(validator: Quiet, values: dict[str, Any]) -> None:
+    # The launcher ignores empty lists and mappings, which older files have in place of sections.
+    values = {key: value for key, value in values.items() if value not in ([], {})}
     text = yaml.safe_dump(values, allow_unicode=True)
     try:
         decide({}, {"PATH": "/usr/bin"}, parse_config(text, Path("c.yaml")))

@@ -14,6 +14,7 @@ from accelerate_core import __version__
 from accelerate_core.errors import AccelerateError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import disabled_names, find, installed
+from accelerate_launch.commands import completion
 
 #: The kinds of plugins for which the help lists packages that are not installed.
 _LISTED_KINDS = ("command", "backend", "precision", "tracker")
@@ -28,6 +29,8 @@ class UserError(click.ClickException):
 class Commands(click.Group):
     """A group of commands from entry points, each imported only when it is used.
 
+    Commands that belong to the command line itself are added with `add_command`, as in any group.
+
     Args:
         prefix: how the names of the entry points begin: "" for top-level commands, `plugins.` for
             the subcommands of `plugins`.
@@ -40,9 +43,11 @@ class Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         names = {one.name for one in installed().of_kind("command")} - disabled_names()
         mine = (name.removeprefix(self.prefix) for name in names if name.startswith(self.prefix))
-        return sorted(name for name in mine if "." not in name)
+        return sorted({*self.commands, *(name for name in mine if "." not in name)})
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name in self.commands:
+            return self.commands[name]
         if name not in self.list_commands(ctx):
             return None
         record = find("command", self.prefix + name, source="the command line")
@@ -77,6 +82,8 @@ class Commands(click.Group):
             for one in installed().of_kind("command")
             if one.name == self.prefix + name
         ]
+        rows += [(name, own.get_short_help_str(100)) for name, own in self.commands.items()]
+        rows.sort()
         with formatter.section("Commands"):
             formatter.write_dl(rows)
         missing = self._not_installed()
@@ -117,3 +124,6 @@ class Commands(click.Group):
 @click.version_option(__version__, message="accelerate-core %(version)s")
 def cli() -> None:
     """Run a PyTorch training script on any setup."""
+
+
+cli.add_command(completion.command)

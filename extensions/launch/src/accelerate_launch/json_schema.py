@@ -17,22 +17,13 @@ from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import disabled_names, installed
 from accelerate_launch import accelerate_options
 from accelerate_launch.checks import FORMS, rendezvous_backends
-from accelerate_launch.options import LAUNCH_OPTIONS
+from accelerate_launch.options import LAUNCH_OPTIONS, NAMES_PLUGIN
 from accelerate_launch.schemas import plugin_schemas
 
 Schema = dict[str, Any]
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
-#: Setting -> the kind of plugin that its value names.
-_NAMES_PLUGIN = {
-    "mixed_precision": "precision",
-    "backend": "backend",
-    "launcher": "launcher",
-    "checkpointer": "checkpointer",
-    "tracking": "tracking",
-    "loaders": "loaders",
-}
 #: Setting -> a pattern that its value must match if it is a string.
 _PATTERNS = {name: f"^(?:{pattern})$" for name, (pattern, _) in FORMS.items()} | {
     "gpu_ids": r"^\s*([Aa][Ll][Ll]|[\d,\s]+)\s*$"
@@ -59,7 +50,7 @@ def config_schema(
         (sections.setdefault(section, {}) if section else top).setdefault(key, schema)
 
     for field in (*LAUNCH_OPTIONS, *CORE_SETTINGS):
-        kind = _NAMES_PLUGIN.get(field.name)
+        kind = NAMES_PLUGIN.get(field.name)
         names = None if kind is None else _plugin_names(kind, environ, distributions)
         for path in field.yaml:
             section, _, key = path.rpartition(".")
@@ -109,7 +100,7 @@ def _definitions() -> Schema:
 def _setting(
     field: SettingField, *, choices: Iterable[str] | None = None, form: Schema | None = None
 ) -> Schema:
-    """Return the schema of one value; `form` describes a value that is no plain scalar."""
+    """Return the schema of one value; `form` describes a value that is not a plain scalar."""
     made: Schema = {"description": f"{field.help[:1].upper()}{field.help[1:]}."}
     if field.default is not None and isinstance(field.default, str | int | float):
         made["default"] = field.default

@@ -12,6 +12,16 @@ from accelerate_core.config.schema import SettingField, option, settings, settin
 
 TRAINING = "Training"
 
+#: Setting -> the kind of plugin that its value names.
+NAMES_PLUGIN = {
+    "mixed_precision": "precision",
+    "backend": "backend",
+    "launcher": "launcher",
+    "checkpointer": "checkpointer",
+    "tracking": "tracking",
+    "loaders": "loaders",
+}
+
 
 def _text(help: str, **more: Any) -> Any:
     return option(default=None, help=help, **more)

@@ -32,6 +32,8 @@ from accelerate_launch.paths import cache_directory
 
 #: Kinds of plugins that may have a section of a config file, `<name>_config`.
 WITH_SETTINGS = ("backend", "precision", "checkpointer", "loaders", "extension", "tracker")
+#: Environment variable by which a shell asks the command line for completions.
+COMPLETION = "_ACCELERATE_CORE_COMPLETE"
 #: Increase this when the cached format changes, to invalidate older entries.
 _FORMAT = 7
 #: Separates a plugin's target from its folder in a cache key.
@@ -176,7 +178,8 @@ def _ask(records: Sequence[PluginRecord], environ: Mapping[str, str]) -> dict[st
         code = f"import sys; from {__name__} import main; main(sys.argv[1:])"
         command = [sys.executable, "-c", code, str(file)]
         command += [f"{record.name}={record.target}" for record in records]
-        if sys.stderr.isatty():  # this may take seconds, because plugins import their libraries
+        # This may take seconds, because plugins import their libraries. Completion has no line for it.
+        if sys.stderr.isatty() and COMPLETION not in os.environ:
             sys.stderr.write("Reading the options of newly installed plugins, once ...\n")
         try:
             subprocess.run(

@@ -17,7 +17,7 @@ from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import disabled_names, find, installed
 from accelerate_launch import accelerate_options
 from accelerate_launch.commands.dialogue import ask_everything
-from accelerate_launch.commands.options import CONTEXT
+from accelerate_launch.commands.options import CONTEXT, complete_file
 from accelerate_launch.commands.tables import print_table, shown
 from accelerate_launch.contributed import plugin_variables
 from accelerate_launch.paths import accelerate_config_path, default_config_path
@@ -38,6 +38,7 @@ def _file_option(function: C) -> C:
     return click.option(
         "--config_file",
         metavar="FILE",
+        shell_complete=complete_file,
         callback=remembered,
         help="The config file; default: config.yaml in the cache directory.",
     )(function)
@@ -70,7 +71,7 @@ def default_command(config_file: str | None, mixed_precision: str | None) -> Non
 
 
 @command.command("import", context_settings=CONTEXT)
-@click.argument("file", required=False)
+@click.argument("file", required=False, shell_complete=complete_file)
 @_file_option
 def import_command(file: str | None, config_file: str | None) -> None:
     """Import a config FILE of Hugging Face Accelerate.
@@ -138,7 +139,7 @@ def show_command(config_file: str | None, as_json: bool) -> None:
 
 
 @command.command("validate", context_settings=CONTEXT)
-@click.argument("file", required=False)
+@click.argument("file", required=False, shell_complete=complete_file)
 @_file_option
 def validate_command(file: str | None, config_file: str | None) -> None:
     """Check FILE as a run would. Exits with status 2 if anything is wrong."""

@@ -18,6 +18,7 @@ from accelerate_core.config.files import ConfigFile
 from accelerate_core.config.lookup import Sources, resolve_core
 from accelerate_core.errors import AccelerateError
 from accelerate_core.plugins.discovery import installed
+from accelerate_launch.commands.options import complete_file
 from accelerate_launch.commands.tables import print_table, shown
 from accelerate_launch.contributed import contributed_options
 from accelerate_launch.explain.planned_run import planned_run
@@ -39,7 +40,13 @@ _DISTRIBUTIONS = ("accelerate-core", "torch", "numpy", "safetensors", "pydantic"
 
 
 @click.command("env")
-@click.option("--config_file", "--config-file", metavar="FILE", help="Read this config file.")
+@click.option(
+    "--config_file",
+    "--config-file",
+    metavar="FILE",
+    help="Read this config file.",
+    shell_complete=complete_file,
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def command(config_file: str | None, as_json: bool) -> None:
     """Show versions, devices, the effective configuration and the active plugins."""

@@ -11,7 +11,13 @@ import click
 
 from accelerate_core.config.provenance import PROVENANCE_VARIABLE, decode
 from accelerate_core.config.schema import settings_fields
-from accelerate_launch.commands.options import CONTEXT, TYPED, GroupedCommand, launch_options
+from accelerate_launch.commands.options import (
+    CONTEXT,
+    TYPED,
+    GroupedCommand,
+    complete_file,
+    launch_options,
+)
 from accelerate_launch.commands.tables import print_table
 from accelerate_launch.contributed import plugin_variables
 from accelerate_launch.options import Unused
@@ -40,7 +46,7 @@ EXAMPLES = (
     context_settings={**CONTEXT, "allow_interspersed_args": False},
 )
 @launch_options
-@click.argument("script", metavar="SCRIPT", required=False)
+@click.argument("script", metavar="SCRIPT", required=False, shell_complete=complete_file)
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
 def command(
     script: str | None, arguments: tuple[str, ...], config_file: str | None, **given: Any

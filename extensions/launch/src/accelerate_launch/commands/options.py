@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from accelerate_core.booleans import parse_bool
 from accelerate_core.config.lookup import converted
 from accelerate_core.config.schema import SettingField
 from accelerate_core.errors import AccelerateError, ConfigurationError, did_you_mean
+from accelerate_core.plugins.discovery import installed
 from accelerate_launch.contributed import Contributed, contributed_options, refuse_unknown
-from accelerate_launch.options import LAUNCH_OPTIONS, TRAINING
+from accelerate_launch.options import LAUNCH_OPTIONS, NAMES_PLUGIN, TRAINING
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -52,6 +54,7 @@ class PluginOption(GroupedOption):
             help=f"{field.help}{_unsaid(field)}{default}",
             default=None,
             hidden=field.help.startswith(OLDER),
+            shell_complete=_complete_value(field),
             **more,
         )
         self.name = contributed.key
@@ -88,6 +91,11 @@ class GroupedCommand(click.Command):
         return [*super().get_params(ctx), *(self._contributed or [])]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:  # for completion, where click ignores unknown options
+            known = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+            options = [word.partition("=")[0] for word in args if word.startswith("--")]
+            if any(f"--{underscores(name[2:])}" not in known for name in options):
+                self.contributed()
         ctx.meta.setdefault(TYPED, list(args))
         try:
             return super().parse_args(ctx, self._with_switches(ctx, list(args)))
@@ -99,6 +107,8 @@ class GroupedCommand(click.Command):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
         """Complete options, including those of plugins."""
+        if ctx.params.get("script"):  # everything that follows belongs to the script
+            return complete_file(ctx, None, incomplete)
         if incomplete.startswith("-"):
             self.contributed()
         return super().shell_complete(ctx, incomplete)
@@ -189,6 +199,7 @@ def launch_options(function: C) -> C:
         group=LAUNCH_OPTIONS[0].group,
         metavar="FILE",
         help="YAML file with values for options that are not on the command line",
+        shell_complete=complete_file,
     )
     return config(function)
 
@@ -213,9 +224,31 @@ def _decorate(option: SettingField, function: C) -> C:
             "group": option.group,
             "help": option.help,
             "default": None,
+            "shell_complete": _complete_value(option),
             **more,
         },
     )(function)
+
+
+def complete_file(
+    ctx: click.Context, parameter: click.Parameter | None, incomplete: str
+) -> list[CompletionItem]:
+    """Let the shell complete the name of a file."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def _complete_value(
+    field: SettingField,
+) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    """Return a function that completes a choice, or the name of an installed plugin."""
+
+    def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+        names = field.choices or ()
+        if field.name in NAMES_PLUGIN:
+            names = tuple(one.name for one in installed().of_kind(NAMES_PLUGIN[field.name]))
+        return sorted(name for name in names if name.startswith(incomplete))
+
+    return complete
 
 
 #: If the joined choices are longer than this, they go into the help text, which is wrapped.

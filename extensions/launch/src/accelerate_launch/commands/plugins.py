@@ -14,6 +14,7 @@ from accelerate_core.builtin.console import console
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import installed
 from accelerate_launch.cli import Commands
+from accelerate_launch.commands.options import complete_file
 from accelerate_launch.commands.tables import print_table, print_terms
 from accelerate_launch.explain.planned_run import planned_run
 from accelerate_launch.explain.report import problems, rows
@@ -32,7 +33,12 @@ _BOTH = "reason, distribution (api)"
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--kind", default=None, help="Only plugins of this kind.")
 @click.option("--all", "show_all", is_flag=True, help="Also show plugins that nothing requests.")
-@click.option("--config_file", metavar="FILE", help="Read this config file, as launch would.")
+@click.option(
+    "--config_file",
+    metavar="FILE",
+    help="Read this config file, as launch would.",
+    shell_complete=complete_file,
+)
 @click.pass_context
 def command(
     ctx: click.Context, as_json: bool, kind: str | None, show_all: bool, config_file: str | None
@@ -101,7 +107,9 @@ def print_rows(rows: Iterable[Mapping[str, str]], title: str | None = None) -> N
 @click.option(
     "--num_processes", type=click.IntRange(min=1), help="Assume a run with this many processes."
 )
-@click.option("--config_file", metavar="FILE", help="Read this config file.")
+@click.option(
+    "--config_file", metavar="FILE", help="Read this config file.", shell_complete=complete_file
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def why_command(
     name: str, num_processes: int | None, config_file: str | None, as_json: bool
