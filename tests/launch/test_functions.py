@@ -10,6 +10,7 @@ from pathlib import Path
 import dummies
 import pytest
 from support import clean_environment
+from warm_python import warm_python
 
 #: A launcher that forks its ranks and sets their rank variables.
 FORKING = """
@@ -89,7 +90,7 @@ def root(tmp_path: Path) -> Path:
 
 def run(root: Path, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", WORK + code],
+        [str(warm_python()), "-c", WORK + code],
         env=clean_environment(PYTHONPATH=str(root), **variables),
         capture_output=True,
         text=True,
@@ -168,7 +169,7 @@ def test_exception_in_a_launched_function_ends_with_the_users_line(
     (tmp_path / "cell.py").write_text(
         FAILING.format(where=processes - 1, processes=processes, restarts=restarts)
     )
-    lines = failing(tmp_path).splitlines()
+    lines = failing(tmp_path, sys.executable).splitlines()
     assert len(lines) <= limit, "\n".join(lines)
     assert lines[-1] == "ValueError: my mistake"
     assert lines[-2].strip() == 'raise ValueError("my mistake")'
@@ -180,14 +181,14 @@ def test_exception_in_a_launched_function_ends_with_the_users_line(
 @pytest.mark.dist
 def test_debug_mode_shows_all_frames_of_a_launched_function(tmp_path: Path) -> None:
     (tmp_path / "cell.py").write_text(FAILING.format(where=1, processes=2, restarts=0))
-    said = failing(tmp_path, ACCELERATE_DEBUG_MODE="1")
+    said = failing(tmp_path, str(warm_python()), ACCELERATE_DEBUG_MODE="1")
     assert "accelerate_launch/functions.py" in said
     assert "Root Cause" in said
 
 
-def failing(folder: Path, **variables: str) -> str:
+def failing(folder: Path, python: str, **variables: str) -> str:
     done = subprocess.run(
-        [sys.executable, "cell.py"],
+        [python, "cell.py"],
         cwd=folder,
         env=clean_environment(**variables),
         capture_output=True,
