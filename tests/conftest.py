@@ -1,4 +1,4 @@
-"""Lets every test import the helpers in this folder: pytest puts a conftest's folder on the path."""
+"""Puts this folder on the import path of every test, and adds the mark `needs`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from packaging.requirements import Requirement
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _each_file_begins_with_no_accelerator() -> Iterator[None]:
-    """Drop what a file's tests have left running: which file is next differs from run to run."""
+def _no_accelerator_is_left_behind() -> Iterator[None]:
+    """Release Accelerators left by the tests of a file, because the order of files varies."""
     # A collection takes a second in a process that has imported all our libraries, and many tests
-    # ask for one: what is there before the first test of a file is left out from then on.
+    # collect. So objects that exist before the first test of a file are excluded from then on.
     gc.collect()
     gc.freeze()
     yield
@@ -24,7 +24,7 @@ def _each_file_begins_with_no_accelerator() -> Iterator[None]:
     if runtime is not None:
         while (left := runtime.current_user()) is not None:
             runtime.release(left)
-        runtime.release(None)  # one that was used by nobody, or by what is gone
+        runtime.release(None)  # a runtime without a user, or whose user was deleted
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

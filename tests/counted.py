@@ -1,4 +1,4 @@
-"""Lines of code: docstrings, comments and blank lines are not counted."""
+"""Count lines of code without docstrings, comments and blank lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOTHING = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, to
 
 
 def code_lines(path: Path) -> int:
-    """Return the number of lines of a file that hold code."""
+    """Return the number of lines of code in a file."""
     source = path.read_text(encoding="utf-8")
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

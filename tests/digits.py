@@ -1,4 +1,4 @@
-"""Handwritten digits and a small net: convolution, layer norm, repeated blocks."""
+"""Handwritten digits, and a small network with a convolution, layer norms and repeated blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Net", "batches", "digits", "loader", "make_net"]
 
 
 def digits(count: int, start: int = 0) -> TensorDataset:
-    """Return `count` digits as images [1, 8, 8] in 0..1 and labels, in a fixed mixed order."""
+    """Return `count` digits as images [1, 8, 8] in [0, 1] and labels, in a fixed random order."""
     bunch = load_digits()
     order = torch.randperm(len(bunch.target), generator=torch.Generator().manual_seed(0))
     order = order[start : start + count]

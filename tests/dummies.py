@@ -1,4 +1,4 @@
-"""Throw-away distributions: a package and its metadata in a folder for `PYTHONPATH`."""
+"""Temporary distributions: a package and its metadata in a folder for `PYTHONPATH`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class {cls}(Backend):
 def distribution(
     root: Path, name: str, code: str, groups: dict[str, dict[str, str]], version: str = "1.0"
 ) -> str:
-    """Write the package `dummy_<name>` with metadata; return the package's name."""
+    """Write the package `dummy_<name>` and its metadata. Return the name of the package."""
     package = f"dummy_{name}"
     (root / package).mkdir(parents=True)
     (root / package / "__init__.py").write_text(textwrap.dedent(code))
@@ -52,7 +52,7 @@ def backend(
     api: str = "(1, 0)",
     extra: str = "",
 ) -> str:
-    """Write a backend plugin that claims whenever it is asked."""
+    """Write a backend plugin that always claims the run."""
     code = BACKEND.format(cls="Plugin", name=name, api=api, priority=priority) + extra
     groups = {"backends": {name: "Plugin"}}
     if triggers:
@@ -61,7 +61,7 @@ def backend(
 
 
 def run(root: Path, code: str, env: dict[str, str] | None = None, timeout: int = 120) -> Any:
-    """Run code in a process that sees the dummies; return what it hands to `out(value)`."""
+    """Run code in a process that can import the dummies. Return the value it passes to `out`."""
     prelude = "import json, os, sys\ndef out(value): print('RESULT' + json.dumps(value))\n"
     clean = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     environ = {**clean, "PYTHONPATH": str(root), **(env or {})}

@@ -1,4 +1,4 @@
-"""Start the command line as a user does, in a process of its own and with a time limit."""
+"""Run the command line in a separate process with a time limit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def run_cli(
     env: Mapping[str, str] | None = None,
     forked: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `accelerate-core` with these arguments; never longer than the time limit.
+    """Run `accelerate-core` with these arguments.
 
     Args:
-        forked: fork the command itself from a warm interpreter (see `pool`); what it starts is new.
+        forked: fork the command from a warm interpreter (see `pool`). Processes that it starts are
+            not forked.
     """
     command = ["-m", "accelerate_core.cli", *map(str, arguments)]
     environ = clean_environment(**(env or {}))

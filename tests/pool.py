@@ -1,17 +1,18 @@
-"""Warm interpreters: ranks are forked from processes that have torch and the core imported.
+"""Forks the ranks of tests from warm interpreters, which have already imported torch and the core.
 
-Each parent is this file, run as a program of its own, apart from pytest: it imports, and has run
-no operator, thread, process group or device call, which a fork would break or carry on (after one
-backward a child hangs in OpenMP). It refuses to serve once it has a second thread.
+Each warm process runs this file as a program, separately from pytest. It only imports modules. It never
+runs an operator, thread, process group or device call, which would not survive a fork: after a single
+backward, for example, children hang in OpenMP. It refuses to fork once it has a second thread.
 
-A child becomes what `python SCRIPT` would be: its own session, environment, arguments, `sys.path`,
-`__main__` and output. In the end it waits for its threads and runs what `atexit` holds, but takes no
-modules apart: in a process of this size that costs more than most scripts. So what is different is
-that end (no destructors of what is global), what is imported already, and variables that are read at
-import or at start (`PYTHON*`, `OMP_*`, `TORCH_LOGS`). Tests of these ask for a real launch.
+A child behaves like `python SCRIPT`, with its own session, environment, arguments, `sys.path`, `__main__`
+and output. At the end, it waits for its threads and runs the functions registered with `atexit`. It does
+not tear down its modules, which would take longer than most scripts. So the differences to a new process
+are: destructors of global objects don't run, modules are already imported, and variables that are read
+during imports or at the start (`PYTHON*`, `OMP_*`, `TORCH_LOGS`) have no effect. Tests that depend on these
+must use a real launch.
 
-A rank has a parent of its own, as its hashes of strings differ from those of the other ranks: ranks
-that disagree about the order of a set have to be found out.
+Each rank has its own warm process, so that hashes of strings differ between ranks. This finds code in
+which ranks disagree about the order of a set.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from typing import IO, Any
 
 __all__ = ["EXECUTABLE", "Child", "run", "start"]
 
-#: Variable with what is to be `sys.executable`, if it is not the interpreter itself.
+#: Environment variable with the value of `sys.executable`, if it is not the interpreter itself.
 EXECUTABLE = "POOL_EXECUTABLE"
 
-#: What every rank imports sooner or later.
+#: Modules that most ranks import.
 _WARM = (
     "torch", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel", "torch._dynamo", "torch._inductor.compile_fx",
@@ -55,7 +56,7 @@ _WARM = (
 
 
 class _Parent:
-    """A warm process, and the children that it has now."""
+    """A warm process and its running children."""
 
     def __init__(self, more: tuple[str, ...] = ()) -> None:
         ours, theirs = socket.socketpair()
@@ -66,8 +67,8 @@ class _Parent:
                 **environ,
                 "OMP_NUM_THREADS": "1",
                 "PYTHONIOENCODING": "utf-8",
-                # Older torches start a pool of compilers, and a thread, where Inductor is imported;
-                # pyarrow, which DeepSpeed imports, has a thread that gives memory back.
+                # Importing Inductor starts a pool of compilers and a thread in older versions of
+                # torch. pyarrow, which DeepSpeed imports, starts a thread that frees memory.
                 "TORCH_WARM_POOL": "0",
                 "JE_ARROW_MALLOC_CONF": "background_thread:false",
             },
@@ -85,20 +86,20 @@ class _Parent:
         self._reader.start()
 
     def ask(self, task: Mapping[str, Any], files: Sequence[int]) -> Child:
-        """Begin a task, with the files that are to be its input, output and errors."""
+        """Start a task with these files as its stdin, stdout and stderr."""
         child = Child()
         with self._asking:
             self._asked.append(child)
             try:
                 socket.send_fds(self.channel, [json.dumps(task).encode() + b"\n"], list(files))
-            except OSError:  # it has ended: the reader tells the child
+            except OSError:  # the process has ended; the reader marks the child as ended
                 pass
         if not self._reader.is_alive():
             child.ended(9)
         return child
 
     def _read(self) -> None:
-        """Tell the children that they have begun, in the order they were asked for, and ended."""
+        """Mark children as started, in the order of their requests, and as ended."""
         try:
             for line in self.channel.makefile("r"):
                 pid, *status = map(int, line.split())
@@ -107,10 +108,10 @@ class _Parent:
                 else:
                     child = self._running[pid] = self._asked.popleft()
                     child.begun(pid)
-        except ConnectionResetError:  # it ended before it had read a task
+        except ConnectionResetError:  # the process ended before it had read a task
             pass
         for child in (*self._running.values(), *self._asked):
-            child.ended(9)  # the parent is gone, too
+            child.ended(9)  # the children end with their parent
 
     def close(self) -> None:
         self.channel.shutdown(socket.SHUT_RDWR)
@@ -119,7 +120,7 @@ class _Parent:
         self.channel.close()
 
 
-#: A rank, and what is imported besides `_WARM` -> the process that its children are forked from.
+#: Rank and additional modules -> the process from which its children are forked.
 _parents: dict[tuple[int, tuple[str, ...]], _Parent] = {}
 _every: list[_Parent] = []
 _lock = threading.Lock()
@@ -140,33 +141,33 @@ class Child:
         self._has_ended = threading.Event()
 
     def begun(self, pid: int) -> None:
-        """Note that it runs."""
+        """Record that the child is running."""
         self.pid = pid
         self._has_begun.set()
 
     def ended(self, status: int) -> None:
-        """Note how it ended, as `os.waitpid` says it."""
+        """Record that the child has ended with this status from `os.waitpid`."""
         self._status = os.waitstatus_to_exitcode(status)
         self._has_begun.set()
         self._has_ended.set()
 
     def poll(self) -> int | None:
-        """Return how it ended, as `Popen.returncode` says it; None while it runs."""
+        """Return the exit status in the form of `Popen.returncode`, or None while it is running."""
         return self._status
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Wait for its end, at most so long; return what `poll` does."""
+        """Wait for the child to end, with a time limit. Return the result of `poll`."""
         self._has_ended.wait(seconds)
         return self._status
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the child while it runs; SIGKILL goes to all of its session."""
+        """Send a signal to the child if it is running. SIGKILL is sent to its whole session."""
         self._has_begun.wait()
         if self._status is not None or not self.pid:
             return
-        for tell in [os.killpg, os.kill] if number == signal.SIGKILL else [os.kill]:
+        for kill in [os.killpg, os.kill] if number == signal.SIGKILL else [os.kill]:
             try:
-                tell(self.pid, number)
+                kill(self.pid, number)
             except ProcessLookupError:
                 pass
 
@@ -182,14 +183,14 @@ def start(
     stdin: int | None = None,
     more: Sequence[str] = (),
 ) -> Child:
-    """Begin what `python COMMAND` is, in a fork of the rank's warm interpreter.
+    """Start `python COMMAND` as a fork of the rank's warm interpreter.
 
     Args:
-        command: a script, `-m` and a module, or `-c` and code; and arguments, after `-u` or not.
-        environ: its whole environment.
-        out: file its output goes to; several may share one.
-        stdin: its input; without one there is none.
-        more: modules that are imported before the fork, besides those of `_WARM`.
+        command: a script, `-m` and a module, or `-c` and code, then arguments. `-u` may come first.
+        environ: the whole environment.
+        out, err: files for the output. Several children may share a file.
+        stdin: file descriptor of the input. The default is an empty input.
+        more: modules that are imported before the fork, in addition to `_WARM`.
     """
     key = rank, tuple(more)
     with _lock:
@@ -218,13 +219,13 @@ def run(
     cwd: str | Path | None = None,
     more: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run what `python COMMAND` is; return what `subprocess.run` would.
+    """Run `python COMMAND` as a fork, and return the same as `subprocess.run`.
 
     Args:
-        more: modules that are imported before the fork, besides those of `_WARM`.
+        more: modules that are imported before the fork, in addition to `_WARM`.
 
     Raises:
-        subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was killed.
+        subprocess.TimeoutExpired: it took longer than `timeout` seconds and was killed.
     """
     command = [str(one) for one in command]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out, tempfile.TemporaryFile("w+") as err:
@@ -247,7 +248,7 @@ def run(
 
 
 def _serve(channel: socket.socket) -> dict[str, Any]:
-    """Fork for each task; tell the child's id, and later how it ended. Return in the child."""
+    """Fork for each task, and report each child's id and later its status. Returns in the child."""
     children: dict[int, int] = {}
     while True:
         ready, *_ = select.select([channel, *children], [], [])
@@ -279,7 +280,7 @@ def _serve(channel: socket.socket) -> dict[str, Any]:
 
 
 def _become(task: dict[str, Any], base: list[str]) -> Callable[[], object]:
-    """Make this process what was asked for; return what runs the code."""
+    """Set up this process for its task. Return a function that runs the code."""
     os.setsid()
     os.chdir(task["cwd"])
     os.environ.clear()
@@ -299,8 +300,7 @@ def _become(task: dict[str, Any], base: list[str]) -> Callable[[], object]:
         folder, source = str(Path(origin).resolve().parent), Path(origin).read_text()
     mine = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
     sys.path[:] = [folder, *mine, *base]
-    # What is drawn without a seed differs from process to process. Python's own generator is
-    # seeded anew by the fork.
+    # Unseeded generators must differ between processes. Python reseeds its own after a fork.
     torch = sys.modules["torch"]
     torch.default_generator.seed()
     if "numpy" in sys.modules:
@@ -312,7 +312,7 @@ def _become(task: dict[str, Any], base: list[str]) -> Callable[[], object]:
 
 
 def _leave(run: Callable[[], object]) -> None:
-    """Run the code and end as an interpreter does, but for taking its modules apart."""
+    """Run the code and exit like an interpreter, but without tearing down modules."""
     status = 1
     try:
         run()
@@ -339,12 +339,12 @@ def _warm_up(more: Sequence[str]) -> None:
     from importlib.util import find_spec
 
     for name in (*_WARM, *more):
-        if find_spec(name.partition(".")[0]):  # not every torch has all of ours
+        if find_spec(name.partition(".")[0]):  # some packages need a newer torch
             importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, "an import has started a thread: a fork would lose it"
+    assert len(threads) == 1, "an import has started a thread, which a fork would lose"
     gc.collect()
-    # What was looked for on the way holds for this environment, not for the children's.
+    # Cached results depend on the environment, which differs in the children.
     for one in gc.get_objects():
         if type(one) is _Cached and str(one.__module__).startswith("accelerate_"):
             one.cache_clear()

@@ -1,4 +1,4 @@
-"""A small model, data and steps: what the workers of several backends train and compare."""
+"""A small model, data and training steps for the workers of several backends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worker import RANK, SIZE
 
 
 class Tower(nn.Module):
-    """Layers in a list, as those who shard like them."""
+    """A model with its layers in a list, as backends that shard need them."""
 
     def __init__(self, seed: int = 0, layers: int = 3, width: int = 8) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ def data(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mine(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows."""
+    """Return the rows of this rank."""
     return tensor.chunk(SIZE)[RANK]
 
 

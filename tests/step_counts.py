@@ -1,4 +1,4 @@
-"""What a step adds to the raw library's own loop, on two ranks: counts, so no clock is involved."""
+"""Checks what a training step adds to the raw library's loop on two ranks, by counts and not times."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ COUNTS = Path(__file__).parents[1] / "benchmarks" / "step_counts.py"
 
 #: Python calls that an optimizer step may add.
 LIMIT = 30
-#: Of one of four micro-batches: entering the block, and reading, is done in each of them.
+#: The same for each micro-batch of a cycle, because each one is read and enters `accumulate`.
 MICRO_BATCH_LIMIT = 21
-#: How much torch's own calls may differ under DTensor, by what it has cached.
+#: Difference in the number of calls inside DTensor, which depends on caches of torch.
 VARIES = 60
 
 
 def counts(tmp_path: Path, backend: str) -> dict[str, Any]:
-    """Return the counts of each row that is quick to measure; the benchmark has all of them."""
+    """Return the counts of the rows that can be measured quickly. The benchmark has more rows."""
     target = tmp_path / "counts.json"
     arguments = ["--worker", backend, "--json", target, "--quick"]
     more = [backend] * (backend == "deepspeed")
@@ -29,7 +29,7 @@ def counts(tmp_path: Path, backend: str) -> dict[str, Any]:
 
 
 def check_counts(tmp_path: Path, backend: str) -> None:
-    """Assert that a step of this backend costs what the raw loop costs, whatever the model."""
+    """Assert that a step of this backend adds only a few calls, independent of the model's size."""
     rows = counts(tmp_path, backend)
     assert rows
     for title, row in rows.items():
@@ -41,8 +41,8 @@ def check_counts(tmp_path: Path, backend: str) -> None:
         assert row["calls"] <= limit + varies, title
         assert row["own growth"] <= 0, f"{title}: our calls grow with the model"
         assert row["growth"] <= varies, f"{title}: calls grow with the model"
-        # GradScaler under FSDP2 reduces the overflow flag over the ranks once.
+        # With FSDP2, GradScaler reduces the overflow flag over the ranks once.
         assert row["collectives"] <= (backend == "fsdp2" and "fp16" in title), title
         assert row["reads"] <= 0, title
-        assert row["copied growth"] <= 0, f"{title}: what is copied grows with the model"
+        assert row["copied growth"] <= 0, f"{title}: the copied bytes grow with the model"
         assert row["state_dicts"] == 0, f"{title}: a registered object was copied"

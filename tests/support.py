@@ -1,4 +1,4 @@
-"""The one place where tests start the ranks of a distributed run, and where ranks report back."""
+"""Starts the ranks of distributed runs for tests, and collects their results."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ TESTS = Path(__file__).parent
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment without anything a launcher would read.
+    """Return the environment of this process without variables that a launcher reads.
 
-    Unlike the function of the suites it leaves the number of threads to whatever is started, and
-    makes this folder importable.
+    Unlike the function of `accelerate_testing`, this does not set the number of threads, and puts this
+    folder on the import path.
     """
     kept = processes.clean_environment()
     del kept["OMP_NUM_THREADS"]
@@ -58,13 +58,13 @@ def run_workers(
     launched: bool = False,
     more: Sequence[str] = (),
 ) -> CompletedRun:
-    """Run a script on `nproc` ranks; kill all of them after `timeout` seconds.
+    """Run a script on `nproc` ranks. All of them are killed after `timeout` seconds.
 
-    The script may call `worker.write_result(value)`: the ranks' values come back in `results`.
+    If the script calls `worker.write_result(value)`, the result has the values of all ranks.
 
     Args:
-        launched: by torchrun, in new interpreters, instead of by the pool (see `pool`).
-        more: modules that the pool imports before it forks the ranks; not where `launched`.
+        launched: start new interpreters with torchrun instead of forking from the pool (see `pool`).
+        more: modules that the pool imports before it forks the ranks.
     """
     if launched:
         environ = clean_environment(**(env or {}))
@@ -89,7 +89,7 @@ def _by_pool(
     script: list[str], nproc: int, environ: dict[str, str], timeout: float, out: IO[str],
     err: IO[str], more: Sequence[str],
 ) -> tuple[int, bool]:  # fmt: skip
-    """Do what torchrun does: a rank that fails takes the others with it."""
+    """Run the ranks as torchrun does. If one rank fails, the others are ended too."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -125,7 +125,7 @@ def _by_pool(
 
 
 def _rank(rank: int, nproc: int, port: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what torchrun adds to the environment of a rank."""
+    """Return the variables that torchrun adds to the environment of a rank."""
     threads = {} if nproc == 1 or "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": "1"}
     this = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
     size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(nproc))
@@ -150,17 +150,17 @@ def _rank(rank: int, nproc: int, port: int, environ: Mapping[str, str]) -> dict[
 
 
 def case_names(script: Path) -> list[str]:
-    """Return the names of a worker's cases without importing it."""
+    """Return the names of the cases in a worker, without importing it."""
     return re.findall(r"^@case[^\n]*\n(?:@[^\n]*\n)*def (\w+)", script.read_text(), re.MULTILINE)
 
 
 def check_case(run: CompletedRun, name: str) -> None:
-    """Fail with the traceback of each rank on which the case did not hold."""
-    said = {
+    """Fail with the traceback of each rank on which the case failed."""
+    results = {
         rank: (done or {}).get(name, "not run: see the failures before it")
         for rank, done in enumerate(run.results)
     }
-    failed = [f"rank {rank}: {text}" for rank, text in said.items() if text]
+    failed = [f"rank {rank}: {text}" for rank, text in results.items() if text]
     if failed:
         lost = "" if any(run.results) else run.story
         pytest.fail("\n".join([*failed, lost]), pytrace=False)
@@ -169,19 +169,19 @@ def check_case(run: CompletedRun, name: str) -> None:
 def on_terminal(
     command: Sequence[str], folder: Path, environ: Mapping[str, str], columns: int = 80
 ) -> str:
-    """Run a command in a pseudo-terminal; return all that it wrote there."""
+    """Run a command in a pseudo-terminal, and return its output."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     process = subprocess.Popen(
         command, stdin=its, stdout=its, stderr=its, cwd=folder, env=dict(environ)
     )
     os.close(its)
-    said = b""
+    output = b""
     try:
         while got := os.read(ours, 65536):
-            said += got
+            output += got
     except OSError:  # the other end is closed
         pass
     os.close(ours)
-    assert process.wait(timeout=60) == 0, said.decode()
-    return said.decode()
+    assert process.wait(timeout=60) == 0, output.decode()
+    return output.decode()

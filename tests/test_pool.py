@@ -1,4 +1,4 @@
-"""What the pool forks is what a launch starts: environment, arguments, endings."""
+"""Processes forked by the pool behave like those of a launch: environment, arguments, exit status."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ WORKER = """
 import os, random, sys, torch, threading
 import numpy
 from worker import write_result
-told = [dict(os.environ), sys.argv, sys.path, os.getcwd(), os.getsid(0) == os.getpid()]
+found = [dict(os.environ), sys.argv, sys.path, os.getcwd(), os.getsid(0) == os.getpid()]
 threads = torch.get_num_threads(), threading.active_count(), os.path.exists("/proc/self/fd/3")
 drawn = random.random(), numpy.random.rand(), torch.initial_seed()
-write_result([*told, threads, __name__, __file__, hash("a"), *drawn])
+write_result([*found, threads, __name__, __file__, hash("a"), *drawn])
 """
-#: Other for each run.
+#: Variables that differ between runs.
 OWN = (RESULTS_VARIABLE, "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
 
 
 @pytest.mark.dist
-def test_a_rank_finds_what_torchrun_would_give_it(tmp_path: Path) -> None:
+def test_forked_rank_has_the_same_environment_as_with_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "worker_of_two.py"
     script.write_text(WORKER)
     found, drawn = [], []
@@ -40,12 +40,12 @@ def test_a_rank_finds_what_torchrun_would_give_it(tmp_path: Path) -> None:
         for rank in run.results:
             drawn += [rank.pop() for _ in range(3)]
             assert all(rank[0].pop(name) for name in OWN)
-            rank[0].pop(processes.MARK, None)  # by which a launch is ended
+            rank[0].pop(processes.MARK, None)  # identifies processes of a launch
         hashes = {rank.pop() for rank in run.results}
-        assert len(hashes) == 2, "ranks that agree on hashes hide what depends on them"
+        assert len(hashes) == 2, "equal hashes would hide code that depends on them"
         found.append(run.results)
     assert found[0] == found[1] == found[2]
-    assert len(set(drawn)) == 18, "a fork has its parent's random numbers"
+    assert len(set(drawn)) == 18, "a fork has the random numbers of its parent"
 
 
 ENDINGS = {
@@ -62,19 +62,19 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("code", ENDINGS)
-def test_it_ends_as_a_process_does(code: str) -> None:
+def test_forked_process_ends_like_a_new_one(code: str) -> None:
     code = f"import atexit, os, sys, threading; print('out', flush=True); {code}"
     done = pool.run(["-c", code], clean_environment(), 60)
     command = [sys.executable, "-c", code]
     real = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    status, said = ENDINGS[code.split("; ", 2)[2]]
+    status, message = ENDINGS[code.split("; ", 2)[2]]
     assert (done.returncode, done.stdout) == (real.returncode, real.stdout) == (status, "out\n")
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stderr.splitlines()[-1:] == real.stderr.splitlines()[-1:]
 
 
 @pytest.mark.dist
-def test_a_rank_that_fails_takes_the_others_with_it(tmp_path: Path) -> None:
+def test_failing_rank_ends_the_other_ranks(tmp_path: Path) -> None:
     script = tmp_path / "one_fails.py"
     script.write_text("import os, time\nif os.environ['RANK'] == '1': os._exit(3)\ntime.sleep(60)")
     began = time.monotonic()
@@ -84,7 +84,7 @@ def test_a_rank_that_fails_takes_the_others_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_what_hangs_is_killed_with_all_it_started(tmp_path: Path) -> None:
+def test_hanging_rank_is_killed_with_its_child_processes(tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"
     script.write_text(
         "import signal, subprocess, time\n"
@@ -100,7 +100,7 @@ def test_what_hangs_is_killed_with_all_it_started(tmp_path: Path) -> None:
         assert not _runs(pid)
     with pytest.raises(subprocess.TimeoutExpired):
         pool.run(["-c", "import time; time.sleep(60)"], clean_environment(), 1)
-    assert pool.run(["-c", "pass"], clean_environment(), 60).returncode == 0, "it goes on"
+    assert pool.run(["-c", "pass"], clean_environment(), 60).returncode == 0, "the pool still works"
 
 
 def _runs(pid: int) -> bool:
@@ -111,7 +111,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_parent_that_is_killed_is_an_end_of_its_children() -> None:
+def test_children_of_a_killed_parent_are_marked_as_ended() -> None:
     parent = pool._Parent()
     task = {"command": ["-c", "import time; time.sleep(60)"], "environ": {}, "cwd": "/"}
     with open(os.devnull, "w") as out:
@@ -127,7 +127,7 @@ def test_a_parent_that_is_killed_is_an_end_of_its_children() -> None:
     parent.close()
 
 
-def test_a_module_is_run_as_python_does() -> None:
+def test_modules_and_code_run_like_with_python() -> None:
     done = pool.run(["-m", "json.tool", "--help"], clean_environment(), 60)
     assert done.returncode == 0
     assert "usage: python -m json.tool" in done.stdout
@@ -146,7 +146,7 @@ print(subprocess.run([sys.executable, "--version"], capture_output=True, text=Tr
 """
 
 
-def test_commands_that_are_typed_fork_and_so_does_what_they_start(tmp_path: Path) -> None:
+def test_warm_python_forks_commands_and_their_children(tmp_path: Path) -> None:
     (tmp_path / "typed.py").write_text(COMMANDS)
     python = str(warm_python())
     done = subprocess.run(
@@ -165,7 +165,7 @@ def test_commands_that_are_typed_fork_and_so_does_what_they_start(tmp_path: Path
     ]  # fmt: skip
 
 
-def test_signals_reach_what_was_typed_and_its_end_is_that_of_the_command() -> None:
+def test_warm_python_forwards_signals_and_the_exit_status() -> None:
     code = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9)); print('ready', flush=True)"
     code = f"import signal, sys, time; {code}; time.sleep(60)"
     for number, status in ((signal.SIGTERM, 9), (signal.SIGUSR1, -signal.SIGUSR1)):
@@ -179,7 +179,7 @@ def test_signals_reach_what_was_typed_and_its_end_is_that_of_the_command() -> No
             assert process.wait(60) == status
 
 
-def test_a_command_that_is_killed_takes_what_was_forked_with_it() -> None:
+def test_killing_warm_python_kills_the_forked_process() -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     with subprocess.Popen(
         [str(warm_python()), "-c", code],

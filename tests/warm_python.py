@@ -1,12 +1,12 @@
-"""A `python` and an `accelerate-core` that fork from the pool: for tests that type commands.
+"""A `python` and an `accelerate-core` that fork from the pool, for tests that run commands of pages.
 
-What such a command starts by `sys.executable` is forked as well, the launcher's agent and the ranks:
-an interpreter that has imported torch is what a launch costs. They are processes of their own with
-their own environment, files and signals (see `pool`); what stands in the process table under the id
-that the starter sees is a small program that passes signals and the status on.
+Processes that such a command starts with `sys.executable`, such as the launcher's agent and the ranks,
+are forked too. This saves most of the time of a launch, which is spent importing torch. Forked processes
+have their own environment, files and signals (see `pool`). The process id that the test sees belongs to a
+small program that forwards signals and the exit status.
 
-For what a page or an example does. Tests of launching itself start real interpreters: a rank of
-the pool is no child of the agent, and so its failure is not reported as that of a real one.
+Tests of launching itself must start real interpreters, because a rank from the pool is not a child of the
+agent, so its failure is reported differently.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import pool
 
 __all__ = ["MORE", "warm_python"]
 
-#: Variable with modules that are imported before the fork, besides those that the pool imports.
+#: Environment variable with additional modules that the pool imports before the fork.
 MORE = "POOL_MORE"
 
-#: Runs in a few milliseconds: without `site`. Options other than -u, and folders to run, are for a
-#: real interpreter.
+#: Starts in a few milliseconds, because it does not import `site`. For options other than -u, and for
+#: folders, it starts a real interpreter.
 _PROGRAM = """#!{python} -ISE
 import json, os, signal, socket, sys
 words = sys.argv[1:]
@@ -62,15 +62,15 @@ _SIGNALS = [
 
 @cache
 def warm_python() -> Path:
-    """Return the program to start in the place of `sys.executable`; `accelerate-core` is beside it."""
-    # The address of a socket has 107 bytes at most: it is not below pytest's own folders.
+    """Return the program to use instead of `sys.executable`. `accelerate-core` is next to it."""
+    # The address of a socket may have at most 107 bytes, so this is not in pytest's long folders.
     folder = Path(tempfile.mkdtemp(prefix="warm_python_", dir="/tmp"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     address = str(folder / "pool")
-    door = socket.socket(socket.AF_UNIX)
-    door.bind(address)
-    door.listen(64)
-    threading.Thread(target=_serve, args=(door, str(folder / "python")), daemon=True).start()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    threading.Thread(target=_serve, args=(listener, str(folder / "python")), daemon=True).start()
     python = folder / "python"
     python.write_text(
         _PROGRAM.format(python=sys.executable, address=address, signals=_SIGNALS), encoding="utf-8"
@@ -82,14 +82,14 @@ def warm_python() -> Path:
     return python
 
 
-def _serve(door: socket.socket, python: str) -> None:
+def _serve(listener: socket.socket, python: str) -> None:
     while True:
-        channel, _ = door.accept()
+        channel, _ = listener.accept()
         threading.Thread(target=_answer, args=(channel, python), daemon=True).start()
 
 
 def _answer(channel: socket.socket, python: str) -> None:
-    """Fork for one command; pass signals to it, and then its status back."""
+    """Fork for one command. Forward signals to it, and then report its status."""
     begin, files, *_ = socket.recv_fds(channel, 1, 3)
     reader = channel.makefile("rb")
     task = json.loads(begin + reader.readline())
@@ -106,12 +106,12 @@ def _answer(channel: socket.socket, python: str) -> None:
     def pass_signals_on() -> None:
         for line in reader:
             child.send(signal.Signals(int(line)))
-        child.send(signal.SIGKILL)  # its starter is gone, or has been told how it ended
+        child.send(signal.SIGKILL)  # the program was killed, or already has the status
 
     threading.Thread(target=pass_signals_on, daemon=True).start()
     status = child.wait()
     try:
         channel.sendall(b"%d\n" % (-signal.SIGKILL if status is None else status))
-    except OSError:  # nobody waits any more
+    except OSError:  # the program is gone
         pass
     channel.close()

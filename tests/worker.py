@@ -1,4 +1,4 @@
-"""The ranks' side: cases that all ranks run in order, and how a rank reports to the test."""
+"""For scripts that tests run on ranks: cases that all ranks run in order, and their results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "write_result",
 ]
 
-#: Seconds a collective may wait in any of these tests.
+#: Timeout of collectives in these tests, in seconds.
 PG_TIMEOUT = 60
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -41,23 +41,23 @@ _cases: dict[str, Case] = {}
 
 
 def case(function: Case) -> Case:
-    """Register a function without arguments that asserts."""
+    """Register a test function without arguments."""
     _cases[function.__name__] = function
     return function
 
 
 def scratch(name: str) -> Path:
-    """Return an own folder for a case, the same on all ranks; it goes away with the run."""
+    """Return a folder for a case, the same on all ranks. It is deleted after the run."""
     folder = Path(os.environ[RESULTS_VARIABLE], name)
     folder.mkdir(exist_ok=True)
     return folder
 
 
 def run_cases(only: list[str] | None = None) -> None:
-    """Run the cases in order and report `{case: "" or traceback}` after each.
+    """Run the cases in order, and report `{case: "" or traceback}` after each.
 
-    After a failure the ranks go on only if all of them came to the end of the case: otherwise
-    they would be at different collectives.
+    After a failure, the ranks only continue if all of them reached the end of the case. Otherwise
+    their collectives would not match.
     """
     warnings.filterwarnings("error", message=".*deprecated.*", category=FutureWarning)
     results: dict[str, str] = {}
@@ -65,7 +65,7 @@ def run_cases(only: list[str] | None = None) -> None:
     for name, function in _cases.items():
         if only and name not in only:
             continue
-        # A rank that hangs says where, before the others give it up.
+        # If a rank hangs, it prints its stack before the collectives of other ranks time out.
         faulthandler.dump_traceback_later(PG_TIMEOUT * 0.75)
         try:
             function()
@@ -74,7 +74,7 @@ def run_cases(only: list[str] | None = None) -> None:
             results[name] = traceback.format_exc()
         faulthandler.cancel_dump_traceback_later()
         if results[name]:
-            gc.collect()  # what the traceback held must not live on into the next case
+            gc.collect()  # objects in the traceback must not survive into the next case
         write_result(results)
         ends.set(f"{name}/{RANK}", "ended")
         if results[name] and not _all_ended(ends, name):
@@ -98,14 +98,14 @@ def _all_ended(store: dist.Store, name: str) -> bool:
 
 
 def flat(tensors: Any) -> torch.Tensor:
-    """Join tensors (a model's parameters) into one vector, copied."""
+    """Return a copy of the tensors, or the parameters of a model, as one vector."""
     if isinstance(tensors, torch.nn.Module):
         tensors = tensors.parameters()
     return torch.cat([tensor.detach().reshape(-1).clone() for tensor in tensors])
 
 
 def same_on_ranks(tensor: torch.Tensor) -> bool:
-    """Whether all ranks of the default group hold bitwise the same tensor."""
+    """Return whether the tensor is bitwise equal on all ranks of the default group."""
     if SIZE == 1:
         return True
     every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]

@@ -1,4 +1,4 @@
-"""All scripts of examples/by_feature, one after the other, in one process or on every rank."""
+"""Runs all scripts of examples/by_feature, one after the other, in one process or on every rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The code of the class references (seeds 000 and 001), each followed by what must hold.
+"""The code of the class references (seeds 000 and 001), with assertions.
 
-What an example takes for granted comes from `seed_parts`. Between "seed" and the assertions stands
-the document's own code, corrected where `test_seed_examples.SLIPS` says so.
+Names that an example uses without defining them are in `seed_parts`. The code between "seed" and the
+assertions comes from the document, with the corrections listed in `test_seed_examples.MISTAKES`.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def join_uneven_inputs(folder: Path) -> None:
 
 
 def first_in(accelerator: Accelerator, context: Any) -> tuple[list[str], list[float]]:
-    """What each process printed inside the context, and when; process 0 takes its time."""
+    """Return what each process printed in the context, and when. Process 0 is slow."""
     with printed() as lines, context:
         if accelerator.is_main_process:
             time.sleep(0.3)
@@ -602,7 +602,7 @@ def wait_for_everyone(folder: Path) -> None:
 
     waiting = "I'm waiting for the main process to finish its sleep..."
     assert lines == (["Everyone is here"], [waiting, "Everyone is here"])[accelerator.process_index]
-    # Nobody passes before rank 0 has slept, whenever the others began to wait.
+    # No rank continues before rank 0 has slept, no matter when it started to wait.
     starts, moments = gather_object([start]), gather_object([moment])
     assert min(moments) >= starts[0] + 2
 

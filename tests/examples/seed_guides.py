@@ -1,7 +1,7 @@
-"""The code of the quicktour and the README (seeds 002 and 003), each followed by what must hold.
+"""The code of the quicktour and the README (seeds 002 and 003), with assertions.
 
-What an example takes for granted comes from `seed_parts`. Between "seed" and the assertions stands
-the document's own code, corrected where `test_seed_examples.SLIPS` says so.
+Names that an example uses without defining them are in `seed_parts`. The code between "seed" and the
+assertions comes from the document, with the corrections listed in `test_seed_examples.MISTAKES`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def distributed_evaluation(folder: Path) -> None:
             self.targets = self.targets + targets.tolist()
 
     accelerator, metric = Accelerator(), Metric()
-    dataset = data(13)  # not a multiple of the batches of two processes
+    dataset = data(13)  # not divisible by the batch size of two processes
     set_seed(3)
     model = MyModel().eval().to(accelerator.device)
     validation_dataloader = DataLoader(dataset, batch_size=BATCH)
@@ -107,7 +107,7 @@ class TinyConfig:
 
 
 class Block(nn.Module):
-    """With a residual connection, so it must not be split."""
+    """A block with a residual connection, which must not be split."""
 
     def __init__(self, config: TinyConfig) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def load_and_dispatch(folder: Path) -> None:
 
 
 class MyDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Sequences of 5 vectors, with as many targets that are probabilities."""
+    """Sequences of 5 vectors, each with a target of probabilities."""
 
     def __len__(self) -> int:
         return 8
@@ -261,7 +261,7 @@ def readme_without_placement(folder: Path) -> None:
 
 
 class Pretrained(MyModel):
-    """A model that can save itself the way the transformers of the README do."""
+    """A model with `save_pretrained`, as in the README."""
 
     def save_pretrained(
         self,

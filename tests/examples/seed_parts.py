@@ -1,4 +1,4 @@
-"""What the examples of the seed documents assume to be defined, and what is asserted about them."""
+"""Names that the examples of the seed documents use, and assertions about their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASES: dict[str, Case] = {}
 
 
 def seed(name: str, *processes: int) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
-    """Register an example, to be run by each of these numbers of processes (1 and 2 if none)."""
+    """Register an example, with the numbers of processes to run it on (default: 1 and 2)."""
 
     def register(function: Callable[[Path], None]) -> Callable[[Path], None]:
         CASES[name] = Case(function, processes or (1, 2))
@@ -55,7 +55,7 @@ def data(samples: int = 32) -> TensorDataset:
 
 
 class Inputs(Dataset[torch.Tensor]):
-    """The inputs alone, for the examples whose batches are one tensor."""
+    """Only the inputs, for examples whose batches are one tensor."""
 
     def __len__(self) -> int:
         return len(data())
@@ -101,7 +101,7 @@ def assert_trained_as_plain(
     skip: int = 0,
     epochs: int = 1,
 ) -> None:
-    """The weights are those of plain PyTorch with the n-fold batch."""
+    """Assert that the weights equal those of plain PyTorch with a batch n times as large."""
     n = accelerator.num_processes
     dataloader, plain, optimizer, scheduler = parts(BATCH * n)
     for epoch in range(epochs):
@@ -120,7 +120,7 @@ def assert_trained_as_plain(
 
 @contextmanager
 def printed() -> Iterator[list[str]]:
-    """The lines printed in the block, by this process."""
+    """Collect the lines that this process prints in the block."""
     lines: list[str] = []
     with redirect_stdout(io.StringIO()) as text:
         yield lines

@@ -1,7 +1,7 @@
-"""One process of a group: run the examples of the seed documents made for a group of this size.
+"""Runs the examples of the seed documents for this number of processes, in each of them.
 
-Called as `seed_worker.py REPORT [CASE ...]`. The cases run in order, in every process, up to the
-first that fails. `REPORT.RANK` gets `{case: "" or traceback}`.
+Called as `seed_worker.py REPORT [CASE ...]`. The cases run in order in every process, until one fails.
+The result `{case: "" or traceback}` is written to `REPORT.RANK`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def main(report: str, only: list[str]) -> int:
     for index, (name, case) in enumerate(CASES.items()):
         if size not in case.processes or (only and name not in only):
             continue
-        folder = Path(f"{report}.files", str(index))  # one that all processes share
+        folder = Path(f"{report}.files", str(index))  # shared by all processes
         folder.mkdir(parents=True, exist_ok=True)
         try:
             case.run(folder)
         except BaseException:
-            # The others may wait for this one inside a collective: no case after this is sound.
+            # Other ranks may be waiting in a collective, so later cases would be unreliable.
             results[name] = traceback.format_exc()
             Path(f"{report}.{rank}").write_text(json.dumps(results))
             traceback.print_exc()

@@ -1,4 +1,4 @@
-"""The scripts of examples/by_feature do what they say, on one process and on two."""
+"""The scripts of examples/by_feature work as described, on one process and on two."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def launch(folder: Path, *command: str) -> str:
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, Path, list[dict[str, Any]]]:
-    """Run all scripts in one launch: a start of processes costs more than a script."""
+    """Run all scripts in one launch, because starting processes takes longer than a script."""
     processes, folder = request.param, tmp_path_factory.mktemp("by_feature")
     run_workers(
         WORKER, processes, [folder], timeout=200, env={"ACCELERATE_USE_CPU": "true"}
@@ -49,7 +49,7 @@ def results(
 
 
 @pytest.mark.dist
-def test_every_script_does_what_it_says(results: tuple[int, Path, list[dict[str, Any]]]) -> None:
+def test_every_script_works_as_described(results: tuple[int, Path, list[dict[str, Any]]]) -> None:
     processes, folder, ranks = results
     assert all(set(made) == SCRIPTS for made in ranks)
     made = ranks[0]
@@ -83,7 +83,7 @@ def test_every_script_does_what_it_says(results: tuple[int, Path, list[dict[str,
 
 @pytest.mark.dist
 def test_accumulating_tokens_is_exact(results: tuple[int, Path, list[dict[str, Any]]]) -> None:
-    """Every token of a cycle weighs the same: as plain PyTorch does with all lines at once."""
+    """The result is the same as in plain PyTorch with all lines of a cycle in one batch."""
     processes, _, ranks = results
     moved = {rank["accumulation_autoregressive"]["moved"] for rank in ranks}
     assert len(moved) == 1
@@ -113,7 +113,7 @@ def _moved_plainly() -> float:
 
 
 @pytest.mark.dist
-def test_the_notebook_runs(tmp_path: Path) -> None:
+def test_notebook_runs(tmp_path: Path) -> None:
     cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     (tmp_path / "cells.py").write_text("\n\n".join(code))
@@ -123,8 +123,8 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_a_template_trains(tmp_path: Path) -> None:
-    """All others are launched dry, in test_config_files."""
+def test_config_template_trains(tmp_path: Path) -> None:
+    """test_config_files makes a dry run of all templates."""
     script = str(EXAMPLES / "by_feature" / "multi_process_metrics.py")
     template = EXAMPLES / "config_templates" / "ddp.yaml"
     assert yaml.safe_load(template.read_text())["num_processes"] == 2

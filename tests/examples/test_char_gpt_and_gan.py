@@ -1,4 +1,4 @@
-"""The other examples run on two processes, each for a few steps."""
+"""The examples char_gpt and gan run on two processes for a few steps."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.dist
 
 
 def example(name: str, *arguments: str | Path) -> str:
-    """Run an example on two processes, and return what it printed."""
+    """Run an example on two processes, and return its output."""
     env = {"ACCELERATE_USE_CPU": "true"}
     return run_workers(EXAMPLES / name, 2, arguments, timeout=120, env=env).checked().stdout
 
 
-def test_char_gpt_learns_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_char_gpt_learns_and_resumes(tmp_path: Path) -> None:
     first = example("char_gpt.py", *TINY, "--steps", "8", "--output_dir", tmp_path)
     losses = [float(loss) for loss in re.findall(r"held-out loss +(\d+\.\d+)", first)]
     assert len(losses) == 3

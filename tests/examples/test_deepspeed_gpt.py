@@ -1,4 +1,4 @@
-"""The example of DeepSpeed trains at stage 3 with offload, and goes on with one process."""
+"""The DeepSpeed example trains at stage 3 with offload, and resumes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ CONFIGS = Path(__file__).parents[2] / "examples" / "deepspeed"
 pytestmark = pytest.mark.dist
 
 
-def test_offloads_and_goes_on(tmp_path: Path) -> None:
+def test_trains_with_offload_and_resumes(tmp_path: Path) -> None:
     flags = [*TINY, "--config", CONFIGS / "offload.json", "--output_dir", tmp_path]
     first = example("deepspeed_gpt.py", *flags, "--steps=4", "--report_every=2")
     assert "ZeRO stage 3 on 2 process(es)" in first
     assert (tmp_path / "model.safetensors").exists()
     more = ["--resume", "--steps=6", "--report_every=2"]
     second = example("deepspeed_gpt.py", *flags, *more)
-    assert re.findall(r"step +(\d+)", second) == ["6"], "the first four are done"
+    assert re.findall(r"step +(\d+)", second) == ["6"], "does not repeat the first four steps"
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.json")))

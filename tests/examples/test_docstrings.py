@@ -1,7 +1,7 @@
-"""Examples in docstrings: each runs as it stands, with what a reader of a training script has.
+"""Every example in a docstring runs as it is.
 
-That is `GIVEN`, and an Accelerator by which it is prepared, unless the example makes its own. All run
-in this process, each in a directory of its own; what they leave running is ended.
+Examples may use the objects in `given`, prepared by an Accelerator, unless they create their own. They all
+run in this process, each in a separate directory. Accelerators that they leave behind are released.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SOURCES = sorted(
     if (path / "__init__.py").exists()
 )
 
-#: What a user meets first has an example: of the Accelerator, and exported by packages.
+#: Members of the Accelerator, and exported functions, that must have an example.
 MEMBERS = (
     "accumulate autocast backward clip_grad_norm_ clip_grad_value_ gather "
     "gather_for_metrics get_state_dict init_trackers join_uneven_inputs load_state log "
@@ -44,7 +44,7 @@ FUNCTIONS = (
     "load_checkpoint_and_dispatch notebook_launcher set_seed skip_first_batches tqdm"
 )
 
-#: Example -> the package without which it is not run.
+#: Example -> the package that it needs.
 NEEDS = {"accelerate_drop_in.quantization.load_and_quantize_model": "bitsandbytes"}
 
 _SECTION = re.compile(r"(?m)^Example:\n((?: {4}.*\n|\n)+)")
@@ -57,7 +57,7 @@ class Example(NamedTuple):
 
 
 def docstrings() -> Iterator[tuple[str, str, str]]:
-    """Yield each docstring of our packages with its module and the name of what it describes."""
+    """Yield the module, the name and the docstring of each documented object in our packages."""
     for source in SOURCES:
         for path in sorted(source.rglob("*.py")):
             inside = path.relative_to(source.parent).with_suffix("")
@@ -81,7 +81,7 @@ EXAMPLES = [
 
 
 def given() -> dict[str, Any]:
-    """Return what an example may take for granted."""
+    """Return the names that an example may use."""
     torch.manual_seed(0)
     dataset = TensorDataset(torch.randn(20, 8), torch.randint(0, 2, (20,)))
     model = nn.Linear(8, 2)
@@ -104,8 +104,8 @@ def given() -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # where there are accelerators, too
+def _release_accelerators(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # even if there are accelerators
     monkeypatch.chdir(tmp_path)
     yield
     importlib.import_module("accelerate_drop_in").uninstall()
@@ -117,7 +117,7 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 @pytest.mark.parametrize(
     "example", EXAMPLES, ids=[f"{one.module}.{one.name}".strip(".") for one in EXAMPLES]
 )
-def test_an_example_runs(example: Example) -> None:
+def test_example_runs(example: Example) -> None:
     where = f"{example.module}.{example.name}".strip(".")
     if where in NEEDS:
         pytest.importorskip(NEEDS[where])
@@ -131,9 +131,9 @@ def test_an_example_runs(example: Example) -> None:
     exec(compile(example.code, where, "exec"), names)
 
 
-def test_code_stands_where_it_is_run() -> None:
+def test_code_in_docstrings_is_under_a_heading_that_is_run() -> None:
     for module, name, text in docstrings():
-        assert not re.search(r">>> |```", text), f"{module}.{name}: write it under Example:"
+        assert not re.search(r">>> |```", text), f"{module}.{name}: move the code under Example:"
         section = ""
         for before, line in zip(["", *text.splitlines()], text.splitlines()):
             section = line if line[:1].strip() else section
@@ -141,7 +141,7 @@ def test_code_stands_where_it_is_run() -> None:
             assert not loose or re.match(r"Example:|The .*:", section), f"{module}.{name}: {line}"
 
 
-def test_what_is_met_first_has_an_example() -> None:
+def test_most_used_names_have_an_example() -> None:
     shown = {one.name.rpartition(".")[2] for one in EXAMPLES}
     assert {*MEMBERS.split(), *FUNCTIONS.split()} <= shown
     assert {*MEMBERS.split()} <= {*dir(Accelerator)}

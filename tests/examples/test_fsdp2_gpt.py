@@ -1,4 +1,4 @@
-"""The sharded example goes on under another layout, by flags only."""
+"""The FSDP2 example can be resumed in another layout, only by changing flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TINY = [f"--{name}={size}" for name, size in SIZES.items()]
 pytestmark = pytest.mark.dist
 
 
-def test_shards_become_a_tensor_parallel_run(tmp_path: Path) -> None:
+def test_sharded_run_resumes_as_a_tensor_parallel_one(tmp_path: Path) -> None:
     first = example(
         "fsdp2_gpt.py", *TINY, "--steps=4", "--report_every=2", "--output_dir", tmp_path
     )
@@ -22,9 +22,9 @@ def test_shards_become_a_tensor_parallel_run(tmp_path: Path) -> None:
     weights, here = (
         int(n.replace(",", "")) for n in re.findall(r"([\d,]+) (?:weights|of them)", first)
     )
-    assert abs(here - weights / 2) <= 64, "a rank has half of them"
+    assert abs(here - weights / 2) <= 64, "each rank has half of the weights"
     assert (tmp_path / "model.safetensors").exists()
     flags = ["--tp=2", "--resume", "--steps=6", "--report_every=2", "--output_dir", tmp_path]
     second = example("fsdp2_gpt.py", *TINY, *flags)
     assert "tp 2 = 2 process(es)" in second
-    assert re.findall(r"step +(\d+)", second) == ["6"], "the first four are done"
+    assert re.findall(r"step +(\d+)", second) == ["6"], "does not repeat the first four steps"

@@ -1,9 +1,9 @@
-"""Tutorials, how-to guides and concepts, typed as printed: every block runs, or says why it cannot.
+"""Every code block in tutorials, how-to guides and concepts runs as printed, or says why it can't.
 
-A page is typed from top to bottom in one empty directory. `python` and `toml` with a title are files,
-`python` without one is typed into an interpreter that lives until the next commands, `bash` is
-typed into a shell. `text` is what the block before it printed: its lines come in this order, other
-numbers allowed; `...` stands for what is left out of a line, and lines may be left out, too.
+A page is run from top to bottom in one empty directory. Blocks with a title are files. `python` blocks
+without a title run in one interpreter until the next commands, and `bash` blocks run in a shell. A `text`
+block is the output of the previous block: its lines must appear in this order, but numbers may differ.
+`...` matches the rest of a line, and lines may be left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAGES = [
 ]
 TIMEOUT = 120
 
-#: Why a block cannot run here, as `<!-- not run: WHY -->` before it says, and on which pages.
+#: Reason in `<!-- not run: REASON -->` -> pages with such blocks.
 NOT_RUN = {
     "it installs packages": {"tutorials/install.md"},
     "it wants GPUs": {"how_to/sweeps.md", "tutorials/eight_gpus.md"},
@@ -38,11 +38,11 @@ NOT_RUN = {
     "mypy reads all of torch": {"how_to/type_checking.md"},
 }
 
-#: What is typed here in the place of a command, and why.
+#: Command on a page -> command to run instead.
 INSTEAD = {
-    # into the page's directory, not into the environment of the tests, and from no index
+    # Installs into the page's directory, not into the environment of the tests, and without an index.
     "pip install -e .": "pip install -q --no-index --no-deps --no-build-isolation --target installed .",
-    # without the checks that train, which tests/testing has
+    # Without the checks that train, which tests/testing runs.
     "accelerate-core plugins check pace": "accelerate-core plugins check pace"
     " --only imports --only metadata --only api_version --only hooks --only selection --only settings",
 }
@@ -63,7 +63,7 @@ INSTEAD["pip install transformers peft"] = (
 
 INSTEAD["pip install lightning-fabric"] = f"ln -s {_GUIDES} installed"
 
-# The environment of the tests has every backend; a reader's has not.
+# Unlike the reader's environment, the environment of the tests has every backend.
 _MISSING = """Accelerator(backend='deepspeed')" || echo "status $?\""""
 INSTEAD[f'python -c "from accelerate_core import Accelerator; {_MISSING}'] = (
     'python -c "import dataclasses; from accelerate_core.plugins import discovery, selection; '
@@ -74,11 +74,11 @@ INSTEAD[f'python -c "from accelerate_core import Accelerator; {_MISSING}'] = (
     f"from accelerate_core import Accelerator; {_MISSING}"
 )
 
-#: Pages on failing ranks, which report to the launcher only as its children, and pages whose library
-#: starts interpreters itself: not from the pool.
+#: Pages that cannot use the pool: those about failing ranks, which must be children of the launcher, and
+#: those whose library starts interpreters itself.
 REAL_INTERPRETERS = {"how_to/debug_a_hang.md", "how_to/ray_tune.md"}
 
-#: What a page needs besides the packages of this repository.
+#: Page -> marks with packages that it needs, apart from those of this repository.
 MARKS = {
     "how_to/debugger.md": [pytest.mark.needs("debugpy")],
     "how_to/ray_tune.md": [pytest.mark.needs("ray"), pytest.mark.soak],
@@ -93,7 +93,7 @@ MARKS = {
     "how_to/type_checking.md": [pytest.mark.needs("pyright")],
 }
 
-#: What may carry a title, and is written to that file.
+#: Languages of blocks that may have a title, and are written to that file.
 FILES = ("python", "bash", "toml", "yaml", "json", "dockerfile")
 
 pytestmark = pytest.mark.dist
@@ -115,7 +115,7 @@ FENCE = re.compile(
 
 
 def blocks(page: str) -> list[Block]:
-    """Return the blocks of a page; one that nothing is known of is an error."""
+    """Return the blocks of a page. An unknown kind of block is an error."""
     text = (DOCS / page).read_text(encoding="utf-8")
     found = []
     for match in FENCE.finditer(text):
@@ -127,10 +127,10 @@ def blocks(page: str) -> list[Block]:
         known = title and (
             block.language in FILES if block.title else block.language in KINDS or block.not_run
         )
-        assert known, f"{page}:{line}: what is a block ```{match['language']}{match['options']}?"
+        assert known, f"{page}:{line}: unknown block ```{match['language']}{match['options']}"
         found.append(block)
     fences = len(re.findall(r"^ *(?:```|~~~)", text, re.M))
-    assert fences == 2 * len(found), f"{page}: a fence is indented, of ~~~, or not closed"
+    assert fences == 2 * len(found), f"{page}: a fence is indented, uses ~~~, or is not closed"
     return found
 
 
@@ -138,13 +138,13 @@ KINDS = ("python", "bash", "text", "mermaid", "diff")
 
 
 def typed(folder: Path, home: Path, programs: Path, *command: str) -> str:
-    """Run a command as a reader would, and return what it prints; what it leaves behind is ended.
+    """Run a command as a reader would, and return its output.
 
     Args:
-        programs: the folder with its `python` and `accelerate-core`.
+        programs: the folder with `python` and `accelerate-core`.
     """
     environ = clean_environment(
-        ACCELERATE_USE_CPU="true",  # where there are accelerators, too
+        ACCELERATE_USE_CPU="true",  # even if there are accelerators
         OMP_NUM_THREADS="1",
         PATH=os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]),
         PYTHONPATH=str(folder / "installed"),
@@ -173,20 +173,20 @@ def typed(folder: Path, home: Path, programs: Path, *command: str) -> str:
 
 
 def plain(line: str) -> str:
-    """Return a line's words: without the frames of tables, one number standing for all."""
+    """Return the words of a line, without the frames of tables and with `#` for each number."""
     words = re.sub(r"[\u2500-\u257f]", " ", line).split()
     return re.sub(r"-?\d+(?:[.,:]\d+)*(?:e-?\d+)?", "#", " ".join(words))
 
 
 def compare(page: str, shown: list[Block], printed: str) -> None:
-    """Hold what a page shows to what was printed."""
+    """Compare the output on a page with the actual output."""
     rest = iter([plain(line) for line in printed.splitlines()])
     for block in shown:
         for line in map(plain, block.code.splitlines()):
             if line in ("", "..."):
                 continue
             wanted = re.compile(".*".join(map(re.escape, line.split("..."))))
-            where = f"{page}, the output at line {block.line}, from {line!r} on, is not in:"
+            where = f"{page}: the output at line {block.line}, starting with {line!r}, is not in:"
             assert any(wanted.fullmatch(one) for one in rest), f"{where}\n{printed}"
 
 
@@ -197,7 +197,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", [pytest.param(one, marks=MARKS.get(one, ())) for one in PAGES])
-def test_a_page_runs_as_printed(page: str, tmp_path: Path, home: Path) -> None:
+def test_page_runs_as_printed(page: str, tmp_path: Path, home: Path) -> None:
     programs = Path(sys.executable if page in REAL_INTERPRETERS else warm_python()).parent
     interpreter: list[Block] = []
     shown: list[Block] = []
@@ -236,23 +236,23 @@ def test_a_page_runs_as_printed(page: str, tmp_path: Path, home: Path) -> None:
         elif block.language == "text" and interpreter:
             shown.append(block)
         elif block.language == "text":
-            assert printed, f"{page}:{block.line}: the output of what?"
+            assert printed, f"{page}:{block.line}: no block before this one has an output"
             compare(page, [block], printed)
     leave_the_interpreter()
 
 
-def test_what_is_not_run_is_still_there() -> None:
-    said = {(block.not_run, page) for page in PAGES for block in blocks(page) if block.not_run}
-    assert said == {(why, page) for why, pages in NOT_RUN.items() for page in pages}
+def test_list_of_blocks_that_are_not_run_is_up_to_date() -> None:
+    found = {(block.not_run, page) for page in PAGES for block in blocks(page) if block.not_run}
+    assert found == {(why, page) for why, pages in NOT_RUN.items() for page in pages}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("concepts/")])
-def test_a_concept_has_a_diagram(page: str) -> None:
+def test_concept_has_a_diagram(page: str) -> None:
     assert "mermaid" in [block.language for block in blocks(page)]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_is_one_that_is_read(page: str) -> None:
+def test_page_has_a_title_working_links_and_a_readable_length(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     assert text.startswith("# ")
     assert 60 <= len(text.splitlines()) <= 200

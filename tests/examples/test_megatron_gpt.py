@@ -1,4 +1,4 @@
-"""The example of Megatron trains in two dimensions, goes on as another layout, and can be loaded."""
+"""The Megatron example trains in two dimensions, resumes in another layout, and exports the model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def example(ranks: int, folder: Path, *flags: str) -> list[tuple[str, float, flo
 
 
 @pytest.mark.timeout(400)
-def test_trains_goes_on_and_exports(tmp_path: Path) -> None:
+def test_trains_resumes_and_exports(tmp_path: Path) -> None:
     flags = ["--tp=2", "--pp=2", "--micro_batches=2", "--steps=12"]
     first, last = example(4, tmp_path, *flags)
     assert (first[0], last[0]) == ("6", "12")

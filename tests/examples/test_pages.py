@@ -1,4 +1,4 @@
-"""What the first pages show, typed as printed."""
+"""Code on other pages and in READMEs: imports exist, and complete programs run as printed."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ PAGES = [
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_shows_of_us_is_there(page: str) -> None:
-    """These blocks are parts of programs: they are read, and what they import of us is imported."""
+def test_names_on_a_page_exist_and_are_imported(page: str) -> None:
+    """These blocks are parts of programs, so they are parsed and their imports are checked."""
     imported, used = set(), set()
     for code in blocks(page, "python"):
         for node in ast.walk(ast.parse(code)):
@@ -68,19 +68,19 @@ def test_what_a_page_shows_of_us_is_there(page: str) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_quickstart_runs_as_pasted(tmp_path: Path, processes: int) -> None:
+def test_quickstart_page_runs_as_printed(tmp_path: Path, processes: int) -> None:
     (script,) = blocks("docs/quickstart.md", "python")
     (tmp_path / "train.py").write_text(script)
     launch = ["-m", "accelerate_core", "launch", "--cpu", "--num_processes", str(processes)]
     out = run(tmp_path, *(launch if processes > 1 else []), "train.py")
-    said = re.search(r"(\d+) of 400 are right", out)
-    assert said is not None, out
-    assert int(said[1]) > 380
+    found = re.search(r"(\d+) of 400 are right", out)
+    assert found is not None, out
+    assert int(found[1]) > 380
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
 @pytest.mark.timeout(300)
-def test_the_smallest_backend_trains_one_model(tmp_path: Path) -> None:
+def test_smallest_backend_passes_its_checks(tmp_path: Path) -> None:
     (code,) = blocks("docs/smallest_backend.md", "python")
     points = tomllib.loads("\n".join(blocks("docs/smallest_backend.md", "toml")))["project"][
         "entry-points"
@@ -95,6 +95,6 @@ def test_the_smallest_backend_trains_one_model(tmp_path: Path) -> None:
     )
     only = [word for check in checks.split() for word in ("--only", check)]
     command = ["-m", "accelerate_core", "plugins", "check", "ring", "--json", *only]
-    told = json.loads(run(tmp_path, *command, path=tmp_path))
-    assert told["passed"]
-    assert [one["name"] for one in told["checks"] if one["state"] != "passed"] == []
+    result = json.loads(run(tmp_path, *command, path=tmp_path))
+    assert result["passed"]
+    assert [one["name"] for one in result["checks"] if one["state"] != "passed"] == []

@@ -1,4 +1,4 @@
-"""The quickstart learns the digits on two processes, and its model is worth the same on any."""
+"""The quickstart learns the digits on two processes, and its model evaluates equally on any number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from warm_python import warm_python
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 TIMEOUT = 240
-#: For ranks of the pool: what `launch --cpu` would set, and the width of a table.
+#: Environment of ranks from the pool: the variable that `launch --cpu` sets, and the table width.
 ON_CPU = {"ACCELERATE_USE_CPU": "true", "COLUMNS": "80"}
 
 pytestmark = pytest.mark.dist
@@ -33,7 +33,7 @@ class Trained(NamedTuple):
 
 
 def quickstart(processes: int, *arguments: str | Path) -> str:
-    """Launch the quickstart, and return what it printed."""
+    """Launch the quickstart, and return its output."""
     hidden = ("ACCELERATE_", "TORCHELASTIC_", "MASTER_")
     env = {name: text for name, text in os.environ.items() if not name.startswith(hidden)}
     env |= {"ACCELERATE_CONFIG_HOME": os.devnull, "PYTHONIOENCODING": "utf-8", "COLUMNS": "80"}
@@ -63,11 +63,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(folder, quickstart(2, "--output_dir", folder))
 
 
-def test_it_learns_the_digits(trained: Trained) -> None:
+def test_learns_the_digits(trained: Trained) -> None:
     assert trained.correct / 359 >= 0.97
 
 
-def test_the_table_is_printed_once(trained: Trained) -> None:
+def test_table_is_printed_once(trained: Trained) -> None:
     output = trained.output
     assert output.count("Handwritten digits") == 1
     assert re.search(r"│ processes +│ 2 +│", output)
@@ -83,7 +83,7 @@ def test_progress_is_printed_once(trained: Trained) -> None:
     assert len(re.findall(r"^training ", trained.output, re.M)) == 1
 
 
-def test_the_learning_curve_is_a_picture(trained: Trained) -> None:
+def test_learning_curve_is_a_png(trained: Trained) -> None:
     content = (trained.folder / "learning_curve.png").read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", content[16:24])
@@ -93,14 +93,16 @@ def test_the_learning_curve_is_a_picture(trained: Trained) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
-def test_the_saved_model_is_worth_the_same_on_any_number(trained: Trained, processes: int) -> None:
+def test_saved_model_evaluates_equally_on_any_number_of_processes(
+    trained: Trained, processes: int
+) -> None:
     arguments = ["--eval_only", trained.folder, "--batch_size", "32"]
     run = run_workers(QUICKSTART, processes, arguments, timeout=TIMEOUT, env=ON_CPU).checked()
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     assert lines == [{"correct": trained.correct, "total": 359, "processes": processes}]
 
 
-def test_mixed_precision_by_flag(tmp_path: Path) -> None:
+def test_mixed_precision_can_be_set_by_a_flag(tmp_path: Path) -> None:
     output = quickstart(2, "--mixed_precision", "bf16", "--epochs", "6", "--output_dir", tmp_path)
     assert re.search(r"│ precision +│ bf16 +│", output)
     assert Trained(tmp_path, output).correct / 359 >= 0.9

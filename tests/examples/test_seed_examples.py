@@ -1,9 +1,9 @@
-"""Every code example of the seed documents runs, and does what its document says.
+"""Every code example of the seed documents runs, and works as its document says.
 
-Seeds: 000 the class reference of old, 001 the class reference, 002 the quicktour, 003 the README.
-The examples stand in `seed_class_reference` and `seed_guides`. Those that say "assuming two
-processes" run on two, in one launch for all of them; those that need four, on four. Data, models
-and checkpoints are local ones.
+The seeds are 000 (an old class reference), 001 (the class reference), 002 (the quicktour) and 003 (the
+README). Their examples are in `seed_class_reference` and `seed_guides`. Examples that say "assuming two
+processes" run on two, all in one launch, and those that need four run on four. Data, models and
+checkpoints are local.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from support import run_workers
 
 TIMEOUT = 240
 
-#: What is wrong in a seed's own text, and what was run instead.
-SLIPS = {
+#: Example -> mistakes in the seed's text, and what is run instead.
+MISTAKES = {
     "001-accumulate": "`loss.backward()` inside `accumulate` is `accelerator.backward(loss)`; "
     "the example's last line and the next paragraph have run together",
     "001-set_trigger": "`accelerator.check_breakpoint()` does not exist: `check_trigger()`",
     "001-clip_grad_norm_": "two accumulation steps without `accumulate`: run as it stands, "
-    "`backward` halves the loss and every batch is a step",
+    "`backward` halves the loss, and every batch is a step",
     "001-clip_grad_value_": "as in clip_grad_norm_",
     "001-join_uneven_inputs": "`Accelerator(even_batches=True)` is an older name, now in "
-    "`DataLoaderConfiguration`; taken, with a warning",
-    "001-maybe_context_parallel": "speaks of an example below that is not there; one was written",
-    "001-no_sync": "`no_sync()` without the argument its signature asks for: all prepared models; "
-    "the second `backward` uses the first loss again: `loss` is computed anew; "
-    "two `next(iter(...))` give the same batch",
-    "001-on_local_main_process": "prints 'on each server.', the output shown leaves it out",
+    "`DataLoaderConfiguration`; accepted with a warning",
+    "001-maybe_context_parallel": "refers to an example that does not exist; one was written",
+    "001-no_sync": "`no_sync()` without its required argument: all prepared models; "
+    "the second `backward` uses the first loss again: `loss` is computed again; "
+    "two calls of `next(iter(...))` return the same batch",
+    "001-on_local_main_process": "prints 'on each server.', but the output shown does not",
     "001-profile with the custom handler": "`Accelerator(kwarg_handler=...)` is `kwargs_handlers`; "
     "`ProfileKwargs` imported once only",
     "001-profile and export to Chrome trace": "`Accelerator(kwarg_handler=...)` is "
@@ -43,23 +43,23 @@ SLIPS = {
     "001-unwrap_model": "'two GPU processes' are two processes on any device; imports "
     "DistributedDataParallel without using it",
     "001-wait_for_everyone": "'two GPU processes', as in unwrap_model",
-    "002-adapt training code": "`inputs =` and `targets =` have lost what was to be deleted; "
-    "`zero_grad` and the two `step`s are missing",
+    "002-adapt training code": "`inputs =` and `targets =` have no right-hand side; "
+    "`zero_grad` and both calls of `step` are missing",
     "002-prepare": "the closing bracket is missing",
-    "002-load_checkpoint_and_dispatch": "the closing bracket is missing; a checkpoint has to be a "
-    "local file or folder, not a name on a hub; a small local model for Mixtral",
-    "002-init_empty_weights": "a small local model for Mixtral",
+    "002-load_checkpoint_and_dispatch": "the closing bracket is missing; a checkpoint must be a "
+    "local file or folder, not a name on a hub; a small local model replaces Mixtral",
+    "002-init_empty_weights": "a small local model replaces Mixtral",
     "003-five lines": "`model(source)`: a Transformer needs source and target; all on one line",
     "003-without device placement": "as in five lines",
-    "003-save_pretrained": "one block with DeepSpeedPlugin, with no model in it",
-    "003-launch": "`python -m torchrun` is no module: `python -m torch.distributed.run`; "
-    "`--multi_gpu` is `--cpu` here",
-    "002-launch": "`accelerate launch --args_for_the_script` has lost the script's name",
+    "003-save_pretrained": "one block with DeepSpeedPlugin, without a model",
+    "003-launch": "`python -m torchrun` is not a module: `python -m torch.distributed.run`; "
+    "`--cpu` replaces `--multi_gpu`",
+    "002-launch": "the script's name is missing in `accelerate launch --args_for_the_script`",
 }
 
-#: What the seeds show and these tests leave to others.
+#: Examples of the seeds that these tests do not run, and what tests them.
 NOT_RUN = {
-    "002-accelerate config, 003-accelerate config": "asks questions; has tests of its own",
+    "002-accelerate config, 003-accelerate config": "asks questions; it has separate tests",
     "003-mpirun": "needs an MPI installation; the launcher's tests read its variables",
     "003-pip install accelerate": "the packaging tests install the wheels",
     "003-notebook in Colab": "a link",
@@ -67,11 +67,11 @@ NOT_RUN = {
     "003-launch by torchrun": "tests/core/test_leaving.py trains under torchrun",
     "002-accelerate test": "tests/launch/test_cli.py runs the self-check",
     "003-notebook_launcher": "tests/launch/test_functions.py, and the example in its docstring",
-    "003-DeepSpeedPlugin": "tests/backends/deepspeed: accumulation and fp16 by the plugin",
-    "the import name accelerate": "tests/drop_in has every name; tests/clients trains as it is",
+    "003-DeepSpeedPlugin": "tests/backends/deepspeed: accumulation and fp16 with the plugin",
+    "the import name accelerate": "tests/drop_in imports every name; tests/clients trains with it",
 }
 
-TOLD_ELSEWHERE = {"002-launch", "003-launch"}
+TESTED_ELSEWHERE = {"002-launch", "003-launch"}
 
 
 def cases(processes: int) -> list[str]:
@@ -79,7 +79,7 @@ def cases(processes: int) -> list[str]:
 
 
 class Report(NamedTuple):
-    """What happened in a group of processes: for each rank the cases that ran, with tracebacks."""
+    """The result of a group of processes: for each rank, its cases with their tracebacks."""
 
     ranks: list[dict[str, str]]
     output: str
@@ -87,22 +87,24 @@ class Report(NamedTuple):
     def check(self, name: str) -> None:
         broken = [case for case in CASES if any(rank.get(case) for rank in self.ranks)]
         if any(rank.get(name) for rank in self.ranks) and broken[0] == name:
-            told = (f"rank {i}:\n{rank[name]}" for i, rank in enumerate(self.ranks) if name in rank)
-            pytest.fail("\n".join(told), pytrace=False)
+            texts = [
+                f"rank {i}:\n{rank[name]}" for i, rank in enumerate(self.ranks) if name in rank
+            ]
+            pytest.fail("\n".join(texts), pytrace=False)
         if not all(name in rank for rank in self.ranks) or (broken and name in broken):
             why = f"{broken[0]!r} failed before it" if broken else self.output[-3000:]
             pytest.fail(f"not reached: {why}", pytrace=False)
 
 
 def launch(processes: int, folder: Path) -> Report:
-    """Run the cases for this many processes in one group of processes."""
+    """Run the cases for this number of processes in one launch."""
     report = folder / "report"
     environ = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     run = run_workers(seed_worker.__file__, processes, [report], timeout=TIMEOUT, env=environ)
     files = [Path(f"{report}.{rank}") for rank in range(processes)]
     ranks = [json.loads(file.read_text()) if file.exists() else {} for file in files]
     if not run.ok and all(text == "" for rank in ranks for text in rank.values()):
-        ranks = [{} for _ in ranks]  # all cases held, and yet it ended badly
+        ranks = [{} for _ in ranks]  # all cases passed, but the run failed
     return Report(ranks, run.story)
 
 
@@ -117,21 +119,21 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 @pytest.mark.parametrize("name", cases(1))
-def test_in_one_process(name: str, tmp_path: Path) -> None:
+def test_example_runs_in_one_process(name: str, tmp_path: Path) -> None:
     CASES[name].run(tmp_path)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", cases(2))
-def test_among_two_processes(name: str, two: Report) -> None:
+def test_example_runs_in_two_processes(name: str, two: Report) -> None:
     two.check(name)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", cases(4))
-def test_among_four_processes(name: str, four: Report) -> None:
+def test_example_runs_in_four_processes(name: str, four: Report) -> None:
     four.check(name)
 
 
-def test_the_slips_name_examples_that_exist() -> None:
-    assert set(SLIPS) - TOLD_ELSEWHERE <= set(CASES)
+def test_listed_mistakes_belong_to_existing_examples() -> None:
+    assert set(MISTAKES) - TESTED_ELSEWHERE <= set(CASES)

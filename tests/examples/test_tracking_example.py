@@ -1,4 +1,4 @@
-"""The tracking example keeps its run, and the command line shows it."""
+"""The run of the tracking example can be shown on the command line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(directory: Path, *arguments: str) -> str:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("processes", [1, 2])
-def test_what_the_example_logs_is_shown_by_the_command(tmp_path: Path, processes: int) -> None:
+def test_runs_command_shows_the_values_of_the_example(tmp_path: Path, processes: int) -> None:
     launch = ("-m", "accelerate_core", "launch", "--cpu", "--num_processes", str(processes))
     run(tmp_path, *launch, str(EXAMPLE), "--log_with", "jsonl", "--epochs", "2", "--cpu")
     shown = run(tmp_path, "-m", "accelerate_core", "runs", "show", "tracking_output", "--json")

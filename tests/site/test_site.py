@@ -46,7 +46,7 @@ QUESTIONS = {
 def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     assert chromium, "Chromium is not installed; on Debian: apt-get install chromium"
-    assert PAGES, f"{SITE} has no page: make site"
+    assert PAGES, f"{SITE} has no pages. Run: make site"
     with sync_playwright() as play:
         made = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield made
