@@ -18,7 +18,7 @@ from typing import Any
 
 
 class AccelerateError(Exception):
-    """Base of every error this package raises on purpose.
+    """Base class of all errors that this package raises on purpose.
 
     Cause: catch it to tell what we refuse from what torch or your code raises.
     Mend: read the text: it ends with what is allowed or what to do.
@@ -30,7 +30,7 @@ class AccelerateError(Exception):
 
 
 class ConfigurationError(AccelerateError, ValueError):
-    """A value that was given is wrong, or two values contradict each other.
+    """A setting is invalid, or two settings contradict each other.
 
     Cause: an argument, option, variable or key of a config file; the text names which.
     Mend: give one of the values the text lists. `accelerator.explain()` and `accelerate-core launch
@@ -70,7 +70,7 @@ class AssignmentError(ConfigurationError, AttributeError):
 
 
 class PluginError(AccelerateError):
-    """A plugin is broken or does not keep the contract.
+    """A plugin is broken or violates the contract.
 
     Cause: its module cannot be imported, its entry point names nothing, or a hook answers what no hook
     may; the text has its distribution and version.
@@ -80,7 +80,7 @@ class PluginError(AccelerateError):
 
 
 class PluginVersionError(PluginError):
-    """A plugin was written for a major version of the contract this core does not speak.
+    """A plugin was written for another major version of the contract.
 
     Cause: plugin and core were released for different major versions.
     Mend: upgrade the one the text names.
@@ -96,7 +96,7 @@ class PluginConflictError(PluginError, ConfigurationError):
 
 
 class MissingPluginError(AccelerateError, ImportError):
-    """Something was asked for that no installed package brings.
+    """Something was requested that no installed package provides.
 
     Cause: a name, argument or command of a plugin that this environment does not have, or a misspelt one.
     Mend: where the text has a pip command, run it in the environment of every machine of the run; else
@@ -105,7 +105,7 @@ class MissingPluginError(AccelerateError, ImportError):
 
 
 class RuntimeConflictError(AccelerateError, RuntimeError):
-    """The process already runs with a group or device that the request does not fit.
+    """The process already has a process group or device that conflicts with the request.
 
     Cause: an earlier Accelerator, the script or a notebook made a group or used a device that the
     new request does not fit; or not every rank makes its Accelerator.
@@ -115,7 +115,7 @@ class RuntimeConflictError(AccelerateError, RuntimeError):
 
 
 class PrepareError(AccelerateError, RuntimeError):
-    """`prepare` would have left a model that does not train as asked.
+    """`prepare` would have returned a model that doesn't train as requested.
 
     Cause: on several ranks a model is spread by a device map; a backend that changes weights finds the
     optimizer or the model prepared apart, wrapped already or of other parameters; or a plugin's hook gives
@@ -134,7 +134,7 @@ class CheckpointError(AccelerateError, RuntimeError):
 
 
 class TrackerError(AccelerateError, RuntimeError):
-    """Tracking was used in the wrong order.
+    """Tracking methods were called in the wrong order.
 
     Cause: `init_trackers` was called twice, a plugin offers something that is no tracker, or a
     directory has no run.
@@ -143,7 +143,7 @@ class TrackerError(AccelerateError, RuntimeError):
 
 
 class DistributedOperationException(AccelerateError, RuntimeError):
-    """The ranks called a collective with data that does not fit together.
+    """Ranks called a collective with incompatible data.
 
     Cause: shapes, dtypes or structures differ between ranks. The first call of each collective compares
     them, and every call with `launch --debug` or `ACCELERATE_DEBUG_MODE=1`.
@@ -207,7 +207,7 @@ class Mistakes:
 
 
 def nearest(name: str, options: Iterable[str]) -> str | None:
-    """Return the option that is nearest to `name`, None if nothing is near."""
+    """Return the option that is nearest to `name`, or None if none is similar."""
     by_lower = {option.lower(): option for option in options}
     near = difflib.get_close_matches(str(name).lower(), list(by_lower), n=1, cutoff=0.6)
     return by_lower[near[0]] if near else None
@@ -220,7 +220,7 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
 
 
 def listing(options: Iterable[object]) -> str:
-    """Join the allowed values for an error text: `'a', 'b', 'c'`.
+    """Join allowed values for an error message: `'a', 'b', 'c'`.
 
     Args:
         options: the values; of none it is "(none)".
@@ -239,7 +239,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def of_the_user(frame: FrameType) -> bool:
-    """Tell whether a frame is neither ours nor of a library between the script and us."""
+    """Return whether a frame belongs to the user's code, not to us or to a library between."""
     module = frame.f_globals.get("__name__", "")
     if _is_ours(frame) or _BETWEEN.match(module):
         return False
@@ -247,7 +247,7 @@ def of_the_user(frame: FrameType) -> bool:
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the user's that led here, from however deep it is called.
+    """Warn at the line in the user's script that led here.
 
     Args:
         text: what is warned of, and what to do.

@@ -225,7 +225,7 @@ class ProcessVerbs:
 
 
 class PartialState(ProcessVerbs):
-    """The processes without an Accelerator; starts them if nothing has yet.
+    """Information about the processes, without an Accelerator. It starts the process group if necessary.
 
     All instances show the same runtime.
 
@@ -327,7 +327,7 @@ class PartialState(ProcessVerbs):
 
 
 class AcceleratorState(PartialState, PluginAttributes):
-    """What user code reads from `accelerator.state`; the active plugins serve the rest."""
+    """The attributes of `accelerator.state`. Active plugins add more."""
 
     def __init__(self, accelerator: Any = None, **kwargs: Any) -> None:
         self._accelerator: Any = accelerator or runtimes.current_user()

@@ -77,7 +77,7 @@ class Accelerator(
     PluginAttributes,
     metaclass=ShowsPluginArguments,
 ):
-    """Runs a plain PyTorch training loop on whatever setup the process was started in.
+    """Runs a plain PyTorch training loop on the setup that the process was started with.
 
     Args:
         device_placement: move models and batches to the device.

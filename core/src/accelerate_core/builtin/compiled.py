@@ -12,7 +12,7 @@ _PREFIX = "_orig_mod."
 
 
 def is_compiled_module(module: object) -> bool:
-    """Whether the whole module is compiled, by `torch.compile` or in place."""
+    """Return whether the whole module is compiled, by `torch.compile` or in place."""
     return isinstance(module, nn.Module) and (
         is_wrapped(module)
         or is_compiled_in_place(module)
@@ -46,14 +46,14 @@ def canonical_key(name: str) -> str:
 
 
 def is_wrapped(module: object) -> bool:
-    """Return whether an object is what `torch.compile(module)` returned."""
+    """Return whether an object was returned by `torch.compile(module)`."""
     # Reading `torch._dynamo` would import the compiler, even if nothing is ever compiled.
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return frames is not None and isinstance(module, frames.OptimizedModule)
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Return whether a module was compiled by its own method `compile`."""
+    """Return whether a module was compiled with `Module.compile`."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -62,12 +62,12 @@ def _forward_module(module: nn.Module) -> str:
 
 
 def is_torch_layer(module: nn.Module) -> bool:
-    """Return whether a module's `forward` is that of a layer of `torch.nn`."""
+    """Return whether a module uses the `forward` of a layer in `torch.nn`."""
     return _forward_module(module).startswith("torch.nn.modules.")
 
 
 def within_wrappers(module: nn.Module) -> nn.Module:
-    """Return the module within torch's own wrappers (which torch's compiler does not enter)."""
+    """Return the module inside torch's own wrappers, which torch's compiler doesn't enter."""
     while _forward_module(module).startswith("torch.") and not is_torch_layer(module):
         children = list(module.children())
         if len(children) != 1 or is_wrapped(module):

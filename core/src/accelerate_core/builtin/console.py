@@ -14,7 +14,7 @@ _WIDTH = 10_000
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console on the present stdout or stderr."""
+    """Return a console for the current stdout or stderr."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout

@@ -17,7 +17,7 @@ def asks(log_with: object) -> bool:
 
 
 class Nothing:
-    """Swallows whatever is done with it: a tracker, or its library's run, where there is none."""
+    """Accepts any call and attribute and does nothing, in place of a tracker or its library's run."""
 
     def __init__(self, name: str = "blank") -> None:
         self.__dict__["name"] = name

@@ -24,7 +24,7 @@ from accelerate_core.errors import ConfigurationError, Mistakes, did_you_mean, l
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """Where values may come from besides the constructor."""
+    """The sources of settings besides the constructor."""
 
     environ: Mapping[str, str]
     config: ConfigFile | None = None
@@ -78,7 +78,7 @@ def section_of(cls: type[Any], owner: str) -> str:
 def resolve_settings(
     cls: type[Any], given: Any, sources: Sources, *, owner: str = ""
 ) -> tuple[Any, dict[str, SourcedValue]]:
-    """Fill the fields a settings object was not given from environment and file.
+    """Set the remaining fields of a settings object from the environment and the config file.
 
     Args:
         cls: a class made with `settings`.
@@ -119,7 +119,7 @@ def resolve_settings(
 
 
 def resolve_compiler(given: Mapping[str, Any], sources: Sources) -> TorchDynamoPlugin:
-    """Return how models are compiled; `given` are the arguments of the Accelerator.
+    """Return the compiler settings. `given` are the arguments of the Accelerator.
 
     Raises:
         ConfigurationError: backend and plugin are given, or how to compile and not with what.

@@ -73,7 +73,7 @@ def option(
     default_factory: Any = dataclasses.MISSING,
     **constraints: Any,
 ) -> Any:
-    """Declare a field with a help text and, where they differ, its names.
+    """Declare a field with a help text and additional names.
 
     `env` are its environment variables, today's first, () for none; the default is its name behind the
     prefix. `key` is its name in a config file, "" if it
@@ -122,7 +122,7 @@ def settings(
     argument: str | tuple[str, ...] = "",
     yaml_prefix: str = "",
 ) -> Any:
-    """Make a class with annotated fields a settings class.
+    """Turn a class with annotated fields into a settings class.
 
     Args:
         env_prefix: prefix of the environment variables, default
@@ -203,7 +203,7 @@ def _first_error(owner: str, error: pydantic.ValidationError) -> str:
 
 
 class KwargsHandler:
-    """Base of the objects in `kwargs_handlers`: settings that become keyword arguments."""
+    """Base class of the objects in `kwargs_handlers`, whose fields become keyword arguments."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name, values copied."""
@@ -220,7 +220,7 @@ class KwargsHandler:
 
 
 class BackendSettings(KwargsHandler):
-    """Base of a backend's `Settings`."""
+    """Base class of a backend's `Settings`."""
 
 
 def given_fields(instance: Any) -> frozenset[str]:
@@ -229,7 +229,7 @@ def given_fields(instance: Any) -> frozenset[str]:
 
 
 def origin_of(instance: Any, name: str) -> str:
-    """Say where a field of a settings object has its value from: "default", or the source's name.
+    """Return the source of a field's value in a settings object, or "default".
 
     Args:
         instance: a settings object.

@@ -89,7 +89,7 @@ def hooks_of_kind(kind: Kind) -> tuple[str, ...]:
 
 
 def is_newer(plugin: object) -> bool:
-    """Whether a plugin was written for a newer minor version of this contract."""
+    """Return whether a plugin was written for a newer minor version of the contract."""
     return tuple(getattr(plugin, "api_version", API_VERSION)) > API_VERSION
 
 

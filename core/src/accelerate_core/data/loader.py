@@ -34,7 +34,7 @@ _TWICE = " No backward followed: if the script skips, too, set restore_positions
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """How a loader is shared out, and where its batches go.
+    """How a loader is divided over the ranks, and the device of its batches.
 
     Args:
         config: how the data is shared out.
@@ -468,7 +468,7 @@ def check_fixed_batch(size: int, multiple: int, count: int) -> None:
 
 
 class DataLoaderShard(CoreLoader):
-    """A prepared loader that reads its own rank's part."""
+    """A prepared loader that reads this rank's part of the data."""
 
 
 class DataLoaderDispatcher(CoreLoader):

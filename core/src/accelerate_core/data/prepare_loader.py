@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
-    """Return a loader that gives this rank its part of the data, on its device.
+    """Return a loader that yields this rank's part of the data on its device.
 
     Args:
         loader: a `DataLoader`, or any iterable of batches.

@@ -15,8 +15,8 @@ from accelerate_core.data.order import SeedableRandomSampler, order_sampler
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
-#: Type of device -> what has `is_available`, `get_rng_state` and `set_rng_state` (of a tensor on the
-#: CPU), where torch has no module for the device; a backend adds its own.
+#: Device type -> object with `is_available`, `get_rng_state` and `set_rng_state` (with CPU tensors), for
+#: devices without a torch module. Backends can add entries.
 GENERATORS: dict[str, Any] = {}
 _NAMED = ("torch", "generator")
 

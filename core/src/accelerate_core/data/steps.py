@@ -14,9 +14,10 @@ from accelerate_core.errors import ConfigurationError
 SliceFn = Callable[..., Any]
 #: A raw batch, the number of real samples of its step if known, and the data's state after it.
 Read = tuple[Any, int | None, Any]
-#: `(batch, last, real, state)`: a rank's batch, whether it's the last, real samples if padded, the state.
+#: `(batch, last, real, state)`: a rank's batch, whether it's the last, the number of real samples if it
+#: was filled up, and the state.
 Item = tuple[Any, bool, int | None, Any]
-#: The part of a rank that gets no batch in a step.
+#: The slice of a rank that gets no batch in a step.
 NOTHING: Any = object()
 _CANNOT_JOIN = (TypeError, ValueError, RuntimeError, KeyError, IndexError)
 
@@ -56,7 +57,7 @@ def steps_of(total: int, shard: Any, process_index: int) -> int:
 
 @dataclass(slots=True)
 class Step:
-    """One global step of a loader: a part for each rank, and whether more steps follow.
+    """One global step of a loader: a slice for each rank, and whether more steps follow.
 
     Attributes:
         parts: the batch of each rank; `NOTHING` for a rank without one.

@@ -25,7 +25,7 @@ __all__ = ["Communicator"]
 
 @dataclass(kw_only=True, eq=False)
 class Communicator:
-    """The processes of one scope, as seen by one of them.
+    """Collectives among the processes of one scope.
 
     Args:
         rank: index of this process among those of the scope.

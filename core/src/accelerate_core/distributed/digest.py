@@ -90,7 +90,7 @@ def weight_sums(
 
 
 def first_difference(ranks: Sequence[Mapping[str, int] | None]) -> tuple[int, str, int] | None:
-    """Return the first rank that differs from rank 0, its first such parameter, and their number.
+    """Return the first rank that differs from rank 0, its first differing parameter, and how many differ.
 
     Args:
         ranks: what `weight_sums` returned on each rank; None for a rank without an answer.

@@ -32,7 +32,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each tensor is in a buffer of `total` bytes; `segments` has the order of the tensors.
+    """The position of each tensor in a buffer of `total` bytes. `segments` follows the order of the tensors.
 
     `order` lists the tensors by position in the buffer, grouped by dtype. `gap` is the number of
     unused bytes at the end.
@@ -46,7 +46,7 @@ class Layout:
 
 
 def layout_of(tensors: Iterable[torch.Tensor | TensorInformation]) -> Layout:
-    """Return the layout for tensors; equal shapes and dtypes have equal layouts on every rank."""
+    """Return the layout for tensors. Equal shapes and dtypes have equal layouts on every rank."""
     return _layout(tuple([(tensor.shape, tensor.dtype) for tensor in tensors]))
 
 

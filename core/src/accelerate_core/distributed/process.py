@@ -60,7 +60,7 @@ _comparisons: Iterator[int] = itertools.count(1)
 
 
 def running() -> Runtime | None:
-    """Return the runtime of this process if one has been started."""
+    """Return the runtime of this process, or None if it hasn't started."""
     return _current
 
 
@@ -183,7 +183,7 @@ _endings = ExitStack()
 
 
 def process_global(key: str, wanted: Any, start: Callable[[], T], end: Callable[[T], object]) -> T:
-    """Return a library's global state, which a process has once, made by the first to need it.
+    """Return a library's process-wide state, which the first Accelerator that needs it creates.
 
     A plugin calls it in `mesh` or `on_start`, which every Accelerator goes through; in `device`,
     which the first one does, for what has to stand before the process group.

@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True)
 class TensorInformation:
-    """The shape and dtype of a tensor: what is needed to allocate one like it."""
+    """The shape and dtype of a tensor, for allocating a similar one."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -230,7 +230,7 @@ def get_data_structure(data: Any) -> Any:
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Return the tree with every float16 and bfloat16 tensor as float32; autograd passes."""
+    """Return the tree with every float16 and bfloat16 tensor as float32. Gradients flow through."""
     return map_leaves(_to_fp32, tensor)
 
 

@@ -83,7 +83,7 @@ def known_names(kind: str) -> Mapping[str, str]:
 
 
 def pip_command(extra: str) -> str:
-    """Return the command that installs an extra, out of the clone that the core comes from if any."""
+    """Return the pip command that installs an extra, from the core's clone if it was installed from one."""
     here = {one.name: one for one in metadata.distributions()}
     own = here.get("accelerate-core")
     said = json.loads((own and own.read_text("direct_url.json")) or "{}")

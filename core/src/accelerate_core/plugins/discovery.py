@@ -47,7 +47,7 @@ OWN_DISTRIBUTION = "accelerate-core"
 
 @dataclass(eq=False)
 class PluginRecord:
-    """One installed plugin: its entry point, its distribution and what triggers it."""
+    """An installed plugin: its entry point, its distribution and its triggers."""
 
     kind: str
     name: str
@@ -173,7 +173,7 @@ def disabled_names(environ: Mapping[str, str] | None = None) -> frozenset[str]:
 def find(
     kind: str, name: str, *, source: str, environ: Mapping[str, str] | None = None
 ) -> PluginRecord:
-    """Return the plugin of that name.
+    """Return the installed plugin with a name.
 
     Args:
         kind: `backend`, `tracker`, `precision`, `launcher` or another.
@@ -266,7 +266,7 @@ def without_entry_point(name: str, kind: str = "", *, near: str = "") -> str:
 
 
 def check_api_version(record: PluginRecord, plugin: Any) -> None:
-    """Refuse a plugin of another major version of the contract.
+    """Raise an error for a plugin of another major version of the contract.
 
     Raises:
         PluginError: it states none, or another name than its entry point.
@@ -299,7 +299,7 @@ def check_api_version(record: PluginRecord, plugin: Any) -> None:
 
 
 def exported(name: str) -> Any:
-    """Return what an installed plugin exports under `name`.
+    """Return the object that an installed plugin exports under `name`.
 
     Raises:
         MissingPluginError: a known plugin would bring it, or it needs a library that is not installed;

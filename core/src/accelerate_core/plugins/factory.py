@@ -33,7 +33,7 @@ PARTS: dict[str, type] = {
 
 @dataclass
 class PluginFactory:
-    """Creates plugins of any kind: those of one Accelerator, of a launch, or of a kind of your own.
+    """Creates plugins of any kind, for an Accelerator, a launch or your own kind.
 
     Args:
         sources: environment and config file.

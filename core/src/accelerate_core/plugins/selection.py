@@ -48,7 +48,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Request:
-    """What a plugin's `detect` may look at."""
+    """The information that a plugin's `detect` gets."""
 
     arguments: Mapping[str, Any]
     environ: Mapping[str, str]
@@ -82,7 +82,7 @@ DETECTED = Precedence.DETECTED
 
 
 class TriggerHit(NamedTuple):
-    """What set off a trigger, and how strongly that requests the plugin."""
+    """What a trigger matched, and the precedence of that request."""
 
     reason: str
     precedence: Precedence = Precedence.DETECTED
@@ -90,7 +90,7 @@ class TriggerHit(NamedTuple):
 
 @dataclass
 class Candidate:
-    """A plugin that was considered during selection, and what came of it.
+    """A plugin that was considered during selection, and the outcome.
 
     Attributes:
         state: active, available, passed over, refused, broken or disabled.
@@ -112,7 +112,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rule:
-    """How the plugins of a kind are chosen.
+    """How plugins of one kind are selected.
 
     Attributes:
         usual: the one that is taken where nothing asks for another.
@@ -136,7 +136,7 @@ class Rule:
 
 @dataclass
 class Selection:
-    """What was chosen among the plugins of one kind, and how it came to that.
+    """The selected plugins of one kind, and the steps of the selection.
 
     Attributes:
         wanted: the requested name with its source; its value is None if no name was requested.
@@ -198,7 +198,7 @@ RULES = {
 def select(
     kind: str, request: Request, wanted: SourcedValue = NOTHING, rule: Rule | None = None
 ) -> Selection:
-    """Choose among the plugins of one kind; if this fails, the result's `error` says why.
+    """Select a plugin of one kind. If this fails, `error` of the result contains the reason.
 
     The strongest request is met, or is an error. Of equal ones a name is stronger than a claim, and a
     claim than the usual one. Only plugins that may claim are imported; of the others that is left

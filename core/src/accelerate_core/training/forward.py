@@ -69,7 +69,7 @@ def _bound(function: Callable[..., Any], module: torch.nn.Module) -> Any:
 def wrap_forward(
     model: torch.nn.Module, context: Callable[[], AbstractContextManager[Any]], upcast: bool
 ) -> None:
-    """Put `model.forward` under a context; a second call replaces the first.
+    """Run `model.forward` in a context. A second call replaces the first context.
 
     Args:
         upcast: convert half precision outputs to fp32.

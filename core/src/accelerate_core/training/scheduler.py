@@ -13,7 +13,7 @@ from accelerate_core.training.optimizer import AcceleratedOptimizer
 
 
 class AcceleratedScheduler:
-    """A scheduler that counts what the optimizer did.
+    """A scheduler that follows the steps of its optimizers.
 
     * Inside an accumulation cycle, and where the optimizer's step was skipped, it stands still.
     * `num_processes` steps at a time, if `scheduler_steps` is "per_process": it was written for one
