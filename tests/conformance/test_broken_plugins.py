@@ -190,11 +190,11 @@ def check(
     [
         ("wrongarg", "hooks", ["clip_grad", "maximum"]),
         ("misspelt", "hooks", ["'backwards', which is never called", "Did you mean 'backward'?"]),
-        ("heavy", "imports", ["matplotlib", "inside of the functions"]),
-        ("noisy", "imports", ["one more backend", "what the import prints"]),
+        ("heavy", "imports", ["matplotlib", "inside the functions"]),
+        ("noisy", "imports", ["one more backend", "output of the import"]),
         ("void", "kept", ["no trace of", '{"elsewhere": true}']),
         ("future", "api_version", ["2.0", "speaks 1.0", "upgrade accelerate-core"]),
-        ("unsaid", "api_version", ["states no api_version of its own"]),
+        ("unsaid", "api_version", ["does not state an api_version"]),
         ("left", "selection", ["right (dummy-right 4.2)", "equal priority 50", "USE_BOTH"]),
     ],
 )
@@ -239,7 +239,7 @@ def test_one_that_hangs_costs_seconds_and_is_told_with_where_each_rank_stood(
     error = found["clip_norm"]["error"]
     assert "it did not end: its processes did nothing for 2 s" in error
     for rank in range(2):
-        assert f"rank {rank} stood in answer_of_the_fabric (dummy_hanging/__init__.py:" in error
+        assert f"rank {rank} was in answer_of_the_fabric (dummy_hanging/__init__.py:" in error
     assert error.count(", called by clip_grad (dummy_hanging/__init__.py:") == 2
     assert "called by clip_norm (suites/stepping.py:" in error
     assert "hooks to look at: clip_grad" in error

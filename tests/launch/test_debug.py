@@ -15,8 +15,10 @@ WORKER = Path(__file__).with_name("debug_worker.py")
 def test_debug_mode_detects_ranks_that_train_different_models(debug: bool) -> None:
     done = run_workers(WORKER, 2, env={"ACCELERATE_DEBUG_MODE": "1"} if debug else {})
     assert done.ok, done.story
-    for forgets, *fine in done.results:
+    for forgets, *fine, later in done.results:
         assert fine == [[0, ""]] * 3
+        assert later[0] == (12 if debug else 0)
+        assert ("After 12 steps, 'weight'" in later[1]) == debug
         step, said = forgets
         assert step == (2 if debug else 0)
         assert ("'forgets' (which declares reduces_gradients='backward')" in said) == debug

@@ -176,31 +176,31 @@ def test_what_is_written_is_clean_for_its_own_linters(tmp_path: Path) -> None:
     [
         ("Ring", "backend", "lower case"),
         ("two__level", "backend", "lower case"),
-        ("class", "backend", "no name for a plugin"),
+        ("class", "backend", "not a valid plugin name"),
         ("yes", "backend", "YAML reads it as True"),
         ("true", "tracker", "YAML reads it as True"),
         ("on", "launcher", "YAML reads it as True"),
         ("no", "precision", "YAML reads it as False"),
         ("off", "extension", "YAML reads it as False"),
         ("null", "backend", "YAML reads it as None"),
-        ("none", "backend", "is a word of accelerate-core itself"),
+        ("none", "backend", "is a reserved name"),
         ("ring", "bakend", "Did you mean 'backend'?"),
-        ("ddp", "backend", "already: ddp (accelerate-ddp"),
+        ("ddp", "backend", "installed: ddp (accelerate-ddp"),
         ("megatron_lm", "backend", "accelerate-core[megatron]"),
-        ("core", "extension", "is a word of accelerate-core itself"),
-        ("all", "tracker", "is a word of accelerate-core itself"),
-        ("ddp", "extension", "that of accelerate-ddp, which is a package already"),
-        ("megatron", "precision", "that of accelerate-megatron"),
+        ("core", "extension", "is a reserved name"),
+        ("all", "tracker", "is a reserved name"),
+        ("ddp", "extension", "called accelerate-ddp, which already exists"),
+        ("megatron", "precision", "called accelerate-megatron"),
     ],
 )
-def test_a_name_that_cannot_be_is_refused(tmp_path: Path, name: str, kind: str, said: str) -> None:
+def test_invalid_name_is_refused(tmp_path: Path, name: str, kind: str, said: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         write_repository(name, kind, tmp_path / "made")
     assert said in str(caught.value)
     assert not (tmp_path / "made").exists()
 
 
-def test_a_directory_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:
+def test_directory_that_is_not_empty_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(ConfigurationError, match="not empty"):
         write_repository("ring", "backend", tmp_path)

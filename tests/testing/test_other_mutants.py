@@ -237,9 +237,12 @@ def test_an_import_that_sleeps_and_what_outlives_the_checks_are_told(
     told = {result.name: result for result in results}
     assert [told[name].state for name in only] == ["failed", "passed", "failed"], results
     assert re.search(r"importing dummy_lingers takes 1\.[789] s", told["imports"].error)
-    assert "1.5 s are allowed: import heavy libraries when they are used" in told["imports"].error
+    assert (
+        "at most 1.5 s are allowed. Import heavy libraries in the functions that use them"
+        in told["imports"].error
+    )
     for words in (
-        "thread 'pump' of dummy_lingers, which is no daemon (left by values)",
+        "thread 'pump' of dummy_lingers, which is not a daemon (left by values)",
         "process sleep 543 (left by values)",
         "tracker lingers (dummy-lingers 1.0)",
     ):

@@ -1,4 +1,4 @@
-"""Where each damaged backend is entered, with the check that is to notice."""
+"""The table of mutants: backends with one fault, and the check that must notice each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MUTANTS: dict[str, tuple[type, str]] = {}
 
 
 def caught_by(check: str) -> Any:
-    """Register a damaged backend with the check that is to notice."""
+    """Register a backend with a fault, and the check that must notice it."""
 
     def register(cls: type) -> type:
         MUTANTS[cls.__name__] = (cls, check)
@@ -25,7 +25,7 @@ def caught_by(check: str) -> Any:
 
 
 def passes(*checks: str) -> Any:
-    """Register a backend that is unusual and sound, by each check that it is to pass."""
+    """Register an unusual but correct backend, and each check that it must pass."""
 
     def register(cls: type) -> type:
         for check in checks:

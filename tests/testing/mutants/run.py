@@ -1,7 +1,7 @@
-"""A sound backend, damaged in one place at a time: each with the check that is to notice.
+"""Run each mutant, a backend with one fault, through the check that must notice it.
 
-Run on two ranks: `run.py FOLDER [MUTANT...]`; a rank reports
-`{mutant: [check, state, error, blame, hooks that are damaged]}`.
+Run on two ranks: `run.py FOLDER [MUTANT...]`. Each rank reports
+`{mutant: [check, state, error, attribution, hooks with the fault]}`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import of_checkpoints
+import of_common_mistakes
 import of_endings
 import of_loose
 import of_models
@@ -29,6 +30,7 @@ from accelerate_testing.worker import Ranks, run_check
 
 __all__ = [
     "of_checkpoints",
+    "of_common_mistakes",
     "of_endings",
     "of_loose",
     "of_models",
@@ -47,7 +49,7 @@ def damaged(cls: type) -> list[str]:
 def main() -> None:
     folder, wanted = Path(sys.argv[1]), sys.argv[2:]
     os.chdir(folder)
-    leaving._GRACE = 0.5  # what is left on purpose does not end
+    leaving._GRACE = 0.5  # mutants leave things that never end
     found: dict[str, Any] = {}
     known = checks_of("backend")
     for name in wanted or MUTANTS:
@@ -60,12 +62,12 @@ def main() -> None:
         ranks = Ranks(here, 4.0)
         line = run_check(known[check].function, ctx)
         if missing_capability(known[check], cls.supports, cls.owns):
-            line["state"] = "skipped"  # as it would be
+            line["state"] = "skipped"  # as in the suite
         ranks.say(check, line)
         if not ranks.all_well(check):
             ctx.abandon()
-        blame = about(check, cls, meant=line["hooks"].split())
-        found[name] = [check, line["state"], line["error"], blame, damaged(cls)]
+        attribution = about(check, cls, meant=line["hooks"].split())
+        found[name] = [check, line["state"], line["error"], attribution, damaged(cls)]
         write_result(found)
 
 

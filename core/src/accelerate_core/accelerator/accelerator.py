@@ -482,7 +482,7 @@ class Accelerator(
 
     def _plugin_attribute(self, name: str, owner: str) -> Any:
         """Return an attribute that an active plugin serves, or what stands for its absence."""
-        own = dir(type(self))
+        own = dir(self)
         served = self._shared_hooks.served_attributes(own, self.warn_once)
         if name in served:
             return served[name]

@@ -61,10 +61,7 @@ class Communicator:
         """Return the tensors [k] of all ranks as one [size * k]; k is the same on all ranks."""
         if self.size == 1:
             return t
-        out = self.hooks.gather(t, self.scope)
-        if out.dtype != t.dtype or out.numel() != self.size * t.numel():
-            raise self._wrong_tensor("gather", out, t, self.size * t.numel())
-        return out
+        return self._checked("gather", self.hooks.gather(t, self.scope), t, self.size)
 
     def reduce(
         self, t: torch.Tensor, op: ReduceOp = "sum", *, overwrite: bool = False
@@ -79,19 +76,13 @@ class Communicator:
         if self.size == 1:
             return t
         own = t if overwrite else t.clone()
-        out = self.hooks.reduce(own, op, self.scope)
-        if out.dtype != t.dtype or out.numel() != t.numel():
-            raise self._wrong_tensor("reduce", out, t, t.numel())
-        return out
+        return self._checked("reduce", self.hooks.reduce(own, op, self.scope), t)
 
     def broadcast(self, t: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Return the tensor of rank `src`. On other ranks `t` may be overwritten with it."""
         if self.size == 1:
             return t
-        out = self.hooks.broadcast(t, src, self.scope)
-        if out.dtype != t.dtype or out.numel() != t.numel():
-            raise self._wrong_tensor("broadcast", out, t, t.numel())
-        return out
+        return self._checked("broadcast", self.hooks.broadcast(t, src, self.scope), t)
 
     def scatter(
         self, parts: Sequence[torch.Tensor] | None, like: torch.Tensor, src: int = 0
@@ -99,19 +90,13 @@ class Communicator:
         """Return this rank's part. `parts` matters on rank `src`: one per rank, sized as `like`."""
         if self.size == 1:
             return parts[0] if parts is not None else like
-        out = self.hooks.scatter(parts, like, src, self.scope)
-        if out.dtype != like.dtype or out.numel() != like.numel():
-            raise self._wrong_tensor("scatter", out, like, like.numel())
-        return out
+        return self._checked("scatter", self.hooks.scatter(parts, like, src, self.scope), like)
 
     def all_to_all(self, t: torch.Tensor) -> torch.Tensor:
         """Send the i-th of `size` equal pieces of `t` to rank i; return those received."""
         if self.size == 1:
             return t
-        out = self.hooks.all_to_all(t, self.scope)
-        if out.dtype != t.dtype or out.numel() != t.numel():
-            raise self._wrong_tensor("all_to_all", out, t, t.numel())
-        return out
+        return self._checked("all_to_all", self.hooks.all_to_all(t, self.scope), t)
 
     def open_group(self) -> dist.ProcessGroup | None:
         """Return a new process group of the same ranks, for tensors in host memory.
@@ -150,19 +135,18 @@ class Communicator:
         if self.size > 1:
             self.hooks.barrier(self.scope)
 
-    @property
-    def _owner(self) -> str:
-        return f"backend {self.backend!r}" if self.backend else "torch.distributed"
-
-    def _wrong_tensor(
-        self, hook: str, answer: torch.Tensor, given: torch.Tensor, count: int
-    ) -> PluginError:
-        """Return the error for a collective that returned a tensor of another size or dtype."""
-        return PluginError(
-            f"{hook} of {self._owner} returned {answer.numel()} elements of {answer.dtype} for "
-            f"{given.numel()} elements of {given.dtype} on {self.size} ranks (scope {self.scope!r}); "
-            f"it must return {count} elements of {given.dtype}."
-        )
+    def _checked(
+        self, hook: str, answer: torch.Tensor, given: torch.Tensor, times: int = 1
+    ) -> torch.Tensor:
+        """Return what a hook returned, which must have the dtype of `given`, and `times` its size."""
+        wanted = times * given.numel(), given.dtype
+        if (answer.numel(), answer.dtype) != wanted:
+            raise PluginError(
+                f"{hook} of backend {self.backend!r} returned {answer.numel()} elements of "
+                f"{answer.dtype} on {self.size} ranks (scope {self.scope!r}); it must return "
+                f"{wanted[0]} elements of {wanted[1]}."
+            )
+        return answer
 
     def gather_object(self, obj: Any) -> list[Any]:
         """Return the picklable objects of all ranks, in rank order."""
@@ -171,8 +155,8 @@ class Communicator:
         objects = self.hooks.gather_object(obj, self.scope)
         if len(objects) != self.size:
             raise PluginError(
-                f"gather_object of {self._owner} returned {len(objects)} objects; it must return one "
-                f"for each of the {self.size} ranks of the scope {self.scope!r}."
+                f"gather_object of backend {self.backend!r} returned {len(objects)} objects; it must "
+                f"return one for each of the {self.size} ranks of the scope {self.scope!r}."
             )
         return objects
 

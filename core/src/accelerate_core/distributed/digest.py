@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,39 +15,27 @@ _ELEMENTS = 2**22
 
 
 def comparable(value: Any) -> Any:
-    """Return a setting as plain data that is equal on two ranks if and only if the setting is.
+    """Return plain data that is equal on two ranks if the setting is.
 
     Addresses in memory and the order of mappings and sets don't matter. A long value is replaced by
     its beginning and a digest.
     """
-    plain = _plain(value)
-    text = json.dumps(plain, sort_keys=True)
-    if len(text) <= _SHOWN:
-        return plain
-    return f"{text[:_SHOWN]}... (digest {hashlib.sha256(text.encode()).hexdigest()[:12]})"
+    if value is None or isinstance(value, str | int):
+        return value
+    text = json.dumps(value, sort_keys=True, default=_plain)
+    if len(text) > _SHOWN:
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        text = f"{text[:_SHOWN]}... (digest {digest[:12]})"
+    return text
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, enum.Enum):
-        return _plain(value.value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # NaN is not equal to itself
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted((_plain(one) for one in value), key=repr)
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
     name = getattr(value, "__qualname__", None)  # a class or a function
-    if name is not None:
-        return f"{getattr(value, '__module__', '')}.{name}"
-    text = str(value)
+    text = str(value) if name is None else f"{value.__module__}.{name}"
     # Objects without a text of their own are compared by their class.
     return type(value).__qualname__ if " at 0x" in text else text
 

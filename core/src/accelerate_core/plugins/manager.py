@@ -86,29 +86,22 @@ class SharedHooks:
     def served_attributes(
         self, reserved: Collection[str], warn_once: Callable[[str], None]
     ) -> dict[str, object]:
-        """Return the attributes that plugins serve; warn about names that cannot be reached.
+        """Return the attributes that plugins serve, and warn about names that are not unique.
 
         Args:
-            reserved: names that the Accelerator has itself, and that win.
+            reserved: names that the Accelerator has itself, which take precedence.
         """
         served: dict[str, object] = {}
-        owners: dict[str, str] = {}
+        owners = dict.fromkeys(reserved, "the Accelerator")
         for one in self._table["state_attributes"]:
-            label = one.record.label
             attributes: Mapping[str, object] = self.call(one) or {}
-            for name, value in attributes.items():
-                if name in reserved:
-                    warn_once(
-                        f"{label} serves the attribute {name!r}, which the Accelerator has itself: the "
-                        "plugin's is never returned. Give it another name."
-                    )
-                elif name in owners:
-                    warn_once(
-                        f"{owners[name]} and {label} both serve the attribute {name!r}; that of {label} "
-                        "is returned."
-                    )
-                served[name] = value
-                owners[name] = label
+            for name in attributes.keys() & owners.keys():
+                warn_once(
+                    f"{one.record.label} serves the attribute {name!r}, which {owners[name]} has, too. "
+                    "Scripts only get one of them: give it another name."
+                )
+            served |= attributes
+            owners |= dict.fromkeys(attributes, one.record.label)
         return served
 
     def run_stage(self, stage: str, model: torch.nn.Module) -> torch.nn.Module:

@@ -307,7 +307,7 @@ def _ask_for_claims(made: Selection, request: Request) -> None:
         if made.kind == "backend":
             _refuse_missing(request, top)
         asked, name, reason = max(kept_out, default=(top, "", ""))
-        if asked > top:  # refused, as by name
+        if asked > top and counts_errors:  # refused, as by name
             find(made.kind, name, source=reason, environ=request.environ)
         answers = [one for one in answers if one.asked == top]
     for one in answers:

@@ -1,4 +1,4 @@
-"""Write a complete repository for a new plugin, from the templates beside this file."""
+"""Write a complete repository for a new plugin, from the templates in this folder."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
 
 TEMPLATE_KINDS = ("backend", "precision", "tracker", "launcher", "extension")
-#: Words that mean something where a plugin is named, and those the templates are made of.
+#: Names with a meaning of their own, and words of the templates.
 _RESERVED = ("core", "all", "auto", "none", *TEMPLATE_KINDS)
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 
 def _words(name: str, kind: str) -> dict[str, str]:
-    """Return how one plugin is called in its various places."""
+    """Return the names of a plugin in code, packages and variables."""
     camel = "".join(word.capitalize() for word in name.split("_"))
     return {
         "name": name,
@@ -41,16 +41,16 @@ def _words(name: str, kind: str) -> dict[str, str]:
 
 
 def write_repository(name: str, kind: str, directory: Path | None = None) -> list[Path]:
-    """Write the repository; return its files.
+    """Write the repository and return its files.
 
     Args:
-        name: what users will say: lower case letters, digits, underscores.
+        name: the plugin's name: lower case letters, digits and underscores.
         kind: one of `TEMPLATE_KINDS`.
-        directory: where; default `accelerate-NAME` in the current directory.
+        directory: default: `accelerate-NAME` in the current directory.
 
     Raises:
-        ConfigurationError: the name or kind is none, or is taken; the directory is not empty, or
-            cannot be written.
+        ConfigurationError: the name or kind is invalid, the name is taken, or the directory is not
+            empty or cannot be written.
     """
     words = _words(name, kind)
     _check(name, kind, words["distribution"])
@@ -59,16 +59,16 @@ def write_repository(name: str, kind: str, directory: Path | None = None) -> lis
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ConfigurationError(
-                f"{target} is there already and not empty: choose another with --directory."
+                f"The directory {target} is not empty. Choose another one with --directory."
             )
-        # A kind may have its own of what is common.
+        # A kind may replace a common file.
         return sorted(
             {p for part in ("common", kind) for p in _copy(templates / part, target, words)}
         )
     except OSError as error:
         raise ConfigurationError(
             f"The repository in {target} cannot be written: {error.filename or target}: "
-            f"{error.strerror or error}. Choose another place with --directory."
+            f"{error.strerror or error}. Choose another directory with --directory."
         ) from error
 
 
@@ -79,45 +79,47 @@ def _check(name: str, kind: str, distribution: str) -> None:
         )
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise ConfigurationError(
-            f"{name!r} is no name for a plugin: it has lower case letters, digits and single "
-            "underscores between them, and begins with a letter, such as 'ring' or 'two_level'."
+            f"{name!r} is not a valid plugin name. It must start with a letter and have only lower case "
+            "letters, digits and single underscores between them, such as 'ring' or 'two_level'."
         )
     said = yaml.safe_load(name)
     if not isinstance(said, str):  # yes, off, null, ...
         raise ConfigurationError(
-            f"{name!r} is no name for a plugin: in a config file YAML reads it as {said!r}, and not as "
-            "text; choose another."
+            f"{name!r} is not a valid plugin name, because YAML reads it as {said!r} in a config file. "
+            "Choose another name."
         )
     if name in _RESERVED:
         raise ConfigurationError(
-            f"{name!r} is a word of accelerate-core itself ({listing(_RESERVED)}); choose another."
+            f"{name!r} is a reserved name ({listing(_RESERVED)}). Choose another name."
         )
     owners = [record.label for record in installed().of_kind(kind) if record.name == name]
     if owners:
-        raise ConfigurationError(f"There is a {kind} of that name already: {owners[0]}.")
+        raise ConfigurationError(
+            f"A {kind} with this name is installed: {owners[0]}. Choose another name."
+        )
     if name in catalog.known_names(kind):
         raise ConfigurationError(
-            f"{name!r} is the name of a {kind} that accelerate-core[{catalog.extra_for(kind, name)}] "
-            "brings; choose another."
+            f"{name!r} is the name of a {kind} in accelerate-core[{catalog.extra_for(kind, name)}]. "
+            "Choose another name."
         )
     extras = {extra for names in catalog.NAMES.values() for extra in names.values()}
     ours = {f"accelerate-{extra.replace('_', '-')}" for extra in extras}
     if distribution in ours or list(importlib.metadata.distributions(name=distribution)):
         raise ConfigurationError(
-            f"The repository would be that of {distribution}, which is a package already: installing "
-            "the one would remove the other. Choose another name."
+            f"The package would be called {distribution}, which already exists: installing one would "
+            "replace the other. Choose another name."
         )
 
 
 def _copy(source: Traversable, target: Path, words: dict[str, str]) -> list[Path]:
-    """Copy a tree; `@word@` in texts and `WORD` names like `package` in paths are filled in."""
+    """Copy a tree, and replace `@word@` in texts and `__word__` in paths."""
     made = []
     for entry in source.iterdir():
         if entry.name == "__pycache__":
             continue
         name = entry.name.removesuffix(".in").replace("__package__", words["package"])
         name = name.replace("dot_", ".", 1) if name.startswith("dot_") else name
-        # Tests of ours are not part of a wheel; these are spelt so that nobody takes them for some.
+        # Named TEST_ so that packaging does not mistake them for tests of this repository.
         name = name.replace("TEST_", "test_", 1) if name.startswith("TEST_") else name
         path = target / name.replace("__name__", words["name"])
         if entry.is_dir():

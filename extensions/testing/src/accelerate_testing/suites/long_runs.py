@@ -10,7 +10,7 @@ from torch import nn
 
 from accelerate_testing.checks import STEP, check
 from accelerate_testing.context import CheckContext
-from accelerate_testing.training import Trainer, loss_of, plain_training
+from accelerate_testing.training import Trainer, plain_training
 
 #: Steps of a run, and those before the targets of a rank are changed.
 STEPS, BEFORE = 60, 52
@@ -35,6 +35,27 @@ class Deep(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         """Samples [batch, 6] in, numbers [batch, 1] out."""
         return self.out(torch.tanh(self.large(torch.tanh(self.inner(x)))))
+
+
+class Separate(nn.Module):
+    """Three layers of different sizes, each of which only trains on its own outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.small = nn.Linear(6, 1)
+            self.medium = nn.Linear(6, 1_000)
+            self.large = nn.Linear(6, 20_000)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Samples [batch, 6] in, numbers [batch, 21_001] out."""
+        return torch.cat([self.small(x), self.medium(x), self.large(x)], 1)
+
+
+def _separate_loss(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return a loss whose gradient for one output does not depend on the others."""
+    return (model(x).float() - y).square().sum(1).mean()
 
 
 slow = partial(torch.optim.SGD, lr=0.003)
@@ -82,12 +103,12 @@ def _late_news(ctx: CheckContext) -> int:
 
 def _weights_after(ctx: CheckContext, count: int, disturbed: int) -> Weights:
     """Train, with other targets on one rank in the last `count` steps; return the weights of all ranks."""
-    trainer = Trainer.begin(ctx, slow, net=Deep())
+    trainer = Trainer.begin(ctx, slow, net=Separate())
     accelerator = trainer.accelerator
     ((x, y),), _ = trainer.batches(1)
     for step in range(BEFORE + count):
         late = step >= BEFORE and accelerator.process_index == disturbed
-        trainer.step(loss_of(trainer.model, (x, y + 5.0 * late)))
+        trainer.step(_separate_loss(trainer.model, x, y + 5.0 * late))
     held = {}
     for name, parameter in trainer.model.named_parameters():
         local: Any = parameter.detach()
