@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "src" / "accelerate_core"
 
 #: Lines of code; docstrings, comments and blank lines are not counted.
-TOTAL = 9_540  # docs/decisions/031-a-typed-contract.md says what the lines over 9,500 are
+TOTAL = 9_710  # docs/decisions/031-a-typed-contract.md says what the lines over 9,500 are
 DEPENDENCIES = {"torch", "pluggy", "packaging", "pydantic", "PyYAML"}
 
 

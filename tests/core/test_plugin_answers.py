@@ -145,7 +145,7 @@ def test_collective_with_another_size_or_dtype_is_named(hook: str, answer: Any) 
 def test_gather_object_with_too_few_objects_is_named() -> None:
     hooks: Any = SimpleNamespace(gather_object=lambda obj, scope: [obj])
     comm = Communicator(rank=0, size=2, device=torch.device("cpu"), hooks=hooks)
-    with pytest.raises(PluginError, match="returned 1 objects.*each of the 2 ranks"):
+    with pytest.raises(PluginError, match=r"returned 1 objects.*each of the 2 ranks"):
         comm.gather_object("x")
 
 
