@@ -55,7 +55,8 @@ class Separate(nn.Module):
 
 def _separate_loss(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return a loss whose gradient for one output does not depend on the others."""
-    return (model(x).float() - y).square().sum(1).mean()
+    losses: torch.Tensor = (model(x).float() - y).square().sum(1)
+    return losses.mean()
 
 
 slow = partial(torch.optim.SGD, lr=0.003)
