@@ -22,9 +22,9 @@ import griffe
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("core", "extensions/*", "backends/*", "trackers/*")
 PROJECTS = [one for name in FOLDERS for one in sorted(ROOT.glob(name)) if (one / "src").exists()]
-#: Says what a member is in these words; the second argument is the member or its docstring.
+#: Functions that define a member; the second argument is the member it delegates to, or its docstring.
 _DELEGATING = {"method", "shared", "attribute", "setting", "_LOADING", "mesh_rank", "staticmethod"}
-#: Parameters that say themselves what they are.
+#: Parameters whose names say enough.
 _PLAIN = re.compile(
     "self|cls|args|kwargs|accelerator|model|module|optimizer|scheduler|environ|tensors?|device|name|path|"
     "directory|parameters|state_dict|closure|loss|data|obj|values|step|config|state|request|topology|record|"
@@ -33,14 +33,14 @@ _PLAIN = re.compile(
 _FILLING = {"of", "to", "is", "in", "has", "num"}
 _ENTRY = re.compile(r"^ {4}((?:\w+,\s+)+\w+):\s+(.*\n(?: {5,}.*\n)*)", re.M)
 _EXAMPLE = re.compile(r"^Example:\n((?: {4}(?!>>>|```).*\n|\n(?= {4}))+)", re.M)
-#: Errors that the lines of a function itself raise.
+#: Errors that a function raises itself.
 _RAISE = re.compile(
     r"^\s+raise (?:\w+\.)*(?!Attribute|NotImplemented|Assertion)(\w+(?:Error|Exception))\b", re.M
 )
 
 
 class Members(griffe.Extension):
-    """Gives delegated members and settings their docstrings, signatures and defaults."""
+    """Add docstrings, signatures and defaults to delegated members and settings."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
         for module in _modules(pkg):
@@ -71,14 +71,14 @@ def _classes(module: griffe.Module) -> Iterator[griffe.Class]:
 
 
 def _text(value: Any) -> str:
-    """Return the text of an expression; of what is joined, the texts alone."""
+    """Return the string that an expression evaluates to, without its non-constant parts."""
     parts = ast.walk(ast.parse(str(value), mode="eval"))
     texts = [part.value for part in parts if isinstance(getattr(part, "value", None), str)]
     return " ".join(" ".join(texts).split())
 
 
 def _part_entries(member: Any) -> None:
-    """Make of an entry `a, b: text` under `Args:` one for each, and of an example a block of code."""
+    """Split an entry `a, b: text` under `Args:` into one per name, and make examples code blocks."""
 
     def parted(match: re.Match[str]) -> str:
         return "".join(f"    {name}: {match[2]}" for name in re.split(r",\s+", match[1]))
@@ -91,7 +91,7 @@ def _part_entries(member: Any) -> None:
 
 
 def _show_comment(member: Any) -> None:
-    """Take the lines that begin with `#:`, above a name or several, for its docstring."""
+    """Use the `#:` comment above one or more attributes as their docstring."""
     if member.is_alias or not member.is_attribute or member.docstring or not member.lineno:
         return
     above = member.lines_collection[member.filepath][: member.lineno - 1]
@@ -117,7 +117,7 @@ def _show_settings(cls: griffe.Class) -> None:
         member.extra["accelerate"]["help"] = True
         texts = [
             one for one in member.value.arguments if isinstance(one, str)
-        ]  # of a maker of options
+        ]  # from a helper that creates options
         if text := _text(said.get("help", *texts[:1] or ["''"])):
             member.docstring = griffe.Docstring(text, parent=member)
         member.value = default
@@ -147,7 +147,7 @@ def _show_delegated(cls: griffe.Class, name: str, member: Any, loader: Any) -> N
             "accelerate_core.config.handlers.DataLoaderConfiguration"
         ]
         _copy(cls, name, settings.members[_text(arguments[0])], member)
-    elif word == "staticmethod":  # inside of the class the name is the member's own
+    elif word == "staticmethod":  # in the class body, the name refers to the member itself
         _copy(cls, name, loader.modules_collection[cls.module.resolve(str(arguments[0]))], member)
     else:
         owner, _, its_name = arguments[-1].canonical_path.rpartition(".")
@@ -164,7 +164,7 @@ def _copy(cls: griffe.Class, name: str, source: Any, member: Any) -> None:
         return
     made = copy.copy(source.final_target if source.is_alias else source)
     made.name, made.parent = name, cls
-    made.written = getattr(source, "written", source)  # its lines are those of another file
+    made.written = getattr(source, "written", source)  # its lines are in another file
     cls.set_member(name, made)
 
 
@@ -190,7 +190,7 @@ def load() -> griffe.ModulesCollection:
 
 
 def _exported(module: Path) -> list[str]:
-    """Return the names a module makes public: its `__all__`, or what it imports `X as X`."""
+    """Return the public names of a module: `__all__`, or its imports of the form `X as X`."""
     tree = ast.parse(module.read_text(encoding="utf-8"))
     for line in tree.body:
         if isinstance(line, ast.Assign) and getattr(line.targets[0], "id", "") == "__all__":
@@ -205,7 +205,7 @@ def _exported(module: Path) -> list[str]:
 
 
 def public() -> dict[str, dict[str, str]]:
-    """Return page -> public name -> the path under which griffe knows it."""
+    """Return page -> public name -> its path in griffe."""
     pages: dict[str, dict[str, str]] = {}
     for project in PROJECTS:
         its = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -219,14 +219,14 @@ def public() -> dict[str, dict[str, str]]:
             for name, target in targets.items():
                 path = target.replace(":", ".")
                 page.setdefault(name if group == "exports" else path.rpartition(".")[2], path)
-    # What else authors may import, as docs/contract.md has it.
+    # docs/contract.md lists what else plugin authors may import.
     policy = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
     authors = pages["authors"] = {}
     whole = policy.partition("`__all__` of")[2].partition("in the table below")[0]
     for module in re.findall(r"`(accelerate_core\.[\w.]+)`", whole):
         file = ROOT / "core/src" / f"{module.replace('.', '/')}.py"
         names = _exported(file)
-        if module == "accelerate_core.errors":  # the classes have a page of their own
+        if module == "accelerate_core.errors":  # the classes are on the page errors.md
             names = [name for name in names if name.islower()]
         authors |= {name: f"{module}.{name}" for name in names}
     for module, names in re.findall(r"^\| `(accelerate_[\w.]+)` \| (`.*?`) \|", policy, re.M):
@@ -235,13 +235,13 @@ def public() -> dict[str, dict[str, str]]:
 
 
 def resolve(collection: griffe.ModulesCollection, path: str) -> Any:
-    """Return the object itself, wherever it is imported from."""
+    """Return the object at a path, following aliases."""
     found = collection[path]
     return found.final_target if found.is_alias else found
 
 
 def served(collection: griffe.ModulesCollection) -> Iterator[tuple[str, str]]:
-    """Yield distribution and name of each attribute that a plugin of ours gives the Accelerator."""
+    """Yield distribution and name of each attribute that one of our plugins adds to the Accelerator."""
     for project in PROJECTS:
         its = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         for package in sorted((project / "src").glob("*/__init__.py")):
@@ -258,7 +258,7 @@ def served(collection: griffe.ModulesCollection) -> Iterator[tuple[str, str]]:
 
 
 def errors(collection: griffe.ModulesCollection) -> list[griffe.Class]:
-    """Return the error classes of all packages, the core's first."""
+    """Return the error classes of all packages, the core first."""
     found = [one for package in collection.members.values() for one in _classes(package)]
     base = "accelerate_core.errors.AccelerateError"
     ours = [one for one in found if any(parent.path == base for parent in [one, *one.mro()])]
@@ -266,13 +266,13 @@ def errors(collection: griffe.ModulesCollection) -> list[griffe.Class]:
 
 
 def undocumented(collection: griffe.ModulesCollection) -> Iterator[str]:
-    """Say what the docstrings of the public names do not."""
+    """Yield a line for everything that the docstrings of public names leave out."""
     paths = {path for page in public().values() for path in page.values()}
     for one in {(found := resolve(collection, path)).path: found for path in paths}.values():
         where = f"{one.filepath.relative_to(ROOT)}:{one.lineno}: {one.path}"
         text = docstring(one)
         yield from (f"{where}{lack}" for lack in _lacking(one, text, ""))
-        # The Accelerator's own verbs are in classes of their own.
+        # The Accelerator inherits its methods from one class per topic.
         verbs = one.inherited_members if one.name == "Accelerator" else {}
         for name, member in {**verbs, **one.members}.items() if one.is_class else ():
             member = member.final_target if name in verbs else member
@@ -290,9 +290,9 @@ def _untold(collection: griffe.ModulesCollection) -> Iterator[str]:
 
 
 def _lacking(one: Any, text: str, around: str) -> Iterator[str]:
-    """List what the docstring `text` of `one`, and that of its class, do not say."""
+    """Yield what the docstring `text` of `one` and the docstring of its class leave out."""
     if one.is_attribute and one.parent.is_class and "property" not in one.labels:
-        return  # the reference shows those that are
+        return  # the reference shows only documented attributes
     if not text:
         yield " has no docstring"
         return
@@ -300,8 +300,8 @@ def _lacking(one: Any, text: str, around: str) -> Iterator[str]:
         yield from _unsaid_errors(one, text)
     function = one.members.get("__init__") if one.is_class else one
     if function is None or function.is_alias or not function.is_function or not function.lineno:
-        return  # the fields of a dataclass have docstrings of their own
-    inherited = _overrides(function)  # says it, and keeps to it
+        return  # the fields of a dataclass have docstrings
+    inherited = _overrides(function)  # the docstring of the overridden method applies
     if one.is_class:
         around = docstring(function)
     for parameter in () if inherited else function.parameters:
@@ -324,13 +324,13 @@ def _unsaid_errors(one: Any, text: str) -> Iterator[str]:
 
 
 def _says(text: str, name: str) -> bool:
-    """Whether a text has a name, or each of its words."""
+    """Return whether a text contains a name, or each of its words."""
     words = [word.rstrip("s") for word in name.lower().split("_") if word not in _FILLING]
     return all(word in text.lower() for word in words)
 
 
 def _overrides(one: Any) -> bool:
-    """Whether a base declares it, or may, being of another library."""
+    """Return whether a base class declares it, or is from another library and may declare it."""
     if one.parent is None or not one.parent.is_class:
         return False
     known = one.parent.mro()
@@ -340,14 +340,14 @@ def _overrides(one: Any) -> bool:
 
 
 def docstring(one: Any) -> str:
-    """Return the docstring, or that of what it overrides."""
+    """Return the docstring, or the docstring of the overridden member."""
     if one.docstring is not None:
         return str(one.docstring.value)
     for base in one.parent.mro() if one.parent is not None and one.parent.is_class else ():
         if one.name in base.members and base.members[one.name].docstring is not None:
             return str(base.members[one.name].docstring.value)
         if base.docstring is not None and f"{one.name}(" in base.docstring.value:
-            return str(base.docstring.value)  # a table of what one may have
+            return str(base.docstring.value)  # it lists the optional members
     return ""
 
 

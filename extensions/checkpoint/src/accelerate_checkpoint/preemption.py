@@ -40,7 +40,7 @@ class Preempted(SystemExit):
 
 
 def read_signals(text: str | None) -> list[signal.Signals]:
-    """Return the signals named in a string such as "SIGTERM,SIGUSR1".
+    """Return the signals named in `text`, such as "SIGTERM,SIGUSR1".
 
     Raises:
         ConfigurationError: a name is not a signal, or the signal cannot be caught.

@@ -165,7 +165,7 @@ class TrainingState:
         return weight_sums(named, self._compared)
 
     def warn_if_ranks_differ(self, sums: Sequence[dict[str, int] | None]) -> None:
-        """Warn on every rank if a rank's weights are not those of rank 0, which are saved."""
+        """Warn on every rank if `sums`, one per rank, show weights other than the saved ones of rank 0."""
         found = first_difference(sums)
         if found is None:
             return

@@ -107,7 +107,8 @@ def copy_tensor_to_devices(
 ) -> torch.Tensor:
     """Send the tensor of one process to all processes; the others pass None.
 
-    Unlike with `broadcast`, the others need to know neither its shape nor which process has it.
+    Unlike with `broadcast`, the others need to know neither its shape nor which process has it. `comm` is
+    the communicator to use, by default the current one.
 
     Raises:
         DistributedOperationException: not exactly one process passes a tensor; raised on all.

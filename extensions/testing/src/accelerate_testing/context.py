@@ -52,7 +52,7 @@ class CheckContext:
     size: int = int(os.environ.get("WORLD_SIZE", "1"))
 
     def accelerator(self, **arguments: Any) -> Accelerator:
-        """Return an Accelerator with the plugin; it ends with the check.
+        """Return an Accelerator with the plugin and these arguments; it ends with the check.
 
         Raises:
             Skip: this machine has no device on which the plugin runs, or no backend for several
@@ -178,13 +178,13 @@ class CheckContext:
         raise Skip(why)
 
     def equal(self, got: object, expected: object, what: str) -> None:
-        """Fail unless two plain values are equal; `what` names them in the report."""
+        """Fail unless `got` equals `expected`; `what` names them in the report."""
         assert got == expected, f"{what}: {got!r} instead of {expected!r}"
 
     def close(self, got: Any, expected: Any, what: str, tolerance: float = 1e-5) -> None:
-        """Fail unless numbers, tensors, or lists or dicts of them differ by at most `tolerance`.
+        """Fail unless `got` and `expected` differ by at most `tolerance`.
 
-        `what` names them in the report.
+        They are numbers, tensors, or lists or dicts of these. `what` names them in the report.
         """
         import torch
 
@@ -199,7 +199,7 @@ class CheckContext:
                 raise AssertionError(f"{where}: differs by {error:.3g} (> {tolerance:g}){shown}")
 
     def alike(self, accelerator: Accelerator, value: Any, what: str) -> None:
-        """Fail unless a plain value is the same on all ranks."""
+        """Fail unless a plain value is the same on all ranks; `what` names it in the report."""
         seen = accelerator.communicator.gather_object(value)
         assert all(one == seen[0] for one in seen), f"{what}: the ranks differ, {seen}"
 

@@ -220,7 +220,7 @@ def name_of(item: Asked) -> str:
 
 
 def is_for_every_rank(item: Asked, init_kwargs: InitKwargs) -> bool:
-    """Return whether a tracker runs on every rank, according to `init_kwargs` or its class."""
+    """Return whether the tracker `item` runs on every rank, according to `init_kwargs` or its class."""
     declared = getattr(item, "main_process_only", True)
     wanted = init_kwargs.get(name_of(item), {}).get("main_process_only", declared)
     return wanted is False
