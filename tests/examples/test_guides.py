@@ -1,4 +1,4 @@
-"""Every code block in tutorials, how-to guides and concepts runs as printed, or says why it can't.
+"""Every code block in tutorials, guides, concepts and the FAQ runs as printed, or says why it can't.
 
 A page is run from top to bottom in one empty directory. Blocks with a title are files. `python` blocks
 without a title run in one interpreter until the next commands, and `bash` blocks run in a shell. A `text`
@@ -21,7 +21,7 @@ from support import clean_environment
 from warm_python import warm_python
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [
+PAGES = ["faq.md"] + [
     page.relative_to(DOCS).as_posix()
     for folder in ("tutorials", "how_to", "concepts")
     for page in sorted((DOCS / folder).glob("*.md"))
