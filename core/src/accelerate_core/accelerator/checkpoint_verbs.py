@@ -1,4 +1,4 @@
-"""The verbs of checkpoints."""
+"""The Accelerator's methods for saving and loading."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from accelerate_core.config.handlers import ProjectConfiguration
 
 
 class CheckpointVerbs:
-    """Saving and loading, as a script calls them."""
+    """The Accelerator's methods for saving and loading."""
 
     _saving: Saving
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
-        """Where checkpoints and logs go."""
+        """The directories of checkpoints and logs, and how checkpoints are named."""
         return self._saving.project
 
     @project_configuration.setter
@@ -29,29 +29,31 @@ class CheckpointVerbs:
 
     @property
     def checkpointer(self) -> Any:
-        """The part that saves and loads."""
+        """The active checkpointer."""
         return self._saving.checkpointer
 
     @property
     def project_dir(self) -> Any:
-        """Root of checkpoints."""
+        """The root directory of checkpoints and logs."""
         return self.project_configuration.project_dir
 
     @property
     def save_iteration(self) -> int:
-        """Next checkpoint's number."""
+        """The number of the next checkpoint."""
         return self.project_configuration.iteration
 
     @property
     def preemption_requested(self) -> bool:
-        """Whether one of `preemption_signals` has come: the run ends at the next step boundary."""
+        """Whether one of `preemption_signals` was received. The run ends at the next step boundary."""
         return self._saving.preemption_requested
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write an object once (per machine, with `save_on_each_node`), in place of `torch.save`.
+        """Save an object like `torch.save`, but only once, or once per machine with `save_on_each_node`.
 
         Args:
-            safe_serialization: write safetensors, where the object is a dict of tensors.
+            obj: the object to save.
+            f: a path or an open file.
+            safe_serialization: whether to write safetensors. The object must then be a dict of tensors.
         """
         self._saving.checkpointer.save(obj, f, safe_serialization)
 
@@ -62,12 +64,13 @@ class CheckpointVerbs:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights where `load_checkpoint_in_model` finds them.
+        """Write a model's weights in the form that `load_checkpoint_in_model` reads.
 
         Args:
-            max_shard_size: bytes, or a text such as "5MB".
-            safe_serialization: safetensors; False: torch's pickle.
-            save_directory: a folder, made where it is missing.
+            model: a model, prepared or not.
+            save_directory: the folder to write to. It is created if necessary.
+            max_shard_size: largest size of a file, in bytes or as a string such as "5MB".
+            safe_serialization: whether to write safetensors instead of torch's pickle format.
 
         Example:
             from safetensors.torch import load_file
@@ -135,7 +138,7 @@ class CheckpointVerbs:
 
         The checkpoint is verified first, and nothing changes if it is damaged. A loop over a
         prepared loader then continues with the next batch. Directories that Hugging Face Accelerate
-        1.x wrote can be loaded, too.
+        1.x wrote can be loaded too.
 
         Args:
             input_dir: the checkpoint; None is the newest complete one with an automatic name.
@@ -148,7 +151,7 @@ class CheckpointVerbs:
                 themselves.
 
         Raises:
-            CheckpointError: a file is missing, damaged or does not fit. The message names it.
+            CheckpointError: a file is missing, damaged or incompatible. The message names it.
 
         Example:
             accelerator.save_state("checkpoint")
@@ -161,14 +164,14 @@ class CheckpointVerbs:
         )
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the checkpoint that is being written is complete; raise its error if it failed."""
+        """Wait until a background save is complete, and raise its error if it failed."""
         self._saving.wait_for_checkpoint()
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load objects with `state_dict` and `load_state_dict` in `save_state`.
+        """Include objects with `state_dict` and `load_state_dict` in checkpoints.
 
         Raises:
-            ConfigurationError: an object lacks one of the two; all such are named.
+            ConfigurationError: an object lacks one of the two methods. The message names all of them.
 
         Example:
             average = torch.optim.swa_utils.AveragedModel(model)

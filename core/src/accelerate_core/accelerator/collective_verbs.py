@@ -1,4 +1,4 @@
-"""The verbs of collectives."""
+"""The Accelerator's collectives."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from accelerate_core.accelerator.collectives import Collectives
 
 
 class CollectiveVerbs:
-    """Collectives on nested structures of tensors, as a script calls them."""
+    """The Accelerator's collectives on nested structures of tensors."""
 
     _collectives: Collectives
 
     @property
     def flag_tensor(self) -> torch.Tensor | None:
-        """What `set_trigger` set."""
+        """The flag that `set_trigger` sets."""
         return self._collectives.flag_tensor
 
     @flag_tensor.setter
@@ -31,9 +31,8 @@ class CollectiveVerbs:
     def gather(self, tensor: Any) -> Any:
         """Concatenate each tensor of a nested structure over the ranks, along dimension 0.
 
-        A tensor [b, ...] becomes [n * b, ...], a 0-d one [n]; all ranks get the
-        result. One collective for the whole structure. Ranks that work on the same
-        samples are counted once.
+        A tensor of shape [b, ...] becomes [n * b, ...], and a 0-d tensor [n]. All ranks get the result. The
+        whole structure needs one collective. Ranks that work on the same samples are counted once.
 
         Example:
             losses = accelerator.gather(loss.detach())  # one for each rank
@@ -41,16 +40,16 @@ class CollectiveVerbs:
         return self._collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather results of a batch, without the samples that were repeated to fill the last one.
+        """Gather the results of a batch, without samples that were repeated to fill the last batch.
 
         Args:
-            input_data: nested structure of tensors; or objects: a list of samples, or fields
-                (a tuple or mapping of lists) of samples each.
-            use_gather_object: gather as objects whatever they are (tensors of differing sizes).
+            input_data: a nested structure of tensors, or objects: a list of samples, or a tuple or mapping
+                of such lists.
+            use_gather_object: gather everything as objects, for example tensors of different sizes.
 
         Returns:
-            Tensors as `gather` returns them; objects in one list, as `gather_object` returns them.
-            Every rank gets the result, in one collective.
+            Tensors in the form of `gather`, or objects in one list, in the form of `gather_object`. Every
+            rank gets the result. It needs one collective.
 
         Example:
             right = total = 0
@@ -69,13 +68,14 @@ class CollectiveVerbs:
     @overload
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any: ...
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine each tensor of a nested structure over the ranks; all get the result.
-
-        Args:
-            reduction: `sum`, `mean` or `none`.
-            scale: used by backends that scale inside the reduction; else no effect.
+        """Combine each tensor of a nested structure over the ranks. All ranks get the result.
 
         Ranks that work on the same samples are counted once.
+
+        Args:
+            tensor: a nested structure of tensors.
+            reduction: `sum`, `mean` or `none`.
+            scale: used by backends that scale in the reduction; no effect otherwise.
 
         Example:
             mean = accelerator.reduce(loss.detach(), "mean")
@@ -97,16 +97,16 @@ class CollectiveVerbs:
     def pad_across_processes(
         self, tensor: Any, dim: int | Sequence[int] = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
-        """Pad each tensor to the largest size any rank has along `dim`, so that it can be gathered.
+        """Pad each tensor to the largest size on any rank along `dim`, so that it can be gathered.
 
         Args:
-            tensor: nested structure of tensors.
-            dim: the dimension, or several.
-            pad_index: value of the new entries.
-            pad_first: put them before the old ones instead of after.
+            tensor: a nested structure of tensors.
+            dim: the dimension, or a sequence of dimensions.
+            pad_index: the value of the padding.
+            pad_first: put the padding before the data instead of after.
 
         Example:
-            ids = torch.tensor([[5, 7, 2]])  # as long as this rank's longest text
+            ids = torch.tensor([[5, 7, 2]])  # the length of this rank's longest text
             ids = accelerator.gather(accelerator.pad_across_processes(ids, dim=1))
         """
         return self._collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
@@ -115,7 +115,7 @@ class CollectiveVerbs:
         """Set this process's flag for `check_trigger`.
 
         Example:
-            if not loss.isfinite():  # on one rank, perhaps
+            if not loss.isfinite():  # may be true on one rank only
                 accelerator.set_trigger()
             if accelerator.check_trigger():  # on all ranks
                 accelerator.print("stop")
@@ -123,5 +123,5 @@ class CollectiveVerbs:
         self._collectives.set_trigger()
 
     def check_trigger(self) -> bool:
-        """Tell whether any process has set its flag, and reset it everywhere."""
+        """Return whether any process has set its flag, and reset the flag on all processes."""
         return self._collectives.check_trigger()

@@ -1,4 +1,4 @@
-"""What was prepared, and the verbs on one prepared object."""
+"""The Accelerator's prepared objects, and its methods for a single object."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accelerate_core.training.optimizer import AcceleratedOptimizer
 
 
 class PreparedVerbs:
-    """What was prepared, and the verbs on one prepared object, as a script reads and calls them."""
+    """The Accelerator's prepared objects, and its methods for a single object."""
 
     hooks: BoundHooks
     _prepared: Prepared
@@ -48,7 +48,7 @@ class PreparedVerbs:
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How data is split between ranks."""
+        """How data is divided over the ranks."""
         return self._options.dataloader_config
 
     @dataloader_config.setter
@@ -57,7 +57,7 @@ class PreparedVerbs:
 
     @property
     def rng_types(self) -> Sequence[str]:
-        """Random generators synchronised at the start of each iteration over a loader."""
+        """Random generators that are synchronised at the start of each iteration over a loader."""
         return self._options.rng_types
 
     @rng_types.setter
@@ -84,7 +84,7 @@ class PreparedVerbs:
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
-        """Options of autocast, None for the defaults."""
+        """Options for autocast, or None for the defaults."""
         return self._options.autocast_handler
 
     @autocast_handler.setter
@@ -93,7 +93,7 @@ class PreparedVerbs:
 
     @property
     def upcast_outputs(self) -> bool:
-        """Whether half precision outputs become fp32."""
+        """Whether half precision outputs are converted to fp32."""
         return self._options.upcast_outputs
 
     @upcast_outputs.setter
@@ -102,27 +102,27 @@ class PreparedVerbs:
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
-        """The compiler's settings."""
+        """The settings for `torch.compile`."""
         return self._options.dynamo_plugin
 
     @property
     def scheduler_steps(self) -> str:
-        """How far a scheduler moves with an optimizer step: "per_process" or "per_step"."""
+        """How often schedulers step when the optimizer steps: "per_process" or "per_step"."""
         return str(self._options.scheduler_steps.value)
 
     @property
     def split_batches(self) -> bool:
-        """Whether a loader's batch size is the global one, divided among the ranks."""
+        """Whether a loader's batch size is for all ranks together."""
         return self.dataloader_config.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all ranks; None means only iterable datasets."""
+        """Whether rank 0 reads for all ranks. None means only for iterable datasets."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether samples are repeated so that all ranks get equally many batches."""
+        """Whether samples are repeated so that all ranks get the same number of batches."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -131,7 +131,7 @@ class PreparedVerbs:
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether the order depends only on the seed and the epoch."""
+        """Whether the shuffled order depends only on the seed and the epoch."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
@@ -150,24 +150,24 @@ class PreparedVerbs:
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        """Share one loader out between the ranks that read different data.
+        """Return a loader that yields this rank's part of the data.
 
         Args:
             data_loader: a `DataLoader`, or any iterable of batches.
             device_placement: whether batches are moved to the device.
-            slice_fn_for_dispatch: `(batch, slice, process_index, num_processes) -> part`; only the
-                core's own loaders have it.
+            slice_fn_for_dispatch: `(batch, slice, process_index, num_processes) -> part`. Loaders created
+                by plugins don't support it.
         """
         return self._prepared.prepare_data_loader(
             data_loader, device_placement, slice_fn_for_dispatch
         )
 
     def wrap_optimizer(self, optimizer: Any) -> AcceleratedOptimizer:
-        """Return the optimizer under the accumulation cycle."""
+        """Return an optimizer that follows the accumulation cycle."""
         return self._prepared.wrap_optimizer(optimizer)
 
     def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[Any]) -> Any:
-        """Return a scheduler that follows these prepared optimizers by `scheduler_steps`."""
+        """Return a scheduler that steps with these prepared optimizers, according to `scheduler_steps`."""
         return self._prepared.wrap_scheduler(scheduler, list(optimizers))
 
     def unwrap_model(
@@ -179,33 +179,35 @@ class PreparedVerbs:
         """Return the user's own model inside a prepared one.
 
         Args:
-            keep_fp32_wrapper: keep forward under mixed precision.
-            keep_torch_compile: keep it compiled; False returns an uncompiled view over
-                the same parameters.
+            model: a prepared model.
+            keep_fp32_wrapper: whether forward stays in mixed precision.
+            keep_torch_compile: whether the model stays compiled. False returns an uncompiled view with the
+                same parameters.
 
         Example:
-            own = accelerator.unwrap_model(model)  # has its own attributes again
+            own = accelerator.unwrap_model(model)  # has the attributes of your class
         """
         return self._prepared.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the whole state dict of a prepared model.
+        """Return the full state dict of a prepared model.
 
         Args:
-            unwrap: keys as the user's own model has them; False: as the wrapper has them.
+            model: a prepared model.
+            unwrap: whether to use the keys of the user's own model instead of the wrapper's keys.
 
         Example:
-            weights = accelerator.get_state_dict(model)  # all ranks call it
+            weights = accelerator.get_state_dict(model)  # call this on all ranks
             accelerator.save(weights, "weights.pt")
         """
         return self._prepared.get_state_dict(model, unwrap)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Tell whether a model was spread over several devices for inference."""
+        """Return whether a model is distributed over several devices for inference."""
         return self._prepared.verify_device_map(model)
 
     def init_model_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which the active backend wants models constructed."""
+        """Return the context in which to construct models for the active backend."""
         return self.hooks.init_model_context()
 
     def join_uneven_inputs(
@@ -213,7 +215,8 @@ class PreparedVerbs:
     ) -> AbstractContextManager[Any]:
         """Return a context in which ranks may run out of batches at different steps.
 
-        It has no effect on one process, or if the backend cannot do this, which logs a warning.
+        On one process, it has no effect. If the backend doesn't support it, it has no effect either, and a
+        warning is logged.
 
         Args:
             joinables: prepared models.

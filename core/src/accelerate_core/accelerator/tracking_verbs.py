@@ -1,4 +1,4 @@
-"""The verbs of tracking."""
+"""The Accelerator's methods for tracking."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ from accelerate_core.contract.parts import LogKwargs, Tracking
 
 
 class TrackingVerbs:
-    """Trackers, as a script calls them."""
+    """The Accelerator's methods for tracking."""
 
     _tracking: Tracking
     _saving: Saving
 
     @property
     def logging_dir(self) -> Any:
-        """Where trackers write."""
+        """The directory for the trackers' files."""
         return self._saving.project.logging_dir
 
     @property
     def log_with(self) -> list[str]:
-        """Names of the trackers asked for."""
+        """Names of the requested trackers."""
         return self._tracking.names
 
     @property
     def trackers(self) -> list[Any]:
-        """The trackers that run."""
+        """The running trackers."""
         return self._tracking.trackers
 
     @property
     def resumed_runs(self) -> dict[str, str]:
-        """Tracker name -> id of its run in the checkpoint that was loaded."""
+        """Tracker name -> id of its run in the loaded checkpoint."""
         return self._tracking.resumed_runs
 
     def init_trackers(
         self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: LogKwargs = None
     ) -> None:
-        """Start a run in every tracker asked for, with a configuration.
+        """Start a run in every requested tracker.
 
         Args:
-            init_kwargs: per tracker name, arguments of its constructor.
             project_name: name of the project in each tracker.
+            config: hyperparameters to record with the run.
+            init_kwargs: tracker name -> additional arguments of its constructor.
 
         Example:
             accelerator = Accelerator(log_with="jsonl", project_dir="runs")
@@ -54,7 +55,7 @@ class TrackingVerbs:
         self._tracking.init_trackers(project_name, config, init_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker by name, or with `unwrap` the library's own object."""
+        """Return a tracker by name. With `unwrap`, return the run object of its library."""
         return self._tracking.get_tracker(name, unwrap)
 
     def log(
@@ -63,7 +64,9 @@ class TrackingVerbs:
         """Log values to all trackers, on the main process.
 
         Args:
-            log_kwargs: per tracker name, arguments of its `log`.
+            values: name -> value, such as a number or a 0-d tensor.
+            step: the step that the values belong to.
+            log_kwargs: tracker name -> additional arguments of its `log`.
 
         Example:
             accelerator = Accelerator(log_with="jsonl", project_dir="runs")
@@ -83,13 +86,15 @@ class TrackingVerbs:
         """Log images by name.
 
         Args:
-            values: name -> one image, H W C, or a batch, N H W C; C is 1, 3 or 4; float
-                in [0, 1] or uint8; a NumPy array, a tensor, or a list of images of one shape.
-            channels_first: they are C H W or N C H W.
-            log_kwargs: per tracker name, arguments of its `log_images`.
+            values: name -> one image of shape (H, W, C) or a batch of shape (N, H, W, C), with 1, 3 or 4
+                channels, as float in [0, 1] or as uint8. NumPy arrays, tensors and lists of images of the
+                same shape are allowed.
+            step: the step that the images belong to.
+            channels_first: whether shapes are (C, H, W) or (N, C, H, W).
+            log_kwargs: tracker name -> additional arguments of its `log_images`.
 
         Raises:
-            ConfigurationError: another shape, type or range, by name.
+            ConfigurationError: an image has an invalid shape, type or range; the error names it.
         """
         self._tracking.log_images(values, step, channels_first, log_kwargs)
 
@@ -102,30 +107,30 @@ class TrackingVerbs:
         step: int | None = None,
         log_kwargs: LogKwargs = None,
     ) -> None:
-        """Log a table: names of `columns` with `data`, a list of rows; or a `dataframe`.
+        """Log a table, given either as `columns` and `data` (a list of rows) or as a `dataframe`.
 
         Args:
-            log_kwargs: per tracker name, more arguments of its method.
+            log_kwargs: tracker name -> additional arguments of its method.
         """
         self._tracking.log_table(table_name, columns, data, dataframe, step, log_kwargs)
 
     def log_figure(
         self, name: str, figure: Any, step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
-        """Log a matplotlib figure, which must stay as it is until the trackers have it.
+        """Log a matplotlib figure. Don't change it until all trackers have read it.
 
         Args:
-            log_kwargs: per tracker name, more arguments of its method.
+            log_kwargs: tracker name -> additional arguments of its method.
         """
         self._tracking.log_figure(name, figure, step, log_kwargs)
 
     def log_artifact(
         self, path: str | os.PathLike[str], name: str | None = None, log_kwargs: LogKwargs = None
     ) -> None:
-        """Keep a file or directory with the run.
+        """Store a file or directory with the run.
 
         Args:
-            log_kwargs: per tracker name, more arguments of its method.
+            log_kwargs: tracker name -> additional arguments of its method.
         """
         self._tracking.log_artifact(path, name, log_kwargs)
 
@@ -135,27 +140,27 @@ class TrackingVerbs:
         """Log a text.
 
         Args:
-            log_kwargs: per tracker name, more arguments of its method.
+            log_kwargs: tracker name -> additional arguments of its method.
         """
         self._tracking.log_text(name, text, step, log_kwargs)
 
     def log_histogram(
         self, name: str, values: Any, step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
-        """Log the distribution of an array or tensor of any shape.
+        """Log a histogram of an array or tensor of any shape.
 
         Args:
-            log_kwargs: per tracker name, more arguments of its method.
+            log_kwargs: tracker name -> additional arguments of its method.
         """
         self._tracking.log_histogram(name, values, step, log_kwargs)
 
     def flush_trackers(self, timeout: float | None = None) -> list[str]:
-        """Wait until every tracker has taken what was logged so far; `end_training` does it too.
+        """Wait until every tracker has received everything logged so far. `end_training` also does this.
 
         Args:
-            timeout: seconds; None waits for whom makes progress.
+            timeout: in seconds. With None, wait as long as a tracker makes progress.
 
         Returns:
-            Names of the trackers that are not done.
+            Names of the trackers that haven't finished.
         """
         return self._tracking.flush_trackers(timeout)

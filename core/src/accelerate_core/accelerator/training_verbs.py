@@ -1,4 +1,4 @@
-"""The verbs of a training step."""
+"""The Accelerator's methods for a training step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from accelerate_core.training.loop import MicroBatch, TrainingLoop
 
 
 class TrainingVerbs:
-    """Accumulation, backward, clipping and mixed precision, as a script calls them."""
+    """The Accelerator's methods for accumulation, backward, clipping and mixed precision."""
 
     _training: TrainingLoop
-    #: Where the loops are in their accumulation cycle.
+    #: The position in the accumulation cycle.
     gradient_state: GradientState
     autocast_handler: AutocastKwargs | None
 
     @property
     def step(self) -> int:
-        """Micro-batches seen in this cycle."""
+        """Number of micro-batches so far in this accumulation cycle."""
         return self._training.step
 
     @step.setter
@@ -33,7 +33,7 @@ class TrainingVerbs:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether gradients are synchronised, and optimizers stepped, now."""
+        """Whether gradients are synchronised and optimizers step in this micro-batch."""
         return self.gradient_state.sync_gradients
 
     @sync_gradients.setter
@@ -51,33 +51,33 @@ class TrainingVerbs:
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether a prepared optimizer's last step was left out because of an overflow."""
+        """Whether a prepared optimizer skipped its last step because a gradient overflowed."""
         return self._training.optimizer_step_was_skipped
 
     @property
     def has_lomo_optimizer(self) -> bool:
-        """Whether an optimizer steps inside backward."""
+        """Whether a prepared optimizer steps inside backward."""
         return self._training.has_lomo_optimizer
 
     def accumulate(
         self, *models: torch.nn.Module, num_items: int | float | torch.Tensor | None = None
     ) -> AbstractContextManager[None]:
-        """Make the block one micro-batch of an accumulation cycle.
+        """Run the block as one micro-batch of an accumulation cycle.
 
-        Gradients are synchronised, and prepared optimizers and schedulers move,
-        only in the cycle's last block and in that of a loader's last batch.
+        Gradients are only synchronised, and prepared optimizers and schedulers only step, in the last
+        block of a cycle and in the block with a loader's last batch.
 
         Args:
-            models: the models trained in the block; all prepared ones if none is given.
-            num_items: how many items (tokens, samples) of this rank the block's loss is *summed*
-                over: a number, or a tensor with one element, which is not read back. The gradients
-                of the cycle are then those of the sum of all losses, divided by the number of
-                items of all micro-batches and ranks, as if they were one big batch. Nothing is
-                divided by the accumulation steps. Pass it in every block of a cycle.
+            models: the models that the block trains; by default, all prepared models.
+            num_items: the number of items (tokens, samples) on this rank over which the block's loss is
+                *summed*: a number, or a tensor with one element, which is not read back to the host. The
+                gradients of a cycle are then computed from the sum of all losses, divided by the number of
+                items in all micro-batches on all ranks, like in one big batch. They aren't divided by the
+                accumulation steps. Pass it in every block of a cycle.
 
         Raises:
-            ConfigurationError: `num_items` is given for some blocks of a cycle only, or the
-                backend accumulates by itself and cannot.
+            ConfigurationError: only some blocks of a cycle pass `num_items`, or the backend accumulates
+                itself and doesn't support it.
 
         Example:
             for x, y in loader:
@@ -86,7 +86,7 @@ class TrainingVerbs:
                     optimizer.step()
                     optimizer.zero_grad()
 
-            # The same with losses that are summed, here over the samples that have a label:
+            # The same with summed losses, here over the samples that have a label:
             for x, y in loader:
                 with accelerator.accumulate(model, num_items=(y != -100).sum()):
                     loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
@@ -97,10 +97,10 @@ class TrainingVerbs:
         return MicroBatch(self._training, models, num_items)
 
     def no_sync(self, model: torch.nn.Module | None = None) -> AbstractContextManager[Any]:
-        """Return a context in which backward does not synchronise gradients.
+        """Return a context in which backward doesn't synchronise gradients.
 
         Args:
-            model: the model it holds for; all prepared ones if none is given.
+            model: the model to which this applies; by default, all prepared models.
 
         Example:
             with accelerator.no_sync(model):
@@ -111,59 +111,60 @@ class TrainingVerbs:
         return self._training.no_sync(model)
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context whose backward synchronises, though forward ran under `no_sync`."""
+        """Return a context in which backward synchronises, although forward ran in `no_sync`."""
         return self._training.trigger_sync_in_backward(model)
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None
     ) -> AbstractContextManager[Any]:
-        """Return the context of mixed precision; no effect where precision is not mixed.
+        """Return the mixed precision context. Without mixed precision, it has no effect.
 
         Args:
-            autocast_handler: used instead of the Accelerator's own.
+            autocast_handler: options to use instead of the Accelerator's.
 
         Example:
-            # the forward of a prepared model runs in it already; other computations do not
+            # the forward of a prepared model already runs in this context; other computations don't
             with accelerator.autocast():
                 loss = loss_function(model(x), y)
         """
         return self._training.autocast(autocast_handler or self.autocast_handler)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run backward on a loss: divided by the accumulation steps, scaled, synchronised.
+        """Run backward on a loss, after dividing it by the accumulation steps and scaling it.
 
-        With `accumulate(num_items=...)` the loss is a sum, and its gradients are divided by the
-        number of items after the last backward of the cycle.
+        With `accumulate(num_items=...)`, the loss is a sum, and its gradients are divided by the number
+        of items after the last backward of the cycle.
 
         Args:
-            loss: scalar tensor.
-            kwargs: passed on to `Tensor.backward`; `learning_rate` goes to `lomo_backward`.
+            loss: a tensor with one element.
+            kwargs: arguments of `Tensor.backward`. `learning_rate` is passed to `lomo_backward`.
 
         Raises:
             ConfigurationError: `loss` is not a tensor with a single element.
 
         Example:
             loss = loss_function(model(x), y)
-            accelerator.backward(loss)  # in the place of loss.backward()
+            accelerator.backward(loss)  # instead of loss.backward()
         """
         self._training.backward(loss, **kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Run backward of optimizers that step inside it (LOMO's `fused_backward`).
+        """Run the backward of an optimizer that steps inside it (LOMO's `fused_backward`).
 
         Args:
-            learning_rate: of this step; the LOMO optimizer updates parameters during backward.
+            loss: a tensor with one element.
+            learning_rate: the rate for this step, because LOMO updates parameters during backward.
 
         Raises:
-            ConfigurationError: no prepared optimizer is one.
+            ConfigurationError: no prepared optimizer is a LOMO optimizer.
         """
         self._training.lomo_backward(loss, learning_rate)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Undo gradient scaling, once per step; no effect without a scaler.
+        """Divide gradients by the loss scale, once per step. Without a gradient scaler, this has no effect.
 
         Args:
-            optimizer: one optimizer or a list; all prepared ones if None.
+            optimizer: an optimizer or a list; by default, all prepared optimizers.
         """
         self._training.unscale_gradients(optimizer)
 
@@ -173,10 +174,11 @@ class TrainingVerbs:
         max_norm: float,
         norm_type: float = 2,
     ) -> Any:
-        """Clip the norm of all gradients taken together.
+        """Clip the global norm of gradients.
 
         Args:
-            max_norm: the largest norm that stays unchanged.
+            parameters: the parameters whose gradients to clip.
+            max_norm: the largest norm that isn't clipped.
             norm_type: order of the norm; 2 is the Euclidean norm.
 
         Returns:
@@ -215,27 +217,31 @@ class TrainingVerbs:
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[Any]:
-        """Return a context in which buffers are sharded along the sequence; else no effect.
+        """Return a context in which buffers are sharded along their sequence dimension.
+
+        Without context or sequence parallelism, it has no effect.
 
         Args:
-            buffers: tensors changed in place inside the block.
-            buffer_seq_dims: the sequence dimension of each.
-            no_restore_buffers: those that need not be restored.
+            buffers: tensors to shard. They are changed in place inside the block.
+            buffer_seq_dims: the sequence dimension of each buffer.
+            no_restore_buffers: buffers that don't have to be restored after the block.
         """
         return self._training.maybe_context_parallel(buffers, buffer_seq_dims, no_restore_buffers)
 
     def train_step(self, batch: Any, model: torch.nn.Module | None = None) -> ScheduleResult:
-        """Run forward and backward of one batch on a backend that owns both.
+        """Run forward and backward of one batch, with a backend that runs them together.
+
+        The script still clips gradients and steps the optimizer.
 
         Args:
-            batch: as the model takes it.
-            model: a prepared model; the only one if None.
+            batch: a batch in the form that the model takes.
+            model: a prepared model. With None, there must be only one.
 
         Returns:
-            The loss (0-d, on every rank) and the outputs. Clipping and stepping are the script's.
+            The loss (0-d, the same on every rank) and the outputs.
         """
         return self._training.train_step(batch, model)
 
     def eval_step(self, batch: Any, model: torch.nn.Module | None = None) -> ScheduleResult:
-        """Run forward of one batch on a backend that owns it; as `train_step` otherwise."""
+        """Run only the forward of one batch; otherwise like `train_step`."""
         return self._training.eval_step(batch, model)

@@ -432,7 +432,7 @@ class Tracking(Protocol):
     def log_artifact(
         self, path: str | os.PathLike[str], name: str | None = None, log_kwargs: LogKwargs = None
     ) -> None:
-        """Upload a file or directory to the run.
+        """Store a file or directory with the run.
 
         Args:
             log_kwargs: tracker name -> additional arguments of its method.
