@@ -103,7 +103,7 @@ class Saving:
         self.registered.extend(objects)
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
-        """Let trackers catch up, then save; the arguments are those of `Checkpointer.save_state`."""
+        """Flush the trackers, and save. See `Checkpointer.save_state` for the arguments."""
         self._flush_for_save()
         return self.checkpointer.save_state(*args, **kwargs)
 

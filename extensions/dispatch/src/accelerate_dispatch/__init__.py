@@ -94,7 +94,7 @@ class ObservedSteps(Iterator[Step]):
 
 @dataclass(eq=False)
 class Dispatch:
-    """One epoch of a dispatched loader; the arguments are those of `dispatch_steps`.
+    """One epoch of a dispatched loader. See `dispatch_steps` for the arguments.
 
     With a group, every rank is exactly one message ahead of its caller. So if all ranks leave the
     loop at the same step, no message is left half sent.
