@@ -308,7 +308,6 @@ def _lacking(one: Any, text: str, around: str) -> Iterator[str]:
         name = parameter.name.lstrip("*")
         if (
             not _PLAIN.fullmatch(name)
-            and "arguments are those of" not in text
             and "for the arguments" not in text
             and not _says(f"{text} {around}", name)
         ):

@@ -101,7 +101,7 @@ def test_config_is_read_back_with_lists_and_none(
     config = full[1][name]["config"]
     wanted = AS_TEXT.get(name, probe.PLAIN_CONFIG)
     found = {key: config.get(key, "lacking") for key in wanted}
-    if name == "dvclive":  # YAML 1.1 reads 1e-08 as a text
+    if name == "dvclive":  # YAML 1.1 parses 1e-08 as a string
         found["optimizer/eps"] = float(found["optimizer/eps"])
     assert found == wanted
 

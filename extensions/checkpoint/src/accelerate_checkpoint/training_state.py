@@ -59,7 +59,7 @@ class TrainingState:
         hooks = accelerator.hooks
         self.process = run.process
         self.collectives: CommunicatorView = accelerator.communicator
-        #: Comparisons of the ranks' weights so far.
+        #: Number of comparisons of the ranks' weights.
         self._compared = 0
         self.backend = accelerator.backend.name
         #: The backend's `supports["gradients"]`: True, "same_layout" or False.
@@ -133,14 +133,14 @@ class TrainingState:
         finally:
             self.collectives = every
 
-    # --- whether the ranks train one model ----------------------------------------------------
+    # --- comparing the weights of the ranks ---------------------------------------------------
 
     def weight_sums(self) -> dict[str, int] | None:
-        """Return sums of this rank's weights that must equal those of every other rank.
+        """Return sums of this rank's weights, which must be equal on all ranks.
 
-        Of a large model one part is read, a different one at each save. None if the ranks' weights
-        may differ: on one process, with a mesh on which ranks share samples, or if the backend does
-        not train as one process would.
+        If the model is large, each save only reads a part of it, and the next save another part.
+        Returns None if the weights may differ: on one process, on a mesh where ranks share samples,
+        or if the backend does not compute the same as one process.
         """
         accelerator = self._accelerator
         backend = accelerator.backend
