@@ -173,7 +173,7 @@ def _errors() -> str:
         else:  # only its own package may import that module
             lines += [f"Raised by `{one.package.name}`. Catch it as {bases}.", ""]
         text = public.docstring(one)
-        for word, shown_as in (("Cause", "Cause"), ("Mend", "What to do")):
+        for word, shown_as in (("Cause", "Cause"), ("Fix", "What to do")):
             text = re.sub(rf"^{word}: ", f"\n**{shown_as}.** ", text, flags=re.M)
         lines += [text, ""]
     return "\n".join(lines)

@@ -285,8 +285,8 @@ def undocumented(collection: griffe.ModulesCollection) -> Iterator[str]:
 
 def _untold(collection: griffe.ModulesCollection) -> Iterator[str]:
     for one in errors(collection):
-        if not all(re.search(rf"^{word}: \S", docstring(one), re.M) for word in ("Cause", "Mend")):
-            yield f"{one.path} does not say its `Cause:` and how to `Mend:` it"
+        if not all(re.search(rf"^{word}: \S", docstring(one), re.M) for word in ("Cause", "Fix")):
+            yield f"{one.path} has no `Cause:` or no `Fix:`"
 
 
 def _lacking(one: Any, text: str, around: str) -> Iterator[str]:

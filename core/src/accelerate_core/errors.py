@@ -1,4 +1,4 @@
-"""Every exception of the core, helpers for error texts, and the user's line in warnings and tracebacks.
+"""All exceptions of the core, helpers for error messages, and warnings and tracebacks at the user's line.
 
 An error says what was wrong, where the value came from, what is allowed, and what to do next.
 """
@@ -20,8 +20,8 @@ from typing import Any
 class AccelerateError(Exception):
     """Base class of all errors that this package raises on purpose.
 
-    Cause: catch it to tell what we refuse from what torch or your code raises.
-    Mend: read the text: it ends with what is allowed or what to do.
+    Cause: catch it to distinguish our errors from those that torch or your code raises.
+    Fix: read the end of the message, which says what is allowed or what to do.
     """
 
     def __init__(self, *args: object, **named: Any) -> None:
@@ -32,50 +32,50 @@ class AccelerateError(Exception):
 class ConfigurationError(AccelerateError, ValueError):
     """A setting is invalid, or two settings contradict each other.
 
-    Cause: an argument, option, variable or key of a config file; the text names which.
-    Mend: give one of the values the text lists. `accelerator.explain()` and `accelerate-core launch
-    --explain` show every value and where it came from.
+    Cause: an argument, option, variable or key of a config file, which the message names.
+    Fix: use one of the values that the message lists. `accelerator.explain()` and `accelerate-core launch
+    --explain` show every value and its source.
     """
 
-    #: The text of each mistake where several are reported together.
+    #: The message of each mistake, if several are reported together.
     mistakes: tuple[str, ...] = ()
 
 
 class UnknownArgumentError(AccelerateError, TypeError):
     """`Accelerator` was called with an argument that neither the core nor a plugin knows.
 
-    Cause: a misspelt name, or an argument of a plugin that is not installed.
-    Mend: take the name the text offers, or install the package it names.
+    Cause: a misspelled name, or an argument of a plugin that isn't installed.
+    Fix: use the name that the message suggests, or install the package that it names.
     """
 
 
 class UnknownNameError(AccelerateError, AttributeError):
     """An attribute was read that neither the core nor an active plugin has.
 
-    Cause: a misspelt name, or a name of a plugin that is not installed or not active.
-    Mend: take the name the text offers, or run the pip command it has.
+    Cause: a misspelled name, or a name of a plugin that isn't installed or active.
+    Fix: use the name that the message suggests, or run its pip command.
     """
 
     def __init__(self, text: str, name: str) -> None:
-        # With `obj`, Python would append a suggestion of its own to the one in the text.
+        # With `obj`, Python would add a second suggestion to the message.
         super().__init__(text, name=name, obj=None)
 
 
 class AssignmentError(ConfigurationError, AttributeError):
-    """An attribute of an Accelerator or a state cannot be replaced after it was made.
+    """An attribute of an Accelerator or a state cannot be assigned after construction.
 
     Cause: a script or a library assigns to it.
-    Mend: what the text says, which is nearly always an argument of `Accelerator`.
+    Fix: follow the message. Usually, you have to pass an argument to `Accelerator` instead.
     """
 
 
 class PluginError(AccelerateError):
     """A plugin is broken or violates the contract.
 
-    Cause: its module cannot be imported, its entry point names nothing, or a hook answers what no hook
-    may; the text has its distribution and version.
-    Mend: `accelerate-core plugins why NAME` shows each step. Upgrade the plugin, tell its author
-    (`accelerate-core plugins check NAME`), or leave it out: `ACCELERATE_DISABLED_PLUGINS=NAME`.
+    Cause: its module cannot be imported, its entry point doesn't exist, or a hook returned an invalid
+    value. The message has its distribution and version.
+    Fix: `accelerate-core plugins why NAME` shows each step. Upgrade the plugin, report the problem to its
+    author (with `accelerate-core plugins check NAME`), or disable it: `ACCELERATE_DISABLED_PLUGINS=NAME`.
     """
 
 
@@ -83,52 +83,52 @@ class PluginVersionError(PluginError):
     """A plugin was written for another major version of the contract.
 
     Cause: plugin and core were released for different major versions.
-    Mend: upgrade the one the text names.
+    Fix: upgrade the one that the message names.
     """
 
 
 class PluginConflictError(PluginError, ConfigurationError):
-    """Two plugins claim the same thing with equal right.
+    """Two plugins are requested with the same precedence.
 
-    Cause: two backends, say, are asked for by sources of the same strength.
-    Mend: name the one you want, such as `Accelerator(backend="NAME")`; the text has the ways.
+    Cause: for example, two backends are requested by sources of the same precedence.
+    Fix: name the one you want, such as `Accelerator(backend="NAME")`. The message lists all ways.
     """
 
 
 class MissingPluginError(AccelerateError, ImportError):
     """Something was requested that no installed package provides.
 
-    Cause: a name, argument or command of a plugin that this environment does not have, or a misspelt one.
-    Mend: where the text has a pip command, run it in the environment of every machine of the run; else
-    take one of the names it lists.
+    Cause: a misspelled name, or a name, argument or command of a plugin that isn't installed.
+    Fix: if the message has a pip command, run it on every machine of the run. Otherwise use one of the
+    names that it lists.
     """
 
 
 class RuntimeConflictError(AccelerateError, RuntimeError):
     """The process already has a process group or device that conflicts with the request.
 
-    Cause: an earlier Accelerator, the script or a notebook made a group or used a device that the
-    new request does not fit; or not every rank makes its Accelerator.
-    Mend: end the earlier one with `end_training()`, or ask for the same; in a notebook restart the
-    kernel. Make the Accelerator on every rank.
+    Cause: an earlier Accelerator, the script or a notebook created a group or used a device that conflicts
+    with the new request, or not every rank creates an Accelerator.
+    Fix: end the earlier one with `end_training()`, or request the same. In a notebook, restart the kernel.
+    Create the Accelerator on every rank.
     """
 
 
 class PrepareError(AccelerateError, RuntimeError):
     """`prepare` would have returned a model that doesn't train as requested.
 
-    Cause: on several ranks a model is spread by a device map; a backend that changes weights finds the
-    optimizer or the model prepared apart, wrapped already or of other parameters; or a plugin's hook gives
-    back something else. Without such a backend an optimizer of other parameters is a warning.
-    Mend: pass the plain model and the optimizer of its parameters to one call of `prepare`.
+    Cause: a model with a device map is used on several ranks; the backend changes weights, and the model or
+    the optimizer was prepared separately, was already wrapped, or has other parameters; or a plugin's hook
+    returned something else. With other backends, an optimizer with other parameters is only a warning.
+    Fix: pass the unwrapped model and the optimizer of its parameters to one call of `prepare`.
     """
 
 
 class CheckpointError(AccelerateError, RuntimeError):
     """A checkpoint cannot be written or read.
 
-    Cause: a file is missing or damaged, or the checkpoint is of other objects than those registered.
-    Mend: `accelerate-core checkpoints verify DIR` says which file; load the one before, or prepare and
+    Cause: a file is missing or damaged, or the checkpoint contains other objects than the registered ones.
+    Fix: `accelerate-core checkpoints verify DIR` names the file. Load an earlier checkpoint, or prepare and
     register the same objects in the same order.
     """
 
@@ -136,9 +136,9 @@ class CheckpointError(AccelerateError, RuntimeError):
 class TrackerError(AccelerateError, RuntimeError):
     """Tracking methods were called in the wrong order.
 
-    Cause: `init_trackers` was called twice, a plugin offers something that is no tracker, or a
-    directory has no run.
-    Mend: call `init_trackers` once, before the first value; else as the text says.
+    Cause: `init_trackers` was called twice, a plugin provides something that isn't a tracker, or a directory
+    contains no run.
+    Fix: call `init_trackers` once, before you log values. In other cases, follow the message.
     """
 
 
@@ -147,8 +147,8 @@ class DistributedOperationException(AccelerateError, RuntimeError):
 
     Cause: shapes, dtypes or structures differ between ranks. The first call of each collective compares
     them, and every call with `launch --debug` or `ACCELERATE_DEBUG_MODE=1`.
-    Mend: the text has what each rank brought. Pad first (`pad_across_processes`), or use
-    `gather_for_metrics`, which cuts what was added to fill the last batch.
+    Fix: the message shows the data of each rank. Pad it first (`pad_across_processes`), or use
+    `gather_for_metrics`, which drops samples that were repeated to fill the last batch.
     """
 
 
@@ -176,7 +176,7 @@ class Mistakes:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        # An error of another subclass says something else than that a name or a value is wrong.
+        # Errors of other subclasses are not about a wrong name or value.
         if not isinstance(error, AccelerateError):
             return False
         if type(error) not in (ConfigurationError, MissingPluginError, UnknownArgumentError):
@@ -185,12 +185,12 @@ class Mistakes:
         return True
 
     def report(self) -> None:
-        """Raise what was collected: one error as it is, several as one with a line for each.
+        """Raise the collected errors: a single one unchanged, several as one error with a line for each.
 
         Raises:
-            ConfigurationError: there was a mistake, or several.
-            MissingPluginError: the only mistake is a plugin that is not installed.
-            UnknownArgumentError: the only mistake is an argument that nothing takes.
+            ConfigurationError: there is at least one mistake.
+            MissingPluginError: the only mistake is a plugin that isn't installed.
+            UnknownArgumentError: the only mistake is an unknown argument.
         """
         texts: list[str] = []
         for error in self.found:

@@ -1,4 +1,4 @@
-"""The processes as user code sees them: ranks, turns, decorators, and the views that older code reads."""
+"""`PartialState`, `AcceleratorState`, and the methods for ranks that they share with the Accelerator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def current_communicator() -> Communicator:
-    """Return the communicator of the latest Accelerator, else of the process."""
+    """Return the communicator of the latest Accelerator, or of the process if there is none."""
     user = runtimes.current_user()
     if user is not None:
         return cast(Communicator, user.communicator)
@@ -52,8 +52,8 @@ def current_communicator() -> Communicator:
 def split_between(inputs: Any, index: int, count: int, apply_padding: bool = False) -> Any:
     """Return part `index` of `count` of a list, tuple, tensor, dict of these, or dataset.
 
-    The first parts get one more where it does not divide; with `apply_padding`
-    the last element is repeated until all parts are as long as the first.
+    If the length isn't divisible, the first parts have one element more. With `apply_padding`, the last
+    element is repeated until all parts have the same length.
 
     Raises:
         ValueError: the values of a dict differ in length.
@@ -83,7 +83,7 @@ def split_between(inputs: Any, index: int, count: int, apply_padding: bool = Fal
 
 
 class ProcessVerbs:
-    """What can be asked of and done among processes; shared by Accelerator and PartialState."""
+    """Properties and methods for ranks, shared by Accelerator and PartialState."""
 
     #: Ranks, device and group.
     _runtime: runtimes.Runtime
@@ -92,7 +92,7 @@ class ProcessVerbs:
 
     @property
     def communicator(self) -> Communicator:
-        """The world of this object, on flat tensors."""
+        """Collectives among all ranks, on flat tensors and objects."""
         raise NotImplementedError
 
     @property
@@ -117,25 +117,25 @@ class ProcessVerbs:
 
     @property
     def is_main_process(self) -> bool:
-        """True on one process only, rank 0."""
+        """Whether this is rank 0."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """True on one process of each machine."""
+        """Whether this is the first process on its machine."""
         return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
-        """True on the process of the highest rank."""
+        """Whether this is the process with the highest rank."""
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Return when every process has reached this point."""
+        """Wait until every process has called this."""
         self.communicator.barrier()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per machine."""
+        """Print on the first process of each machine."""
         if self.is_local_main_process:
             print(*args, **kwargs)
 
@@ -150,16 +150,16 @@ class ProcessVerbs:
                 self.wait_for_everyone()
 
     def main_process_first(self) -> Any:
-        """Context the main process runs through before the others enter it.
+        """Return a context that the main process completes before the others enter it.
 
         Example:
-            with accelerator.main_process_first():  # one downloads, the others find it
+            with accelerator.main_process_first():  # one process downloads, the others use its files
                 data = torch.ones(8)
         """
         return self._in_turn(self.is_main_process)
 
     def local_main_process_first(self) -> Any:
-        """Context each machine's main process runs through before the others enter it."""
+        """Return a context that the first process of each machine completes before the others enter it."""
         return self._in_turn(self.is_local_main_process)
 
     @contextmanager
@@ -167,8 +167,8 @@ class ProcessVerbs:
         """Yield this process's part of a list, tuple, tensor, or dict of these.
 
         Args:
-            inputs: what to split along its first dimension.
-            apply_padding: repeat the last element so that all parts are equally long.
+            inputs: the data to split along its first dimension.
+            apply_padding: repeat the last element so that all parts have the same length.
 
         Example:
             with accelerator.split_between_processes(["one", "two", "three"]) as prompts:
@@ -181,7 +181,7 @@ class ProcessVerbs:
     @overload
     def on_main_process(self, function: None = None) -> Callable[[F], F]: ...
     def on_main_process(self, function: Any = None) -> Any:
-        """Decorator: run on the main process only, return None elsewhere.
+        """Decorate a function to run on the main process only. On other processes, it returns None.
 
         Example:
             @accelerator.on_main_process
@@ -197,19 +197,19 @@ class ProcessVerbs:
     @overload
     def on_local_main_process(self, function: None = None) -> Callable[[F], F]: ...
     def on_local_main_process(self, function: Any = None) -> Any:
-        """Decorator: run on each machine's main process only."""
+        """Decorate a function to run only on the first process of each machine."""
         return self._only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: F) -> F:
-        """Decorator: run on the process of the highest rank only."""
+        """Decorate a function to run only on the process with the highest rank."""
         return cast(F, self._only(function, lambda: self.is_last_process))
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """Decorator: run on the process of rank `process_index` only."""
+        """Decorate a function to run only on rank `process_index`."""
         return self._only(function, lambda: self.process_index == process_index)
 
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Decorator: run on the process of rank `local_process_index` of each machine."""
+        """Decorate a function to run only on local rank `local_process_index` of each machine."""
         return self._only(function, lambda: self.local_process_index == local_process_index)
 
     def _only(self, function: Any, here: Callable[[], bool]) -> Any:
@@ -227,10 +227,10 @@ class ProcessVerbs:
 class PartialState(ProcessVerbs):
     """Information about the processes, without an Accelerator. It starts the process group if necessary.
 
-    All instances show the same runtime.
+    All instances share the same state.
 
     Args:
-        cpu: run on the CPU whatever devices are there.
+        cpu: run on the CPU even if accelerators are present.
     """
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
@@ -279,12 +279,12 @@ class PartialState(ProcessVerbs):
 
     @property
     def communicator(self) -> Communicator:
-        """The world, on flat tensors."""
+        """Collectives among all ranks, on flat tensors and objects."""
         return current_communicator()
 
     @property
     def initialized(self) -> bool:
-        """Whether the processes run."""
+        """Whether the process group has started."""
         return runtimes.running() is not None
 
     @property
@@ -294,12 +294,12 @@ class PartialState(ProcessVerbs):
 
     @property
     def backend(self) -> str | None:
-        """Name of torch.distributed's backend, None for one process."""
+        """Name of torch.distributed's backend, or None on one process."""
         return dist.get_backend() if dist.is_available() and dist.is_initialized() else None
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Which kind of setup runs, as the active backend names it."""
+        """The kind of setup, as declared by the active backend."""
         user = runtimes.current_user()
         if user is not None:
             return cast(DistributedType, user.distributed_type)
@@ -311,15 +311,15 @@ class PartialState(ProcessVerbs):
 
     @property
     def default_device(self) -> torch.device:
-        """The device a process of its own would take."""
+        """The device that a single process would use."""
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
     def set_device(self) -> None:
-        """Select this process's device, as starting has done already."""
+        """Make this process's device the current one. Starting has already done so."""
         runtimes.select(self.device)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """End a group, or the default one if nothing else uses it."""
+        """Destroy a group, or the default group if nothing else uses it."""
         if group is not None:
             dist.destroy_process_group(group)
         else:
@@ -348,35 +348,35 @@ class AcceleratorState(PartialState, PluginAttributes):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision in force."""
+        """Name of the active precision."""
         return str(self._accelerator.mixed_precision)
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Which kind of setup runs, as the active backend names it."""
+        """The kind of setup, as declared by the active backend."""
         return cast(DistributedType, self._accelerator.distributed_type)
 
     @property
     def dynamo_plugin(self) -> Any:
-        """The compile settings in force."""
+        """The settings for `torch.compile`."""
         return self._accelerator.dynamo_plugin
 
     @property
     def device_mesh(self) -> Any:
-        """The device mesh, None where there is none."""
+        """The device mesh, or None."""
         return self._accelerator.torch_device_mesh
 
     @property
     def communicator(self) -> Communicator:
-        """The world."""
+        """Collectives among all ranks, on flat tensors and objects."""
         return cast(Communicator, self._accelerator.communicator)
 
 
 def absent_attribute(name: str, owner: str, known: list[str]) -> Any:
-    """Answer for an attribute no active plugin serves.
+    """Return the value of an attribute that no active plugin provides.
 
     Raises:
-        UnknownNameError: there is no such name; the message has the nearest one.
+        UnknownNameError: the attribute is unknown. The message suggests the nearest name.
     """
     if name in catalog.ABSENT_ATTRIBUTES:
         return catalog.ABSENT_ATTRIBUTES[name]

@@ -1,4 +1,4 @@
-"""Collectives on nested structures."""
+"""The Accelerator's collectives on nested structures of tensors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Collectives:
     Args:
         world, data, loss: all ranks; those that read different samples; those over which a loss
             is summed.
-        state: which batch was served last.
-        options: how data is split between ranks.
+        state: tracks the last batch that a loader yielded.
+        options: how data is divided over the ranks.
         has_mesh: whether tensors may be distributed over a device mesh.
     """
 
@@ -53,7 +53,7 @@ class Collectives:
         return collectives.gather(self._joined(tensor), self.data_comm)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather what was computed from a batch, without the samples repeated to fill the last one."""
+        """Gather the results of a batch, without samples that were repeated to fill the last batch."""
         comm = self.data_comm
         input_data = self._joined(input_data)
         leaves = tree.flatten(input_data)
@@ -64,27 +64,27 @@ class Collectives:
         if as_objects:
             return gather_samples(input_data, real, whole, comm)
         if comm.size > 1 and not self._options.dataloader_config.even_batches:
-            # Sizes may differ at any step: a rank's last batch is not another's.
+            # Sizes may differ at any step, because ranks reach their last batch at different steps.
             return collectives.gather_uneven(input_data, comm)
         gathered = collectives.gather(input_data, comm)
         if not real:
             return gathered
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
-            # What is longer than a global batch was gathered from more than the last one.
+            # Data that is longer than a global batch doesn't only come from the last batch.
             fits = tensor.ndim and (whole is None or len(tensor) <= whole)
             return tensor[:real] if fits else tensor
 
         return tree.map_tensors(cut, gathered)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine each tensor of a nested structure over the ranks; all get the result."""
+        """Combine each tensor of a nested structure over the ranks. All ranks get the result."""
         return collectives.reduce(self._joined(tensor), reduction, comm=self.loss_comm)
 
     def pad_across_processes(
         self, tensor: Any, dim: int | Sequence[int] = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
-        """Pad each tensor to the largest size any rank has along `dim`, so that it can be gathered."""
+        """Pad each tensor to the largest size on any rank along `dim`, so that it can be gathered."""
         return collectives.pad_across_processes(
             tensor, dim, pad_index, pad_first, comm=self.data_comm
         )
@@ -94,7 +94,7 @@ class Collectives:
         self.flag_tensor = torch.ones(1, dtype=torch.int32, device=self.comm.device)
 
     def check_trigger(self) -> bool:
-        """Tell whether any process has set its flag, and reset it everywhere."""
+        """Return whether any process has set its flag, and reset the flag on all processes."""
         mine = self.flag_tensor
         if mine is None:
             mine = torch.zeros(1, dtype=torch.int32, device=self.comm.device)
@@ -102,7 +102,7 @@ class Collectives:
         return bool(self.comm.reduce(mine, "max").item())
 
     def _joined(self, data: Any) -> Any:
-        """Make tensors whole that are distributed themselves, as a loss over logits in parts is."""
+        """Convert distributed tensors, such as a loss over sharded logits, to full tensors."""
         if not self._has_mesh:
             return data  # only a mesh has such
         from torch.distributed.tensor import DTensor
@@ -115,7 +115,7 @@ class Collectives:
 def make_collectives(
     hooks: BoundHooks, setup: Setup, process: Process, options: PrepareOptions, state: GradientState
 ) -> Collectives:
-    """Return the collectives of the ranks that share data, losses, or the world.
+    """Return the collectives for the data, loss and world scopes.
 
     Raises:
         PluginError: the backend's `data_shard` or `loss_shard` returned something else than an

@@ -1,4 +1,4 @@
-"""Checkpoints, handed to the part that writes and reads them."""
+"""The Accelerator's access to its checkpointer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ SAVE_WAIT = 2.0
 
 
 class Saving:
-    """The verbs of checkpoints, and the checkpointer, which is made when it is first needed.
+    """Creates the checkpointer when it is first needed, and passes calls on to it.
 
     Args:
-        chosen: the plugin that makes the checkpointer, None where none is installed.
+        chosen: the plugin of the checkpointer, or None if none is installed.
         project: directories, naming and retention.
         signals: `preemption_signals`.
-        needed: whether the checkpointer is made at once: it was named, or the backend needs it.
+        needed: whether to create the checkpointer immediately, because it was named or the backend needs it.
 
     Raises:
-        ConfigurationError: settings of checkpoints contradict each other.
-        MissingPluginError: settings ask for checkpoints, and no checkpointer is installed.
+        ConfigurationError: checkpoint settings contradict each other.
+        MissingPluginError: settings need checkpoints, but no checkpointer is installed.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Saving:
         #: Whether a checkpointer is installed.
         self.possible = chosen is not None
         self.project = project
-        #: The checkpointer if it is made, else None.
+        #: The checkpointer, or None if it doesn't exist yet.
         self.made: Checkpointer | None = None
         self.registered: list[Stateful] = []
         self.save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
@@ -60,9 +60,9 @@ class Saving:
             )
 
     def attach(self, run: Callable[[], RunParts]) -> None:
-        """Take what returns the run that is to be saved.
+        """Set the function that returns the run to save.
 
-        The run holds the Accelerator, which holds this: a run is made only for a checkpointer.
+        It is only called for a checkpointer, because a run holds the Accelerator, which holds this object.
         """
         self._run = run
         if self.made is not None:
@@ -70,7 +70,7 @@ class Saving:
 
     @property
     def checkpointer(self) -> Checkpointer:
-        """The part that saves and loads."""
+        """The active checkpointer."""
         if self.made is None:
             self.made = self._make(self.project, None)
             self.made.attach(self._run())
@@ -89,7 +89,7 @@ class Saving:
         return handle
 
     def register_for_checkpointing(self, *objects: Stateful) -> None:
-        """Save and load objects with `state_dict` and `load_state_dict` in `save_state`."""
+        """Include objects with `state_dict` and `load_state_dict` in checkpoints."""
         bad = [
             f"Item at index {at} ({type(o).__name__})"
             for at, o in enumerate(objects)
@@ -108,7 +108,7 @@ class Saving:
         return self.checkpointer.save_state(*args, **kwargs)
 
     def _flush_for_save(self) -> None:
-        """Bring to the trackers what a script that goes on from this checkpoint logs no more."""
+        """Deliver the values that a script resuming from this checkpoint won't log again."""
         run = self._run()
         late = run.tracking.flush_trackers(SAVE_WAIT)
         if late:
@@ -121,20 +121,20 @@ class Saving:
 
     @property
     def preemption_requested(self) -> bool:
-        """Whether one of `preemption_signals` has come: the run ends at the next step boundary."""
+        """Whether one of `preemption_signals` was received."""
         return self.made is not None and self.made.preemption_requested
 
     def wait_for_checkpoint(self) -> None:
-        """Return when the checkpoint being written stands; raise what it failed with, if it did."""
+        """Wait until a background save is complete, and raise its error if it failed."""
         if self.made is not None:
             self.made.wait()
 
     def release(self) -> None:
-        """Wait, and give back the memory kept for saving beside the training."""
+        """Wait for a background save, and free the memory that is reserved for such saves."""
         if self.made is not None:
             self.made.release()
 
     def close(self, failed: bool) -> None:
-        """End; `failed`: the other ranks may be gone, so meet nobody."""
+        """Shut down. If `failed`, other ranks may have exited, so don't communicate with them."""
         if self.made is not None:
             self.made.close(failed)

@@ -187,7 +187,7 @@ class UnknownFieldError(ConfigurationError, TypeError):
     """A settings class was called with a field it does not have.
 
     Cause: a misspelt field, or one of another version.
-    Mend: take one of the fields that the text lists.
+    Fix: take one of the fields that the text lists.
     """
 
 

@@ -43,7 +43,7 @@ class DispatchError(AccelerateError, RuntimeError):
     """The reading rank raised an exception that cannot be pickled, so other ranks raise this one.
 
     Cause: an exception in the dataset or in `collate_fn`; the message quotes it.
-    Mend: fix the error at the end of the reading rank's traceback, which is attached as a note.
+    Fix: fix the error at the end of the reading rank's traceback, which is attached as a note.
     """
 
 

@@ -34,7 +34,7 @@ class UnusedOptionError(ConfigurationError):
     """An option of `launch` belongs to a backend or precision that the launch does not use.
 
     Cause: the option was given without selecting its plugin, or with another plugin.
-    Mend: add the option that the error names, or leave this one out.
+    Fix: add the option that the error names, or leave this one out.
     """
 
     #: The option's names, without dashes.

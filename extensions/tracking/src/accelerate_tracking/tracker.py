@@ -46,7 +46,7 @@ class IncompleteTrackerError(TrackerError, NotImplementedError):
     """A tracker class lacks a required attribute.
 
     Cause: a subclass of `GeneralTracker` has no `name`, `requires_logging_directory` or `tracker`.
-    Mend: add the attributes that the message lists.
+    Fix: add the attributes that the message lists.
     """
 
 

@@ -37,7 +37,7 @@ class RankFailedError(AccelerateError, RuntimeError):
     """A process failed. The message has its rank and traceback, and `status` is its exit status.
 
     Cause: an exception or a signal in that rank. The other ranks were terminated because of it.
-    Mend: fix the error that the traceback shows.
+    Fix: fix the error that the traceback shows.
     """
 
     status = 1
