@@ -426,7 +426,7 @@ def test_a_numbered_checkpoint_is_never_overwritten(tmp_path):
             accelerator.load_state()
         assert accelerator.save_state().endswith("checkpoint_0")
         config.iteration = 0
-        with pytest.raises(CheckpointError, match="there already"):
+        with pytest.raises(CheckpointError, match="already exists"):
             accelerator.save_state()
 
 
