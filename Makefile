@@ -191,7 +191,6 @@ bench: $(VENV)/dev.stamp $(CLIENTS_MADE)/ours.stamp $(CLIENTS_MADE)/theirs.stamp
 	$(PAIR) benchmarks/loaders.py
 	$(BIN)/python benchmarks/sampler_scale.py
 	$(BIN)/python benchmarks/import_time.py
-	$(BIN)/python benchmarks/cli_start.py
 	$(BIN)/python benchmarks/launch_start.py
 	$(BIN)/python benchmarks/drop_in_start.py
 	$(BIN)/python benchmarks/checkpoint.py

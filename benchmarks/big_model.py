@@ -21,7 +21,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from harness import OURS, PEER, RAW, machine
+from harness import OURS, PEER, RAW, machine, memory
 from rich.console import Console
 from rich.table import Table
 
@@ -87,12 +87,6 @@ def read_through(file: Path) -> float:
         while got := opened.readinto(buffer):
             total += got
     return total / (time.perf_counter() - start)
-
-
-def memory(key: str) -> float:
-    """Return a figure from /proc/self/status, in MB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith(key)) / 1e3
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import OURS, PEER, RAW, Limit, Result
+from harness import OURS, PEER, RAW, Limit, Result, memory
 from harness import save as write_json
 from rich.console import Console
 from rich.table import Table
@@ -51,16 +51,11 @@ class Extra:
 
     def __enter__(self) -> Extra:
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        self._before = _status("VmRSS")
+        self._before = memory("VmRSS")
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.mb = max(_status("VmHWM") - self._before, 0.0)
-
-
-def _status(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+        self.mb = max(memory("VmHWM") - self._before, 0.0)
 
 
 def seconds(action: Callable[[], None], before: Callable[[], object]) -> float:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness import torchrun
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -111,10 +112,7 @@ def worker(options: dict[str, Any], gpu: bool, steps: int) -> None:
 
 
 def run(ranks: int, options: dict[str, Any], gpu: bool, steps: int) -> dict[str, Any]:
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
-        command += [f"--nproc_per_node={ranks}"]
+    command = torchrun(ranks) if ranks > 1 else [sys.executable]
     command += [__file__, "--row", json.dumps(options), "--steps", str(steps)] + ["--gpu"] * gpu
     environment = os.environ if gpu else {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=560)

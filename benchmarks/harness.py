@@ -12,6 +12,7 @@ import gc
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -124,6 +125,18 @@ def show(result: Result) -> None:
             f"  ours is {verdict['value']:.3f} of {verdict['text'].removeprefix('of ')}"
             f" ({sign} the limit of {verdict['limit']})"
         )
+
+
+def torchrun(ranks: int) -> list[str]:
+    """Return the start of a command that runs a script on several ranks of this machine."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
+    return [sys.executable, *launch, f"--nproc_per_node={ranks}"]
+
+
+def memory(name: str) -> float:
+    """Return a figure from /proc/self/status, such as "VmRSS" or "VmHWM", in MB (Linux)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(name)) * 1024 / 1e6
 
 
 def machine() -> dict[str, Any]:

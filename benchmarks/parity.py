@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness import torchrun
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -148,11 +149,8 @@ def run(case: Case, *, plain: bool = False) -> dict[str, list[float]]:
     """Return losses and norms of a case, or of plain PyTorch with the model of the case."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "result.json")
-        command = [sys.executable]
+        command = [sys.executable] if plain else torchrun(case.ranks)
         mesh, options = (None, {}) if plain else (case.mesh, case.options)
-        if not plain:
-            command += ["-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
-            command += [f"--nproc_per_node={case.ranks}"]
         command += [str(case.worker), json.dumps(mesh), json.dumps(options), str(out)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
         environment |= {} if plain else case.environment

@@ -12,11 +12,11 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from harness import memory, torchrun
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -60,10 +60,9 @@ def child(backend: str, out: Path) -> None:
         for tensor in (parameter, parameter.grad, *adam.state[parameter].values()):
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             held += local.numel() * local.element_size()
-    status = Path("/proc/self/status").read_text().splitlines()
-    peak = next((int(line.split()[1]) for line in status if line.startswith("VmHWM")), 0)
     if accelerator.is_main_process:
-        out.write_text(json.dumps({"parameters": count, "held": held, "peak": peak * 1024}))
+        peak = round(memory("VmHWM") * 1e6)
+        out.write_text(json.dumps({"parameters": count, "held": held, "peak": peak}))
     accelerator.end_training()
 
 
@@ -78,9 +77,7 @@ def main() -> None:
     for backend, ranks in track(CASES, "training"):
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder, "result.json")
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            command += ["--local_addr", "127.0.0.1", f"--nproc_per_node={ranks}", __file__]
-            command += ["--child", backend, str(out)]
+            command = [*torchrun(ranks), __file__, "--child", backend, str(out)]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
             if done.returncode:

@@ -23,7 +23,7 @@ class Storage(Store):
     """Keeps the files of checkpoints. Subclass it and implement the six abstract methods."""
 
     def lock(self, place: str, save: str) -> AbstractContextManager[bool]:
-        """Mark a save as under way for as long as the block runs and this process lives.
+        """Mark a save as in progress while the block runs and this process lives.
 
         The context manager yields False, and marks nothing, if another process has marked the save
         and may still be alive. This distinguishes leftovers of a killed process from a save that

@@ -115,16 +115,7 @@ class Store(Protocol):
 
     @abstractmethod
     def lock(self, place: str, save: str) -> AbstractContextManager[bool]:
-        """Mark a save as under way for as long as the block runs and this process lives.
-
-        The context manager yields False, and marks nothing, if another process has marked the save
-        and may still be alive. This distinguishes leftovers of a killed process from a save that
-        another process is still writing.
-
-        Args:
-            place: address of the checkpoint.
-            save: name of the save.
-        """
+        """Mark a save as in progress. `Storage.lock` describes this, and implements it."""
 
     # --- optional for a store -----------------------------------------------------------------------
 
