@@ -56,6 +56,7 @@ def browser() -> Iterator[Browser]:
 def opened(browser: Browser, width: int, scheme: Any) -> tuple[Page, list[str]]:
     """Return an empty page of that width, and the list that will hold its errors and foreign requests."""
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.set_default_timeout(120_000)  # a busy machine is slow, not wrong
     said: list[str] = []
     page.on("console", lambda one: said.append(one.text) if one.type == "error" else None)
     page.on("pageerror", lambda error: said.append(str(error)))
