@@ -387,6 +387,31 @@ def test_a_launcher_that_is_refused_is_passed_over_unless_it_is_named(
     assert (kept_out.stdout.strip(), kept_out.stderr) == ("started by the core", "")
 
 
+def test_launcher_with_a_matching_trigger_wins_with_any_priority(tmp_path: Path) -> None:
+    stated = "api_version = (1, 0); priority = 1"
+    groups = {"launchers": {"low": "L"}, "triggers": {"ACCELERATE_USE_LOW": "L"}}
+    code = LAUNCHER.format(name="low", stated=stated).replace(
+        "return True", "return not plan.log_dir"
+    )
+    dummies.distribution(tmp_path, "low", code, groups)
+    script = tmp_path / "script.py"
+    script.write_text("print('started by the core')")
+    env = clean_environment(ACCELERATE_USE_LOW="1")
+    env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
+    command = [sys.executable, "-m", "accelerate_core", "launch"]
+    seen = []
+    for options in ([], ["--log_dir", str(tmp_path / "logs")]):
+        done = subprocess.run(
+            [*command, *options, str(script)], env=env, capture_output=True, text=True, timeout=60
+        )
+        seen.append((done.stdout.strip().endswith("started by low"), done.stderr))
+    assert seen[0] == (True, "")
+    assert not seen[1][0]
+    assert (
+        "low (dummy-low 1.0) was requested by environment variable ACCELERATE_USE_LOW" in seen[1][1]
+    )
+
+
 @pytest.mark.parametrize("method", ["launch_command", "launch_environment"])
 def test_a_launcher_that_raises_is_named(tmp_path: Path, method: str) -> None:
     code = LAUNCHER.format(name="odd", stated="api_version = (1, 0)")

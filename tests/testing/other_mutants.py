@@ -1,8 +1,8 @@
-"""Sound plugins of every kind but backends, damaged in one place at a time.
+"""Mutants: plugins of every kind but backends with one fault, and the check that must notice each.
 
-Each with the check that is to notice. Run in one process, or on ranks, with what its entry points
-name on the path: `other_mutants.py PLACE FOLDER` writes `PLACE.RANK.json` into the folder, a list of
-`[mutant, state, error]`.
+Run with the plugins of its entry points on the path, in one process or on ranks:
+`other_mutants.py PLACE FOLDER` writes `PLACE.RANK.said` to the folder, a list of
+`[mutant, check, state, error]`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from accelerate_tally import TallyExtension, TallySettings
 from accelerate_checkpoint import DirectoryCheckpointer, TrainingState
 from accelerate_core import hookimpl
 from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import KwargsHandler, Precision, option, settings
 from accelerate_core.training.gradient_state import BatchInfo
 from accelerate_launch.simple import target_command
 from accelerate_testing import CheckContext, checks_of
@@ -40,7 +41,7 @@ from accelerate_testing.worker import Ranks, run_check
 
 READERS = {"read": "reading:read", "read_config": "reading:read_config"}
 OPTIONS = {"tracker": READERS, "loaders": {"make": "making:make"}}
-#: Name of the plugin -> its class, kind, and the checks it is run against with what they are to say.
+#: Name of the plugin -> its class, its kind, and the expected result of each check.
 PLUGINS: dict[str, tuple[type, str, dict[str, str]]] = {}
 
 
@@ -58,7 +59,7 @@ def caught_by(kind: str, check: str) -> Any:
 
 
 def passes(kind: str, *checks: str) -> Any:
-    """Register one that is unusual and sound."""
+    """Register an unusual but correct plugin."""
     return _register(kind, dict.fromkeys(checks, "passed"))
 
 
@@ -68,8 +69,8 @@ def _add(kind: str, check: str, name: str, base: type, **members: Any) -> None:
 
 
 def also(kind: str, check: str, name: str, base: type, method: str, act: Any) -> None:
-    """Register one that does something more in a method, given the plugin: first that."""
-    if method.startswith("on_"):  # a hook, which the sound one has or has not
+    """Register a plugin that first calls `act` with itself in a method."""
+    if method.startswith("on_"):  # a hook, which the correct plugin may lack
 
         def hook(self, accelerator):
             act(self)
@@ -87,7 +88,7 @@ def also(kind: str, check: str, name: str, base: type, method: str, act: Any) ->
 
 
 def keeps(kind: str, check: str, name: str, changed: Any) -> None:
-    """Register a tracker that writes what `changed` makes of the values of a step."""
+    """Register a tracker that writes the values that `changed` returns."""
 
     def log(self, values, step=None, **kwargs):
         DiaryTracker.log(self, changed(values, step), step)
@@ -96,7 +97,7 @@ def keeps(kind: str, check: str, name: str, changed: Any) -> None:
 
 
 def starts(kind: str, check: str, name: str, line: str) -> None:
-    """Register a launcher that starts its ranks after a line of code that it should not run."""
+    """Register a launcher that runs a line of code before it starts its ranks."""
     main = "sys.exit(start.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4:]))"
     code = f"import os, sys\nfrom accelerate_starter import start\n{line}\n{main}"
     _add(kind, check, name, Other, code=code)
@@ -109,7 +110,7 @@ def shrink(optimizer: Any, factor: float) -> None:
                 parameter.mul_(factor)
 
 
-# --- what any plugin may do wrong ---------------------------------------------------------------------
+# --- faults of any kind of plugin ---------------------------------------------------------------------
 
 OPENED: list[Any] = []
 
@@ -236,7 +237,7 @@ class MakesFloat32OfModels(GridPrecision):
 
 @caught_by("precision", "save_and_load")
 class SavesTheFirstModelOnly(GridPrecision):
-    """Shrinks each model more with every step, and saves how far it was with one of them."""
+    """Shrinks each model more with every step, but saves the progress of one of them only."""
 
     def __init__(self, settings=None):
         super().__init__(settings)
@@ -303,6 +304,18 @@ class ComputesOtherwiseCompiled(GridPrecision):
         return super().convert(model)
 
 
+@caught_by("precision", "needs")
+class DoesNothing(GridPrecision):
+    def convert(self, model):
+        return model
+
+
+@caught_by("precision", "needs")
+class DeclaresAutocastOnly(Precision):
+    api_version = (1, 0)
+    needs = frozenset({"autocast"})
+
+
 @passes("precision", "needs", "forward_collectives")
 class SaysWhatItDoes(TalksInForward):
     needs = frozenset({"modules", "forward_collectives", "subclasses"})
@@ -335,6 +348,22 @@ class ForgetsItsSettings(TallyExtension):
         super().__init__(TallySettings())
 
 
+@caught_by("extension", "attributes")
+class HidesTheDevice(TallyExtension):
+    @hookimpl
+    def state_attributes(self):
+        return {"device": "mine"}
+
+
+@caught_by("extension", "settings")
+class SharesItsVariables(TallyExtension):
+    """Reads its settings from the variables of another distribution's plugin."""
+
+    @settings(env_prefix="ACCELERATE_DDP_", section="shares_config")
+    class Settings(KwargsHandler):
+        bucket_cap_mb: int = option(default=1, help="also a setting of ddp")
+
+
 @caught_by("extension", "save_and_load")
 class SavesNoFloat(TallyExtension):
     total = 0.0
@@ -365,7 +394,7 @@ class SavesNoList(TallyExtension):
 
 @caught_by("extension", "save_and_load")
 class ForgetsHowFarItWas(TallyExtension):
-    """Its state is served by no attribute: training goes on otherwise than it would have."""
+    """No attribute shows its state, but training continues differently without it."""
 
     age = 0
 
@@ -451,6 +480,12 @@ keeps("tracker", "read_back", "EveryValueIsZero", lambda values, step: dict.from
 keeps("tracker", "read_back", "TextsAreCutOff", with_short_texts)
 
 
+@caught_by("tracker", "step_numbers")
+class CountsStepsFromOne(DiaryTracker):
+    def log(self, values, step=None, **kwargs):
+        super().log(values, None if step is None else step + 1)
+
+
 @caught_by("tracker", "kept")
 class LosesTheConfig(DiaryTracker):
     def store_init_configuration(self, values):
@@ -465,7 +500,7 @@ class ConfigIsRounded(DiaryTracker):
 
 
 class Unread(DiaryTracker):
-    """Of which no reader is named, and which asks for no directory."""
+    """A tracker without a reader, which needs no directory."""
 
     name = "unread"
     requires_logging_directory = False
@@ -580,7 +615,7 @@ class WritesAtTheEnd(DiaryTracker):
 
 
 class Other(StarterLauncher):
-    """Starts its ranks by other code."""
+    """Starts its ranks with other code."""
 
     name = "other"
     code = ""
@@ -643,7 +678,7 @@ sys.exit(done.returncode)
 
 
 class Keeps(DirectoryCheckpointer):
-    """Sees the run through `seen`, which a mutant may spoil."""
+    """Reads the run through methods in `seen`, which a mutant replaces."""
 
     seen: dict[str, Any] = {}
 
@@ -697,6 +732,26 @@ class ComparesSizesOnly(DirectoryCheckpointer):
         return super().load_state(source, **{**how, "verify": False})
 
 
+@caught_by("checkpointer", "ending")
+class LeavesAThreadAfterAFailedLoad(DirectoryCheckpointer):
+    def load_state(self, source=None, **how):
+        try:
+            return super().load_state(source, **how)
+        except CheckpointError:
+            leave_a_thread(self)
+            raise
+
+
+@caught_by("checkpointer", "ending")
+class LeavesAFileAfterAFailedLoad(DirectoryCheckpointer):
+    def load_state(self, source=None, **how):
+        try:
+            return super().load_state(source, **how)
+        except CheckpointError:
+            leave_a_file(self)
+            raise
+
+
 @caught_by("checkpointer", "pickles")
 class UnpicklesAnything(DirectoryCheckpointer):
     def load_state(self, source=None, **how):
@@ -714,7 +769,7 @@ class WritesWhatTrainingMadeOfIt(DirectoryCheckpointer):
 
 
 class Makes(RecordsLoaderFactory):
-    """Makes the loaders of records that a mutant damaged."""
+    """Creates the loader class of a mutant."""
 
     loader: type[RecordsLoader] = RecordsLoader
 
@@ -860,7 +915,7 @@ class TakesAnyLoader(Makes):
 
 
 class Eight:
-    """Two batches that are not asked what they are of."""
+    """A loader of two fixed batches."""
 
     iteration = remainder = 0
 

@@ -106,11 +106,13 @@ def _choose(plan: LaunchPlan) -> tuple[Launcher, PluginRecord]:
     for one in selection.candidates:
         if one.error is not None:
             _warn_once(f"{one.reason} The launch continues with {launcher.name!r}.")
-        elif one.claim is None and (request := _explicit_request(one.record, plan)):
-            _warn_once(
-                f"The launcher {one.record.label} was requested by {request}, but does not accept "
-                f"this launch ({_size(plan)}). The launch continues with {launcher.name!r}."
-            )
+        elif one.claim is None and one.state == "passed over":
+            request = _explicit_request(one.record, plan)
+            if request:
+                _warn_once(
+                    f"The launcher {one.record.label} was requested by {request}, but does not accept "
+                    f"this launch ({_size(plan)}). The launch continues with {launcher.name!r}."
+                )
     return launcher, selection.record
 
 
