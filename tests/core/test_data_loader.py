@@ -419,7 +419,7 @@ def test_a_foreign_state_is_refused():
     with pytest.raises(ConfigurationError, match="no position of a prepared loader"):
         loader.load_state_dict({"_num_yielded": 3})
     state = loader.state_dict() | {"global_batches": 1, "samples_seen": 3, "batch_size": 3}
-    with pytest.raises(ConfigurationError, match="no whole number of batches of 2"):
+    with pytest.raises(ConfigurationError, match="not divisible by batch_size=2"):
         loader.load_state_dict(state)
 
 

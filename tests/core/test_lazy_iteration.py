@@ -99,7 +99,7 @@ def test_iterator_that_is_never_advanced_costs_nothing(kind: str, skipped: int) 
     assert len(list(iterators[0])) == 4 - skipped
 
 
-@pytest.mark.filterwarnings("ignore:load_state put this loader behind")
+@pytest.mark.filterwarnings("ignore:load_state moved this loader")
 def test_position_loaded_before_the_first_batch_is_where_the_iterator_begins() -> None:
     loader = prepared("sequential", seedable=False)
     iterator = iter(loader)

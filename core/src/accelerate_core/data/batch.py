@@ -1,7 +1,7 @@
-"""Batches as trees of tensors and of lists of samples: their size, cutting and joining them.
+"""The size of batches, and how to slice and join them. Batches are trees of tensors and sample lists.
 
-A list or tuple that holds no tensor, array or container is a list of samples (what collating
-strings gives) and is cut like a tensor.
+A list or tuple without tensors, arrays or containers, such as collated strings, is a list of
+samples and is sliced like a tensor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _has_arrays(item: Any) -> bool:
 
 
 def batch_size_of(batch: Any) -> int | None:
-    """Return the number of samples of a batch, None if nothing in it tells."""
+    """Return the number of samples in a batch; None if it cannot be determined."""
     if _is_array(batch):
         return int(batch.shape[0]) if len(batch.shape) else None
     if _is_sample_list(batch):
@@ -53,7 +53,7 @@ def batch_size_of(batch: Any) -> int | None:
 
 
 def slice_batch(batch: Any, part: slice, size: int | None = None) -> Any:
-    """Return the samples `part` of a batch; what has no dimension of samples is kept whole."""
+    """Return the samples `part` of a batch; leaves without a sample dimension are returned unchanged."""
     size = batch_size_of(batch) if size is None else size
     if _is_array(batch):
         return batch[part] if len(batch.shape) and batch.shape[0] == size else batch
@@ -90,13 +90,13 @@ def concat_batches(batches: Sequence[Any]) -> Any:
 
 
 def gather_samples(objects: Any, real: int, whole: int | None, comm: Communicator) -> Any:
-    """Join the ranks' objects in one list, as `gather_object` does, and drop what is not real.
+    """Join the ranks' objects in one list, as `gather_object` does, and drop padding.
 
     Args:
-        objects: a list of samples, or fields (a tuple or mapping of lists) of as many samples.
-        real: number of real samples of all ranks together, in rank order; 0 if all are.
-        whole: number of samples of a global batch, None if unknown; what is longer was gathered
-            from more than one and stays.
+        objects: a list of samples, or fields (a tuple or mapping of lists) with one entry per sample.
+        real: the number of real samples over all ranks, in rank order; 0 if all are real.
+        whole: the number of samples of a global batch; None if unknown. A longer result comes from
+            more than one batch and is not cut.
     """
     fields = isinstance(objects, Mapping) or (
         isinstance(objects, tuple) and bool(objects) and not _is_sample_list(objects)
@@ -117,7 +117,7 @@ def gather_samples(objects: Any, real: int, whole: int | None, comm: Communicato
 
 
 def needs_move(batch: Any, device: torch.device) -> bool:
-    """Say whether something in the batch is, or may be, not yet on a device."""
+    """Tell whether any leaf of the batch is, or may be, on another device."""
     for leaf in flatten(batch):
         where = getattr(leaf, "device", None)
         if isinstance(where, torch.device):

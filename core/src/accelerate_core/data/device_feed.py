@@ -1,4 +1,4 @@
-"""Batches on their way to an accelerator: copied on a stream of their own, one batch ahead."""
+"""Copy batches to an accelerator on a side stream, one batch ahead."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def feed(
 ) -> Iterator[Any]:
     """Yield the batches on the device.
 
-    Where the device has streams, a batch is put in pinned memory and copied on a side stream while
-    the batch before is worked on; the caller's stream waits for the copy, the host does not. Else,
-    and on the CPU, each is moved when its turn comes.
+    If the device has streams, each batch is pinned and copied on a side stream while the caller
+    works on the previous one. The caller's stream waits for the copy, the host does not. Otherwise
+    a batch is moved when it is requested.
 
     Args:
         batches: trees of tensors, or objects with a `.to`.
-        device: where they go.
-        non_blocking: for devices without streams: do not wait for the copy.
-        streams: the module with `Stream`, `Event`, `stream` and `current_stream`; that of the
-            device's type (`torch.cuda`, ...) by default.
+        device: the target device.
+        non_blocking: don't wait for the copy, on devices without streams.
+        streams: the module with `Stream`, `Event`, `stream` and `current_stream`; by default that
+            of the device type, such as `torch.cuda`.
     """
     if streams is None and device.type != "cpu":
         streams = getattr(torch, device.type, None)
@@ -41,7 +41,7 @@ def feed(
         stream.wait_event(arrived)
         for leaf in flatten(batch):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == device.type:
-                # Its memory belongs to the side stream: not to be reused while this one works.
+                # The side stream owns the memory and must not reuse it while this stream works on it.
                 leaf.record_stream(stream)
         yield batch
 

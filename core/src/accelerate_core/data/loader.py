@@ -1,4 +1,4 @@
-"""Prepared loaders: the user's loader, with this rank's part of the data and a known end."""
+"""Prepared loaders: the user's loader, restricted to this rank's part, with a known last batch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from accelerate_core.errors import ConfigurationError, warn
 from accelerate_core.pickling import unwrapped
 from accelerate_core.training.gradient_state import BatchInfo, GradientState
 
-_RESTORED = "load_state put this loader behind batch {} of its epoch (counted over all ranks)."
-_TWICE = " No backward followed: if the script skips, too, set restore_positions=False."
+_RESTORED = "load_state moved this loader to batch {} of its epoch (counted over all ranks)."
+_TWICE = " No backward followed. If your script skips batches itself, set restore_positions=False."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class LoaderOptions:
 
 
 class _OfBase:
-    """An attribute of `DataLoader` that a prepared loader reads from, and writes to, its `base`."""
+    """An attribute of `DataLoader` that a prepared loader reads from and writes to its `base`."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -95,18 +95,18 @@ def _of_base() -> Any:
 class CoreLoader(DataLoader[Any]):
     """A loader as `prepare` returns it.
 
-    It has the attributes of a `DataLoader`. `batch_sampler`, `sampler` and `collate_fn` are those of
-    the user's loader, not of this rank's part. Whatever else the user's own class of loader has is
-    reached through `base`.
+    It has the attributes of a `DataLoader`. `batch_sampler`, `sampler` and `collate_fn` belong to the
+    user's loader, not to this rank's part. Other attributes of a custom loader class are available
+    through `base`.
 
     Args:
-        base: a copy of the user's loader that reads this rank's part (or all, for dispatching). It
-            is not rebuilt, so its class, workers, collate function and attributes are the user's.
-        source: how batches come out of `base`.
-        view: the user's loader as it is seen from outside, with what was made of its order.
-        users: the user's loader itself; a pickle or a copy of this loader is a copy of that one.
-        options: how the data is split between ranks, and where batches go.
-        batch_size: of the user's loader, None if it has none.
+        base: a copy of the user's loader that reads this rank's part (all of it, for dispatching). It
+            is not rebuilt, so it keeps its class, workers, collate function and attributes.
+        source: reads batches from `base`.
+        view: the user's loader as seen from outside, with the order that all ranks follow.
+        users: the user's loader itself; pickling or copying this loader pickles or copies that one.
+        options: how ranks share the data, and where batches go.
+        batch_size: of the user's loader; None if it has none.
     """
 
     dataset = _of_base()
@@ -132,7 +132,7 @@ class CoreLoader(DataLoader[Any]):
         options: LoaderOptions,
         batch_size: int | None,
     ) -> None:
-        # DataLoader.__init__ is not called: it would check and build what `base` has already.
+        # DataLoader.__init__ is not called, because `base` is already checked and built.
         self.base = base
         self.options = options
         self.batch_sampler = getattr(view, "batch_sampler", None)
@@ -148,11 +148,11 @@ class CoreLoader(DataLoader[Any]):
         self._skip: int | None = None
         self._position = Position()
         self._runs: list[BatchView] = []
-        #: Of the iteration that handed out the last batch.
+        #: The iteration that yielded the last batch.
         self._served: BatchView = BatchInfo()
 
     def __reduce__(self) -> Any:
-        # What belongs to this run stays here: a pickle or a copy is of the user's own loader.
+        # State of this run is not pickled; a pickle or a copy contains the user's own loader.
         return unwrapped, (self._users,)
 
     def __repr__(self) -> str:
@@ -162,11 +162,11 @@ class CoreLoader(DataLoader[Any]):
     def __len__(self) -> int:
         return max(int(self._source.length()) - (self._skip or 0), 0)
 
-    # -- what a loop may ask -----------------------------------------------------------------
+    # -- what a loop may read ----------------------------------------------------------------
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the batches, None if it is not known."""
+        """The device of the batches; None if unknown."""
         return self.options.device
 
     @property
@@ -180,17 +180,17 @@ class CoreLoader(DataLoader[Any]):
 
     @property
     def rng_types(self) -> Sequence[Any] | None:
-        """Random generators synchronised at the start of each iteration."""
+        """Random generators that are synchronised at the start of each iteration."""
         return self.options.rng_types
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch served last is the last one."""
+        """Whether the batch yielded last is the last one of the epoch."""
         return bool([self._served, *self._runs][-1].last)
 
     @property
     def remainder(self) -> int:
-        """Real samples in the last global batch if it is not full, 0 if it is, -1 if unknown."""
+        """Real samples in an incomplete last global batch; 0 if it is complete, -1 if unknown."""
         if self._served.real is not None:
             return self._served.real
         if getattr(self.batch_sampler, "drop_last", getattr(self.base, "drop_last", False)):
@@ -200,20 +200,20 @@ class CoreLoader(DataLoader[Any]):
 
     @property
     def total_batch_size(self) -> int | None:
-        """Samples per global step over all ranks, None if the loader has no batch size."""
+        """Samples per global step over all ranks; None if the loader has no batch size."""
         size = self._batch_size
         return size if size is None or self.split_batches else size * self.options.num_processes
 
     @property
     def total_dataset_length(self) -> int:
-        """Number of samples of the whole dataset; `TypeError` if it has no length."""
+        """Number of samples in the dataset; `TypeError` if it has no length."""
         dataset = getattr(self._view, "dataset", None)
         length = getattr(dataset, "total_length", None)
         return int(length) if length is not None else len(dataset)  # type: ignore[arg-type]
 
     @property
     def dataset_size(self) -> int | None:
-        """Number of samples of the whole dataset, None if it has no length."""
+        """Number of samples in the dataset; None if it has no length."""
         try:
             return self.total_dataset_length
         except (TypeError, AttributeError):
@@ -221,7 +221,7 @@ class CoreLoader(DataLoader[Any]):
 
     @property
     def even_batches(self) -> bool:
-        """Whether the last global step is filled up."""
+        """Whether the last global step is padded."""
         return bool(getattr(self._source.filler, "even_batches", True))
 
     @even_batches.setter
@@ -234,7 +234,7 @@ class CoreLoader(DataLoader[Any]):
 
     @property
     def iteration(self) -> int:
-        """The epoch the next iteration belongs to."""
+        """The epoch of the next iteration."""
         return int(self._position.epoch)
 
     @iteration.setter
@@ -242,7 +242,7 @@ class CoreLoader(DataLoader[Any]):
         self._position.epoch = value
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch for samplers and datasets that shuffle by it."""
+        """Set the epoch of samplers and datasets that shuffle by epoch."""
         position = self._position
         if position.owner is None and position.epoch != epoch:
             position.start_of(epoch)
@@ -266,10 +266,10 @@ class CoreLoader(DataLoader[Any]):
         return sampler if isinstance(sampler, SeedableRandomSampler) else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the batches handed out so far do not come again after loading.
+        """Return the position; batches read so far are not repeated after loading it.
 
-        The keys `epoch`, `batches_seen` (per rank) and `samples_seen` (of all ranks) are for
-        everyone; the rest restores the order. It fits any number of ranks.
+        The public keys are `epoch`, `batches_seen` (per rank) and `samples_seen` (over all ranks);
+        the others restore the order. The position is valid for any number of ranks.
         """
         state: dict[str, Any] = self._position.state_dict(
             self._batch_size, self._source.per_step, self._workers_live_on()
@@ -284,18 +284,19 @@ class CoreLoader(DataLoader[Any]):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken, at the next iteration.
+        """Continue where `state_dict` was taken, from the next iteration on.
 
         Raises:
-            ConfigurationError: the state is not one of a prepared loader, or does not fit.
+            ConfigurationError: the state is not from a prepared loader, or its number of samples is
+                not divisible by the batch size.
         """
         position, size = self._position, self._batch_size
-        # An iteration that is running and stands exactly there goes on.
+        # A running iteration that is at this position continues.
         running = any(run is position.owner for run in self._runs)
         if not (running and position.is_at(state_dict, size)):
             position.load_state_dict(state_dict, size)
         drew = "generator" in state_dict
-        # Several ranks draw from a generator of theirs.
+        # On several ranks, the sampler draws from a generator of its own.
         if drew and self.synchronized_generator is None:
             order_sampler(self).generator = self.synchronized_generator = torch.Generator()
         generator = self.synchronized_generator
@@ -328,11 +329,11 @@ class CoreLoader(DataLoader[Any]):
         whole, fixed = self.total_batch_size, self.options.fixed_batch
         if whole is not None and fixed is not None:
             whole += -whole % fixed
-        state = self.gradient_state or GradientState(num_steps=1)  # one of its own
+        state = self.gradient_state or GradientState(num_steps=1)  # not part of an Accelerator
         return state.serve(self, self._batches, whole)
 
     def _start(self, owner: object) -> Iterator[Item]:
-        """Open the source where this iteration begins, and note the position."""
+        """Open the source where this iteration begins, and record the position."""
         options = self.options
         position = self._position
         if options.order_comm is not None:
@@ -343,11 +344,11 @@ class CoreLoader(DataLoader[Any]):
             sampler.set_epoch(position.epoch)
         if options.sets_epoch:
             self._tell_epoch(position.epoch)
-        if position.owner is not None:  # an iteration was begun and left
+        if position.owner is not None:  # an earlier iteration was not finished
             position.start_of(position.epoch)
             position.kept_workers = False
         elif position.ended and self._skip == 0:
-            # That epoch is over, and of the next none is to be skipped.
+            # That epoch has ended, and no batch of the next one is skipped.
             position.start_of(position.epoch + 1)
         if self._skip is not None:
             position.batches, position.loader_state = self._skip * self._source.per_step, None
@@ -358,7 +359,7 @@ class CoreLoader(DataLoader[Any]):
         position.kept_workers = kept_workers or self._workers_live_on()
         with ExitStack() as stack:
             if kept_workers and not self._workers_live_on() and hasattr(self.base, "generator"):
-                # In the run that is resumed these workers lived on, and drew no seed.
+                # In the resumed run these workers were reused, and drew no seed.
                 stack.enter_context(swapped(self.base, "generator", torch.Generator()))
             if draw:
                 stack.enter_context(order.replayed(generator))
@@ -367,12 +368,12 @@ class CoreLoader(DataLoader[Any]):
             return self._source.start(position.batches, draw, position.loader_state)
 
     def _workers_live_on(self) -> bool:
-        """Whether there are worker processes of an earlier epoch, so that none are begun."""
+        """Whether worker processes of an earlier epoch are reused."""
         persistent = getattr(self.base, "persistent_workers", False)
         return persistent and getattr(self.base, "_iterator", None) is not None
 
     def _batches(self, served: BatchView) -> Iterator[Any]:
-        """Begin to read; each batch is noted in `served` and in the position."""
+        """Start reading; each batch is recorded in `served` and in the position."""
         items = self._start(served)
         if self.options.fixed_batch is not None:
             items = self._filled(items, self.options.fixed_batch)
@@ -407,7 +408,7 @@ class CoreLoader(DataLoader[Any]):
             self._runs[:] = [run for run in self._runs if run is not served]
 
     def _filled(self, items: Iterator[Item], multiple: int) -> Iterator[Item]:
-        """Fill batches up to the loader's size, and a multiple, with samples of their own."""
+        """Pad batches to the loader's size, and to a multiple, by repeating their own samples."""
         count = self.options.num_processes
         usual = (self.total_batch_size or 0) if count == 1 else 0
         for batch, last, real, state in items:
@@ -426,7 +427,7 @@ class CoreLoader(DataLoader[Any]):
         if not options.put_on_device or options.device is None:
             return items
         if options.device.type == "cpu" and not options.feed_always:
-            # Nothing is to be done where batches are born: one look decides for the iteration.
+            # If the first batch needs no move, neither do the others.
             first = list(islice(items, 1))
             items = chain(first, items)
             if not any(needs_move(batch, options.device) for batch, *_ in first):
@@ -442,7 +443,7 @@ class CoreLoader(DataLoader[Any]):
                 known.append(rest)
                 yield batch
 
-        # A feed may read ahead, so what is known of a batch waits for it to come out.
+        # A feed may read ahead, so the facts about a batch are queued until it is yielded.
         device: Any = options.device
         plain = partial(feed, device=device, non_blocking=options.config.non_blocking)
         alone = batches()
@@ -453,17 +454,17 @@ class CoreLoader(DataLoader[Any]):
 
 
 def check_fixed_batch(size: int, multiple: int, count: int) -> None:
-    """Refuse batches of ranks that would be filled up in the middle of a global batch.
+    """Refuse a batch size that would pad batches in the middle of an epoch.
 
     Raises:
-        ConfigurationError: `size` samples per rank are no multiple, and there are several ranks.
+        ConfigurationError: on several ranks, `size` samples per rank are not divisible by `multiple`.
     """
     if count > 1 and size % multiple:
         raise ConfigurationError(
-            f"The backend takes batches of a multiple of {multiple} samples, and this loader gives "
-            f"a rank {size}. With {count} ranks that read different data a batch can only be "
-            f"filled up at the end of an epoch: use a batch size per rank of "
-            f"{size + -size % multiple}, and even_batches=True or drop_last=True."
+            f"The backend needs batches whose size is a multiple of {multiple}, and this loader has "
+            f"batches of {size} samples per rank. On {count} ranks that read different data, only the "
+            f"last batch of an epoch can be padded. Use a batch size of {size + -size % multiple} per "
+            "rank, and even_batches=True or drop_last=True."
         )
 
 

@@ -1,8 +1,9 @@
-"""Samplers, and their order read in runs: what is passed over costs nothing where it is known.
+"""Read the order of samplers in runs, so that skipping indices is free if the order is known.
 
-PyTorch's own samplers give their indices one by one, but know them as a range or a permutation
-before. A cursor over those moves by arithmetic, so the cost of a rank's batch depends neither on
-the number of ranks nor on how much was skipped. The draws and their order are PyTorch's.
+PyTorch's samplers yield indices one by one, although they know them in advance as a range or a
+permutation. A cursor over that range moves by arithmetic, so the cost of a rank's batch does not
+depend on the number of ranks or on how much was skipped. Random numbers are drawn exactly as
+PyTorch draws them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-Run = Any  # of indices: has a length and can be sliced
+Run = Any  # a sequence of indices, with a length and slicing
 
 
 class Wrapper:
-    """Stands in the place of another object, and asks it for what it does not know itself.
+    """Wraps an object, and forwards unknown attributes to it.
 
-    `own_names`: the attribute that holds the other object, then those it is not asked for.
+    `own_names` lists the attribute that holds the object, followed by names that are not forwarded.
     """
 
     own_names: ClassVar[tuple[str, ...]]
@@ -32,16 +33,16 @@ class Wrapper:
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random sampler whose order is a function of seed and epoch only.
+    """A random sampler whose order depends only on the seed and the epoch.
 
     Args:
         data_source, replacement, num_samples: as for `torch.utils.data.RandomSampler`.
-        generator: the generator to use; it is seeded anew at the start of every iteration.
-        data_seed: the seed, `torch.initial_seed()` by default. Epoch `e` uses `data_seed + e`.
+        generator: the generator to use; it is reseeded at the start of every iteration.
+        data_seed: the seed; `torch.initial_seed()` by default. Epoch `e` uses `data_seed + e`.
 
     Example:
         sampler = SeedableRandomSampler(dataset, data_seed=0)
-        sampler.set_epoch(3)  # the order of epoch 3, whatever was iterated before
+        sampler.set_epoch(3)  # the order of epoch 3, whatever was read before
         order = list(sampler)
     """
 
@@ -62,16 +63,16 @@ class SeedableRandomSampler(RandomSampler):
         yield from super().__iter__()
 
     def seed_epoch(self) -> None:
-        """Seed the generator for the epoch that was chosen."""
+        """Seed the generator for the current epoch."""
         self.generator.manual_seed(self.initial_seed + self.epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration gives."""
+        """Choose the epoch of the next iteration."""
         self.epoch = epoch
 
 
 def order_sampler(loader: Any) -> Any:
-    """Return a loader's sampler of single indices, wherever it keeps it."""
+    """Return the sampler of single indices of a loader."""
     holder = getattr(loader, "batch_sampler", None)
     if holder is None:
         holder = getattr(loader, "sampler", None)
@@ -79,10 +80,10 @@ def order_sampler(loader: Any) -> Any:
 
 
 def draw_as_one(sampler: Any, generator: torch.Generator, drawn_before: bool) -> None:
-    """Let a generator give the order that a single process draws without one, from torch's state.
+    """Set a generator so that it draws the order that a single process would draw from torch's state.
 
     Args:
-        drawn_before: whether the loader's iterator draws the seed of its workers before.
+        drawn_before: whether the loader's iterator draws the seed of its workers first.
     """
     state = torch.get_rng_state()
     if drawn_before:
@@ -105,7 +106,7 @@ def _shuffled(sampler: Any) -> Iterator[Run]:
     seedable = isinstance(sampler, SeedableRandomSampler)
     if seedable:
         sampler.seed_epoch()
-    # A generator that outlives the epoch has to see every draw, also those nobody uses.
+    # A generator that outlives the epoch must make every draw, even unused ones.
     outlives = generator is not None and not seedable
     if generator is None:
         generator = torch.Generator()
@@ -120,7 +121,7 @@ def _shuffled(sampler: Any) -> Iterator[Run]:
         yield torch.randperm(size, generator=generator)[: wanted % size]
 
 
-#: They draw as the samplers of PyTorch do: as late, as often and in the same pieces.
+#: They draw exactly as the samplers of PyTorch: as late, as often and in the same pieces.
 _DRAWS: dict[Any, Callable[[Any], Iterator[Run]]] = {
     SequentialSampler.__iter__: _in_sequence,
     RandomSampler.__iter__: _shuffled,
@@ -129,7 +130,7 @@ _DRAWS: dict[Any, Callable[[Any], Iterator[Run]]] = {
 
 
 class Cursor:
-    """A place in the order of a sampler of which the runs are known.
+    """A position in the order of a sampler whose runs are known.
 
     Args:
         order: the indices, in runs.
@@ -138,7 +139,7 @@ class Cursor:
     def __init__(self, order: Iterator[Run]) -> None:
         self._order = order
         self.run: Run = ()
-        #: Makes a list of a slice of the run. Both are C: this is called for every batch.
+        #: Converts a slice of the run to a list. It is called for every batch, so both variants are in C.
         self.listed: Callable[[Any], list[Any]] = list
         self.length = 0
         self.at = 0
@@ -154,13 +155,13 @@ class Cursor:
         return True
 
     def first(self, count: int) -> list[Any]:
-        """Return the first `count` indices of the order; only before the cursor moves."""
+        """Return the first `count` indices; call this before the cursor moves."""
         order, again = tee(self._order)
         self._order = order
         return type(self)(again).take(count)
 
     def skip(self, count: int) -> int:
-        """Pass over `count` indices; return how many there were."""
+        """Skip `count` indices; return how many there were."""
         missing = count
         while True:
             step = min(self.length - self.at, missing)
@@ -170,7 +171,7 @@ class Cursor:
                 return count - missing
 
     def take(self, count: int) -> list[Any]:
-        """Return the next `count` indices, fewer at the end."""
+        """Return the next `count` indices, or fewer at the end."""
         taken: list[Any] = []
         while True:
             stop = min(self.at + count - len(taken), self.length)
@@ -180,14 +181,14 @@ class Cursor:
                 return taken
 
     def part(self, low: int, width: int, step: int) -> tuple[list[Any], int]:
-        """Move on by `step`; return the indices [low, low + width) of it, and how many it has."""
+        """Read one step; return its indices [low, low + width) and its length."""
         before = self.skip(low)
         taken = self.take(width)
         return taken, before + len(taken) + self.skip(step - low - width)
 
 
 class _Stream(Cursor):
-    """A place in the order of any iterable: passing over an index means drawing it."""
+    """A position in any iterable: skipping an index means reading it."""
 
     def skip(self, count: int) -> int:
         passed_over = 0
@@ -202,8 +203,7 @@ class _Stream(Cursor):
 def cursor_over(sampler: Any) -> Cursor:
     """Return a cursor at the start of a new iteration over the sampler.
 
-    Nothing is drawn before it moves. A subclass with an `__iter__` of its own is a sampler of the
-    user's, of which only the iterator knows the order.
+    Nothing is drawn before it moves. For a custom `__iter__`, only the iterator knows the order.
     """
     if isinstance(sampler, (range, list, tuple)):
         return Cursor(iter([sampler]))
@@ -212,7 +212,7 @@ def cursor_over(sampler: Any) -> Cursor:
 
 
 def is_plain(batch_sampler: Any) -> bool:
-    """Say whether a batch sampler's batches are its sampler's indices in groups of `batch_size`."""
+    """Tell whether a batch sampler just groups the indices of its sampler by `batch_size`."""
     return (
         getattr(type(batch_sampler), "__iter__", None) is BatchSampler.__iter__
         and isinstance(getattr(batch_sampler, "batch_size", None), int)
@@ -223,13 +223,14 @@ def is_plain(batch_sampler: Any) -> bool:
 def parts_of(shard: Any, sampler: Any, width: int, start: int) -> Iterator[list[Any]]:
     """Yield one rank's indices of each global step.
 
-    A step is `width` indices per rank. The first begins at the index `start`. A last step that is
-    short is left out, filled up from the start of the epoch, or given as it is.
+    An incomplete last step is dropped, padded from the start of the epoch, or yielded as it is.
 
     Args:
-        shard: says which rank (`process_index`) of how many (`num_processes`), and what becomes
-            of the last step (`drop_last`, `even_batches`). Its `real` is set to the number of
-            indices of the last step before that was filled up.
+        shard: has `process_index`, `num_processes`, `drop_last` and `even_batches`. Its `real` is set
+            to the number of indices in the last step before padding.
+        sampler: the indices of all ranks.
+        width: indices per rank and step.
+        start: the index at which the first step begins.
     """
     shard.real = None
     step = width * shard.num_processes
@@ -241,7 +242,7 @@ def parts_of(shard: Any, sampler: Any, width: int, start: int) -> Iterator[list[
     cursor.skip(start)
     while True:
         at = cursor.at
-        if at + step <= cursor.length:  # what `part` does, without a call for every batch
+        if at + step <= cursor.length:  # the same as `part`, without a call for every batch
             cursor.at = at + step
             yield cursor.listed(cursor.run[at + low : at + low + width])
             continue
@@ -278,7 +279,7 @@ def _entries(plan: Any, start: int, head: int) -> Iterator[Any]:
 
 
 def _groups_from(sampler: Any, size: int, start: int, head: int) -> Iterator[list[Any]]:
-    """Yield the first `head` groups of `size` indices, then those from group `start` on."""
+    """Yield the first `head` groups of `size` indices, then the groups from `start` on."""
     cursor = cursor_over(sampler)
     first = cursor.take(head * size)
     cursor.skip(max(start - head, 0) * size)

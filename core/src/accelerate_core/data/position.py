@@ -1,4 +1,4 @@
-"""Where a loader stands in its epoch, and how to get back there."""
+"""The position of a loader in its epoch, and how to return to it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ VERSION = 1
 
 @dataclass
 class OrderState:
-    """The generators that an epoch's order is drawn from, as they were before it began."""
+    """The states, before an epoch began, of the generators that its order is drawn from."""
 
     torch_rng: torch.Tensor
     generator: torch.Tensor | None = None
 
     @classmethod
     def capture(cls, generator: torch.Generator | None) -> OrderState:
-        """Copy the states as they are now."""
+        """Copy the current states."""
         return cls(torch.get_rng_state(), None if generator is None else generator.get_state())
 
     @contextmanager
     def replayed(self, generator: torch.Generator | None) -> Iterator[None]:
-        """Draw from the states of then; afterwards the global generator is as it was.
+        """Draw from these states inside the block, then restore the global generator.
 
-        A generator of the user's is left where the draws bring it: that is where it stood in the
-        run that is resumed.
+        The user's own generator is not restored: after the draws it is in the state that it had in
+        the run that is resumed.
         """
         before = torch.get_rng_state()
         torch.set_rng_state(self.torch_rng)
@@ -45,19 +45,21 @@ class OrderState:
 
 @dataclass
 class Position:
-    """Progress of one loader; what `skip_first_batches` makes of it shares the object.
+    """The progress of one loader; loaders returned by `skip_first_batches` share it.
 
-    `batches` counts batches of the single-process loader, so it holds for any number of ranks.
-    `order` is that of the epoch, None before it is known. `loader_state` is the data's own.
-    `kept_workers`: the epoch is read by worker processes of an earlier one.
-    `owner` is the iteration that moves the position. Without one the next iteration begins here,
-    be it loaded or the start of an epoch; else it begins the epoch anew.
+    Attributes:
+        batches: batches of the single-process loader, so the count is valid for any number of ranks.
+        ended: whether the last batch of the epoch was returned.
+        order: the generators of the epoch's order; None before they are known.
+        loader_state: the dataset's own state.
+        kept_workers: whether worker processes of an earlier epoch read this one.
+        owner: the iteration that moves the position. If it is None, the next iteration begins here;
+            otherwise it restarts the epoch.
     """
 
     epoch: int = 0
     epoch_was_set: bool = False
     batches: int = 0
-    #: The last batch of the epoch was handed out.
     ended: bool = False
     order: OrderState | None = None
     loader_state: Any = None
@@ -65,7 +67,7 @@ class Position:
     owner: object = field(default=None, repr=False)
 
     def start_of(self, epoch: int) -> None:
-        """Stand before the first batch of an epoch."""
+        """Move to the first batch of an epoch."""
         self.epoch = epoch
         self.batches = 0
         self.ended = False
@@ -78,7 +80,10 @@ class Position:
     ) -> dict[str, Any]:
         """Return the position as plain values and CPU tensors.
 
-        `has_workers`: there are worker processes that the next epoch will keep.
+        Args:
+            batch_size: the batch size of the loader.
+            per_step: batches per global step.
+            has_workers: whether the next epoch will reuse existing worker processes.
         """
         state: dict[str, Any] = {
             "version": VERSION,
@@ -97,11 +102,11 @@ class Position:
         return state | {name: value for name, value in known.items() if value is not None}
 
     def load_state_dict(self, state: dict[str, Any], batch_size: int | None) -> None:
-        """Take over a position; the next iteration begins there.
+        """Load a position; the next iteration begins there.
 
         Raises:
-            ConfigurationError: the state is of another kind, or was saved with a batch size by
-                which its number of samples cannot be divided.
+            ConfigurationError: the state is not a position, or its number of samples is not
+                divisible by this batch size.
         """
         batches = _batches_of(state, batch_size)
         self.start_of(int(state["epoch"]))
@@ -114,7 +119,7 @@ class Position:
             self.order = OrderState(state["torch_rng"], state.get("generator"))
 
     def is_at(self, state: dict[str, Any], batch_size: int | None) -> bool:
-        """Whether this is the place in the epoch's order that a state names."""
+        """Whether a state describes this position in the same order."""
         return (
             self.order is not None
             and "torch_rng" in state
@@ -124,11 +129,11 @@ class Position:
 
 
 def _batches_of(state: dict[str, Any], batch_size: int | None) -> int:
-    """Return how many batches of this size a state is into its epoch."""
+    """Return the position of a state in its epoch, in batches of this size."""
     if state.get("version") != VERSION or "epoch" not in state:
         raise ConfigurationError(
-            f"This is no position of a prepared loader of version {VERSION}: it has the keys "
-            f"{sorted(map(str, state))}."
+            f"The state is not the position of a prepared loader (version {VERSION}); it has the "
+            f"keys {sorted(map(str, state))}. Pass what the loader's state_dict() returned."
         )
     batches = int(state["global_batches"])
     saved_size = state.get("batch_size")
@@ -136,7 +141,7 @@ def _batches_of(state: dict[str, Any], batch_size: int | None) -> int:
         return batches
     if state["samples_seen"] % batch_size:
         raise ConfigurationError(
-            f"The position is {state['samples_seen']} samples into the epoch (batches of "
-            f"{saved_size}); that is no whole number of batches of {batch_size}."
+            f"The position is {state['samples_seen']} samples into the epoch (saved with "
+            f"batch_size={saved_size}), which is not divisible by batch_size={batch_size}."
         )
     return int(state["samples_seen"] // batch_size)

@@ -1,4 +1,4 @@
-"""Turn a user's loader into a prepared one; skip the start of its epochs."""
+"""Turn the user's loaders into prepared ones, and skip their first batches."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
         return loader
     if not hasattr(loader, "__iter__"):
         raise ConfigurationError(
-            f"A {type(loader).__name__} is no data loader: it cannot be iterated."
+            f"A {type(loader).__name__} is not a data loader, because it cannot be iterated."
         )
     if _is_sharded_already(loader, options.num_processes):
         options = replace(options, num_processes=1, process_index=0)
@@ -89,7 +89,7 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
     if options.fixed_batch is not None and batch_size is not None:
         own = batch_size // count if config.split_batches else batch_size
         check_fixed_batch(own, options.fixed_batch, count)
-    view = _copy(base)  # the attributes as they are before this rank's part replaces them
+    view = _copy(base)  # keeps the attributes that this rank's part replaces
     steps = StepReader(
         count, config.split_batches, config.even_batches, _drops_last(base), batch_size=batch_size
     )
@@ -97,7 +97,7 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
         steps.slice_fn = options.slice_fn_for_dispatch
         steps.evenly = options.fixed_batch is None
         if isinstance(base, DataLoader):
-            _replace(base, generator=None)  # the order may be drawn from it, and nothing else
+            _replace(base, generator=None)  # only the order may be drawn from it
         dispatched = _dispatched_source(base, steps, options, dispatch)
         return DataLoaderDispatcher(base, dispatched, view, loader, options, batch_size)
     index = options.process_index
@@ -113,7 +113,7 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
 
 
 def _order_comm(options: LoaderOptions) -> Communicator | None:
-    """Return what joins the ranks that read in one order; None where this rank is alone."""
+    """Return the communicator of the ranks that read in one order; None for a single rank."""
     comm = options.order_comm
     if comm is None and options.num_processes > 1:
         comm = options.comm
@@ -123,9 +123,9 @@ def _order_comm(options: LoaderOptions) -> Communicator | None:
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Return a loader without the first `num_batches` batches (per rank) of every iteration.
 
-    Map-style data that is skipped is not loaded. The result of a prepared loader shares its epoch
-    and position: `num_batches` counts from the start of the epoch, also after a position was
-    loaded, and the next epoch of the original is the one after.
+    Skipped map-style data is not loaded. The new loader shares epoch and position with the prepared
+    one: `num_batches` counts from the start of the epoch, even after a position was loaded, and
+    iterating over it advances the epoch of both.
 
     Raises:
         ConfigurationError: `num_batches` is negative.
@@ -135,7 +135,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
             loss = loss_function(model(x), y)
     """
     if num_batches < 0:
-        raise ConfigurationError(f"num_batches={num_batches}: it must be 0 or more.")
+        raise ConfigurationError(f"num_batches={num_batches} must be 0 or more.")
     if not hasattr(dataloader, "skipping"):
         dataloader = prepare_loader(dataloader, LoaderOptions())
     return dataloader.skipping(num_batches)
@@ -143,28 +143,28 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 @contextmanager
 def override_even_batches(loaders: Iterable[Any], value: bool) -> Iterator[None]:
-    """Let prepared loaders fill up their last step or not, for the iterations begun inside.
+    """Override `even_batches` for iterations that begin inside the block.
 
-    A stream that is read by workers which are running keeps its setting.
+    A stream that running workers read keeps its setting.
     """
     with ExitStack() as stack:
         for loader in loaders:
             if _is_iterable(loader) and getattr(loader, "persistent_workers", False):
                 warn(
-                    "even_batches cannot be overridden for an iterable dataset with persistent "
-                    "workers once they run."
+                    "even_batches cannot be overridden for an iterable dataset while its persistent "
+                    "workers run."
                 )
             stack.enter_context(swapped(loader, "even_batches", bool(value)))
         yield
 
 
 def _order_name(loader: DataLoader[Any]) -> str:
-    """Return the name of the attribute that decides which samples a map-style loader reads."""
+    """Return the attribute that determines which samples a map-style loader reads."""
     return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
 
 def _copy(loader: Any) -> Any:
-    """Return a shallow copy without a running iterator; what cannot be copied is used itself."""
+    """Return a shallow copy without a running iterator; other iterables are returned unchanged."""
     if not isinstance(loader, DataLoader):
         return loader
     clone = copy.copy(loader)
@@ -199,7 +199,7 @@ def _as_stateful(loader: Any) -> Any:
 
 
 def _replace(loader: Any, **attributes: Any) -> bool:
-    """Set attributes that `DataLoader` guards; False if the class does not let itself be told."""
+    """Set attributes that `DataLoader` guards; return False if the class rejects them."""
     for name, value in attributes.items():
         try:
             object.__setattr__(loader, name, value)
@@ -219,7 +219,7 @@ def _has_batch_sampler(loader: Any) -> bool:
 
 
 def _iterates_plainly(loader: Any) -> bool:
-    """Whether the loader's batches are exactly those its sampler names, one for one."""
+    """Whether the loader yields exactly one batch for each entry of its sampler."""
     if not isinstance(loader, DataLoader):
         return False
     methods = (type(loader).__iter__, type(loader)._get_iterator)
@@ -239,8 +239,8 @@ def _is_sharded_already(loader: Any, count: int) -> bool:
     if count == 1 or not isinstance(sampler, DistributedSampler) or sampler.num_replicas != count:
         return False
     logger.warning(
-        "The loader has a DistributedSampler over %d ranks, so it is used as it is. Without one "
-        "the data is dealt in the order of a single process and exact metrics are possible.",
+        "The loader has a DistributedSampler over %d ranks, so it is used unchanged. Without one, "
+        "ranks read in the order of a single process, and metrics can be exact.",
         count,
     )
     return True
@@ -252,8 +252,8 @@ def _dispatches(asked: bool | None, loader: Any, count: int, comm: Communicator 
     can = comm is not None and comm.size > 1
     if asked and not can:
         raise ConfigurationError(
-            f"dispatch_batches=True with num_processes={count} needs a process group, and this "
-            "process is in none: start the script with a launcher, or leave dispatch_batches out."
+            f"dispatch_batches=True with num_processes={count} needs a process group, and none is "
+            "running. Start the script with a launcher, or remove dispatch_batches."
         )
     return can and (_is_iterable(loader) if asked is None else asked)
 
@@ -278,7 +278,7 @@ def _make_seedable(loader: Any, data_seed: int | None, comm: Communicator | None
     if not is_random or isinstance(sampler, SeedableRandomSampler):
         return
     if data_seed is None:
-        # Not a draw: preparing must not move the stream that the weights come from.
+        # Not drawn, because preparing must not advance the generator that weights come from.
         data_seed = _same_seed(torch.initial_seed() & (2**62 - 1), comm)
     seedable = SeedableRandomSampler(
         sampler.data_source, sampler.replacement, sampler._num_samples, data_seed=data_seed
@@ -295,7 +295,7 @@ def _same_seed(seed: int, comm: Communicator | None) -> int:
 
 
 def _give_generator(loader: Any, sampler: Any, comm: Communicator | None) -> None:
-    """Let a sampler without a generator draw the same order on all ranks, from one of its own."""
+    """Give a sampler without a generator one of its own, seeded alike on all ranks."""
     is_one = isinstance(sampler, Sampler) and sampler is not getattr(loader, "batch_sampler", None)
     if not is_one or getattr(sampler, "generator", sampler) is not None:
         return
@@ -323,14 +323,14 @@ def _drops_last(loader: Any) -> bool:
 
 
 def _plan_of(loader: Any) -> Any:
-    """Return what names the indices of a map-style loader that follows them, else None."""
+    """Return the object that yields the indices of a map-style loader; None if it follows none."""
     if _is_iterable(loader) or not _iterates_plainly(loader):
         return None
     return getattr(loader, _order_name(loader))
 
 
 def _indexed(loader: Any, plan: Any) -> IndexStream | None:
-    """Let a map-style loader read its indices from a plan; None if it cannot be told to."""
+    """Make a map-style loader read its indices from a plan; None if that is not possible."""
     if plan is None:
         return None
     stream = IndexStream(plan)
@@ -354,7 +354,7 @@ def _dispatched_source(
 
 
 def _own_source(base: Any, steps: StepReader, index: int) -> IndexedSource | ReadSource:
-    """Make `base` read this rank's part, in the way that loads least."""
+    """Make `base` read this rank's part, loading as little as possible."""
     count = steps.num_processes
     even = steps.even_batches
     plan = _plan_of(base)
@@ -376,7 +376,7 @@ def _own_source(base: Any, steps: StepReader, index: int) -> IndexedSource | Rea
 
 
 def _shard_stream(base: Any, steps: StepReader, index: int) -> bool:
-    """Put the rank's share of a stream in the place of the dataset, if the loader has one."""
+    """Replace an iterable dataset by this rank's part of it; return whether that worked."""
     if not (_is_iterable(base) and _iterates_plainly(base)):
         return False
     size = base.batch_size

@@ -1,8 +1,7 @@
-"""A loader's batches with what is known of each where it was read: the loader's own state, and
-how much of a filled up step is real.
+"""Read a loader's batches together with the loader's state and the real samples of padded steps.
 
-What a worker knows travels with its batch, since its copy of the dataset is ahead of what the
-main process has seen.
+A worker's copy of the dataset is ahead of what the main process has received, so its state is sent
+with each batch.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from accelerate_core.errors import ConfigurationError
 
 @contextmanager
 def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let an attribute have another value for a while."""
+    """Replace the value of an attribute inside the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -35,13 +34,13 @@ def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _has_state(obj: Any) -> bool:
-    """Say whether an object can tell its state and take it back."""
+    """Tell whether an object has `state_dict` and `load_state_dict`."""
     return all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 @dataclass(slots=True)
 class TaggedBatch:
-    """A batch on its way from where it was read."""
+    """A batch with its number of real samples, and the worker and dataset state it comes from."""
 
     batch: Any
     real: int | None
@@ -49,16 +48,16 @@ class TaggedBatch:
     state: Any
 
     def pin_memory(self, device: Any = None) -> TaggedBatch:
-        """Pin the batch; called by the loader's pinning thread."""
+        """Pin the batch. The pinning thread of the loader calls this."""
         pin: Any = torch.utils.data._utils.pin_memory.pin_memory
         return TaggedBatch(pin(self.batch, device), self.real, self.worker, self.state)
 
 
 @dataclass
 class _Tagging:
-    """Collate samples, and tag the batch with what the stream says then.
+    """Collates samples, and tags the batch with the state of the stream.
 
-    It lives where the stream is read, in a worker or not, so the two always agree.
+    It runs in the process that reads the stream, so batch and state always match.
     """
 
     stream: Any
@@ -81,7 +80,7 @@ class _Tagging:
 
 @dataclass
 class _Restoring:
-    """Give each worker's dataset its state before it is iterated, then do what the user asked."""
+    """Calls the user's `worker_init_fn`, then restores the state of the worker's dataset."""
 
     states: list[Any]
     init: Callable[[int], Any] | None
@@ -96,13 +95,13 @@ class _Restoring:
 
 
 class ResumableReader:
-    """Reads a loader, and notes its state after every batch.
+    """Reads a loader, and records its state after every batch.
+
+    The state comes from the loader if it has one, as torchdata's `StatefulDataLoader` does, and
+    otherwise from an iterable dataset that has one, in each worker.
 
     Args:
-        base: a copy of the user's loader; an iterable dataset's collate function is replaced.
-
-    A loader that has a state of its own (torchdata's `StatefulDataLoader`) is asked for it. Else
-    an iterable dataset that has one is, in each worker.
+        base: a copy of the user's loader. For an iterable dataset, its collate function is replaced.
     """
 
     def __init__(self, base: Any) -> None:
@@ -116,10 +115,12 @@ class ResumableReader:
             object.__setattr__(base, "collate_fn", tagging)
 
     def batches(self, state: Any = None) -> Iterator[Read]:
-        """Iterate over `(batch, real, state)`, from where a state was taken if one is given.
+        """Open the loader, and return an iterator over `(batch, real, state)`.
 
-        `real`: samples of the global step if it was filled up, else None. The loader is opened
-        before this returns.
+        `real` is the number of real samples if the global step was padded, else None.
+
+        Args:
+            state: where to continue; None for the start.
         """
         if self._asks_loader and state is not None:
             self.base.load_state_dict(state)
@@ -128,7 +129,7 @@ class ResumableReader:
             return self._read(iter(self.base), workers)
         passed_over = workers.restore(state)
         reading = self._read(self._restored(workers.before), workers)
-        next(islice(reading, passed_over, passed_over), None)  # moves on by so many
+        next(islice(reading, passed_over, passed_over), None)  # skips them
         return reading
 
     def _restored(self, states: list[Any]) -> Iterator[Any]:
@@ -137,7 +138,7 @@ class ResumableReader:
             if states[0] is not None:
                 base.dataset.load_state_dict(copy.deepcopy(states[0]))
             return iter(base)
-        base.__dict__["_iterator"] = None  # workers that persist would not be initialised anew
+        base.__dict__["_iterator"] = None  # persistent workers would not run worker_init_fn again
         with swapped(base, "worker_init_fn", _Restoring(states, base.worker_init_fn)):
             return iter(base)
 
@@ -156,11 +157,11 @@ class ResumableReader:
 
 
 class _WorkerStates:
-    """How far each worker's dataset has been read.
+    """Tracks how far each worker's dataset has been read.
 
-    Batches come from the workers in turn, and a new iteration begins with the first worker. So
-    the state is that at the start of a round, and the batches of the begun round are read again
-    and passed over.
+    Batches come from the workers in turn, and a new iteration begins with the first worker. So the
+    saved state is from the start of a round; batches of an unfinished round are read again and
+    skipped.
     """
 
     def __init__(self, workers: int) -> None:
@@ -169,35 +170,35 @@ class _WorkerStates:
         self.before: list[Any] = [None] * workers
 
     def note(self, worker: int, state: Any) -> None:
-        """Note that a batch of this worker was handed out, and its dataset's state after it."""
+        """Record the state of a worker's dataset after one of its batches was returned."""
         self.counts[worker] += 1
         self.before[worker] = self.latest[worker]
         self.latest[worker] = state
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` takes."""
+        """Return the argument of `restore`."""
         return {name: list(values) for name, values in vars(self).items()}
 
     def restore(self, state: dict[str, Any]) -> int:
-        """Go back to the start of the begun round; return how many batches of it had been seen.
+        """Return to the start of the unfinished round; return how many of its batches were read.
 
         Raises:
-            ConfigurationError: the state is of another number of workers.
+            ConfigurationError: the state was saved with another number of workers.
         """
         counts = state["counts"]
         if len(counts) != len(self.counts):
             raise ConfigurationError(
                 f"The position of an iterable dataset was saved with {len(counts)} reading "
-                f"processes and cannot be continued with {len(self.counts)}: every worker has its "
-                f"own place in the data. Set num_workers as it was when the position was saved."
+                f"processes and cannot be loaded with {len(self.counts)}, because every worker has its "
+                f"own position in the data. Set num_workers to its value when the position was saved."
             )
-        # A worker whose data has ended keeps the count it had: rounds go on without it.
+        # A worker without data keeps its count; the rounds continue without it.
         rounds = max(counts)
         seen = [count == rounds for count in counts]
         if all(seen):  # the round is complete
             seen = [False] * len(counts)
         self.counts = [count - is_seen for count, is_seen in zip(counts, seen, strict=True)]
-        # A worker whose batch of the round was seen goes back to where it was before that batch.
+        # A worker whose batch of this round was read returns to its state before that batch.
         pairs = zip(state["before"], state["latest"], seen, strict=True)
         self.before = [before if is_seen else latest for before, latest, is_seen in pairs]
         self.latest = list(self.before)

@@ -1,4 +1,4 @@
-"""Random number generators that ranks share, and what workers are seeded with."""
+"""Synchronise random number generators between ranks, and seed the workers of loaders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _generator_of(device_type: str) -> Any:
 
 
 def share_from_main(comm: Communicator) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that takes a 1-d CPU tensor and returns rank 0's, on the CPU."""
+    """Return a function that broadcasts rank 0's 1-d CPU tensor to all ranks."""
 
     def share(tensor: torch.Tensor) -> torch.Tensor:
         return comm.broadcast(tensor.clone().to(comm.device)).cpu()
@@ -35,10 +35,10 @@ def share_from_main(comm: Communicator) -> Callable[[torch.Tensor], torch.Tensor
 
 
 def check_rng_types(rng_types: Iterable[Any] | None) -> list[str]:
-    """Return the names of the generators to synchronise, `["generator"]` for None.
+    """Return the names of the generators to synchronise; `["generator"]` for None.
 
     Raises:
-        ConfigurationError: a name is neither "torch", "generator" nor a device type.
+        ConfigurationError: a name is not "torch", "generator" or a device type.
     """
     if rng_types is None or isinstance(rng_types, str):
         rng_types = ["generator" if rng_types is None else rng_types]
@@ -47,14 +47,14 @@ def check_rng_types(rng_types: Iterable[Any] | None) -> list[str]:
         if name not in _NAMED and not hasattr(_generator_of(name), "set_rng_state"):
             known = [*_NAMED, "cuda", "xpu", "mps", *GENERATORS]
             raise ConfigurationError(
-                f"rng_types: {name!r} is no random number generator here. Allowed are "
+                f"rng_types contains {name!r}, which is not a random number generator. Allowed are "
                 f"{listing(known)}.{did_you_mean(name, known)}"
             )
     return names
 
 
 def find_generator(loader: Any) -> torch.Generator | None:
-    """Return the generator that decides a loader's order, if the user gave one."""
+    """Return the generator that the user passed for the order of a loader; None without one."""
     sampler = order_sampler(loader)
     if isinstance(sampler, SeedableRandomSampler):
         return None
@@ -69,7 +69,7 @@ def find_generator(loader: Any) -> torch.Generator | None:
 def synchronize_rng_states(
     rng_types: Iterable[Any] | None, generator: torch.Generator | None, comm: Communicator
 ) -> None:
-    """Give every rank the states of rank 0's generators; a device that is absent is left out."""
+    """Copy the states of rank 0's generators to every rank; devices that are not available are skipped."""
     if comm.size == 1:
         return
     share = share_from_main(comm)
@@ -87,10 +87,13 @@ def synchronize_rng_states(
 
 @dataclass
 class RankedWorkerInit:
-    """Seed a loader's workers differently on every rank, then do what the user asked.
+    """Seeds a loader's workers differently on every rank, then calls the user's function.
 
-    `offset` is what is added to the seeds PyTorch gives. Ranks that share a generator would
-    otherwise seed their workers alike and augment alike. Rank 0 keeps its seeds.
+    Ranks that share a generator would otherwise seed their workers alike and augment alike.
+
+    Args:
+        offset: added to the seeds that PyTorch chooses; 0 on rank 0.
+        init: the user's `worker_init_fn`.
     """
 
     offset: int
@@ -100,10 +103,10 @@ class RankedWorkerInit:
         info = torch.utils.data.get_worker_info()
         if info is not None:
             seed = info.seed + self.offset
-            object.__setattr__(info, "seed", seed)  # torch forbids it the ordinary way
+            object.__setattr__(info, "seed", seed)  # torch forbids ordinary assignment
             torch.manual_seed(seed)
             random.seed(seed)
-            numpy: Any = sys.modules.get("numpy")  # torch has seeded it where there is one
+            numpy: Any = sys.modules.get("numpy")  # torch has seeded it if it is imported
             if numpy is not None:
                 numpy.random.seed(numpy.random.SeedSequence(seed).generate_state(4))
         if self.init is not None:

@@ -1,8 +1,8 @@
-"""Which part of the data a rank loads, decided on indices or on a stream of samples.
+"""Shards of a dataset: which indices, or which samples of a stream, a rank reads.
 
 In every global step the ranks' batches, joined in rank order, are the next batches of the
-single-process loader. With `even_batches` what is missing at the end is taken from the start of
-the epoch, so that every rank gets the same number of full batches.
+single-process loader. With `even_batches`, samples from the start of the epoch complete the last
+step, so that every rank gets the same number of full batches.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from accelerate_core.data.steps import NOTHING, StepReader, check_rank, check_sp
 
 @dataclass(eq=False, repr=False)
 class BatchSamplerShard(Wrapper, BatchSampler):
-    """The batches of one rank, out of the batch sampler of the single-process loader.
+    """The batches of one rank, taken from the batch sampler of the single-process loader.
 
     Args:
-        batch_sampler: yields lists of indices. One without a `batch_size` may yield lists of any
-            length; short ones are then left short, and missing ones replaced by whole batches.
-        num_processes, process_index: of how many ranks this is which.
-        split_batches: a rank gets its part of every batch, else every `num_processes`-th batch.
-        even_batches: fill up the last global step from the start of the epoch.
+        batch_sampler: yields lists of indices. Without a `batch_size` the lists may have any length;
+            short ones stay short, and missing ones are replaced by whole batches.
+        num_processes: the number of ranks.
+        process_index: this rank.
+        split_batches: every rank gets a part of each batch. Otherwise it gets every
+            `num_processes`-th batch.
+        even_batches: pad the last global step with samples from the start of the epoch.
 
-    After an iteration `real` is the number of real samples in the last global step if it was
-    filled up, else None.
+    Attributes:
+        real: after an iteration, the number of real samples in the last global step if it was
+            padded, else None.
 
     Raises:
         ConfigurationError: `split_batches` with a batch size that cannot be split equally.
@@ -76,19 +79,19 @@ class BatchSamplerShard(Wrapper, BatchSampler):
         return self.iterate()
 
     def iterate(self, start: int = 0) -> Iterator[list[int]]:
-        """Return this rank's batches of the epoch from the single-process batch `start` on."""
+        """Return this rank's batches of the epoch, starting at batch `start` of the single-process loader."""
         if is_plain(self.batch_sampler):
             return self._parts(start)
         return self._whole_batches(start)
 
     def _parts(self, start: int) -> Iterator[list[int]]:
-        """Take the part out of the sampler's order: no other rank's batch is made."""
+        """Slice this rank's part from the sampler's order, without building other ranks' batches."""
         size = self.batch_sampler.batch_size
         width = size // self.num_processes if self.split_batches else size
         return parts_of(self, self.batch_sampler.sampler, width, start * size)
 
     def _whole_batches(self, start: int) -> Iterator[list[int]]:
-        """Arrange the batches of a batch sampler of the user's in global steps."""
+        """Arrange the batches of a custom batch sampler in global steps."""
         self.real = None
         rank = self.process_index
         steps = StepReader(
@@ -116,33 +119,36 @@ def _joined(batches: Sequence[list[int]]) -> list[int]:
 
 @dataclass(eq=False, repr=False)
 class ItemShard(BatchSamplerShard):
-    """The items of one rank, dealt in turn, for a loader whose dataset gives whole batches.
+    """The items of one rank, for a loader whose dataset returns whole batches.
 
-    `batch_sampler` gives them one by one, as lists of one. After an iteration `real` is the number
-    of real batches in the last global step if it was filled up with the first items of the epoch.
+    `batch_sampler` yields lists of one item. After an iteration, `real` is the number of real
+    batches in the last global step if it was padded with the first items of the epoch.
     """
 
     def iterate(self, start: int = 0) -> Iterator[Any]:
-        """Yield this rank's items of the epoch from the single-process item `start` on."""
+        """Yield this rank's items of the epoch, starting at item `start` of the single-process loader."""
         return (item for [item] in super().iterate(start))
 
 
 @dataclass(eq=False, repr=False)
 class IterableDatasetShard(Wrapper, IterableDataset[Any]):
-    """The samples of one rank out of a stream that every rank reads.
+    """The samples of one rank, taken from a stream that every rank reads.
 
     Args:
-        dataset: the stream; it has to give the same samples on every rank.
-        batch_size: samples per batch, of one rank, or of all with `split_batches`.
-        drop_last: leave out what does not fill a global step, else fill it up from the start.
-        num_processes, process_index: of how many ranks this is which.
-        split_batches: `batch_size` is that of all ranks together.
-        even_batches: whether to fill up at all.
+        dataset: the stream; it must yield the same samples on every rank.
+        batch_size: samples per batch and rank; with `split_batches`, of all ranks together.
+        drop_last: drop an incomplete last global step instead of padding it.
+        num_processes: the number of ranks.
+        process_index: this rank.
+        split_batches: whether `batch_size` counts the samples of all ranks.
+        even_batches: whether to pad at all.
 
-    While a filled up step is handed out, `real` is the number of its real samples, else None. The
-    next iteration passes over the first `skip` samples of all ranks together. The stream's own
-    state, where it has one, is that of all ranks together too: between a rank's batches whole
-    global steps have been read.
+    Attributes:
+        real: while a padded step is read, the number of its real samples, else None.
+        skip: the number of samples, over all ranks, that the next iteration skips.
+
+    If the stream has a state, that state is valid for all ranks: between two batches of a rank,
+    whole global steps have been read.
 
     Raises:
         ConfigurationError: `split_batches` with a batch size that cannot be split equally.
@@ -171,7 +177,7 @@ class IterableDatasetShard(Wrapper, IterableDataset[Any]):
         return self.batch_size // self.num_processes if self.split_batches else self.batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to the stream, if it takes one."""
+        """Pass the epoch to the stream if it has `set_epoch`."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -186,6 +192,6 @@ class IterableDatasetShard(Wrapper, IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         skip = self.skip
-        self.skip = 0  # it holds for one iteration
+        self.skip = 0  # applies to one iteration
         for part in parts_of(self, self.dataset, self._width, skip):
             yield from part

@@ -23,14 +23,15 @@ _END: Any = object()
 
 
 class IndexStream(Wrapper):
-    """Stands in a loader's place of the batch sampler (or sampler).
+    """Replaces the batch sampler (or sampler) of a loader.
 
     Args:
-        plan: yields this rank's batches; `plan.iterate(start)` is used to skip if it exists.
+        plan: yields this rank's batches; to skip batches, `plan.iterate(start)` is called if it exists.
 
-    `start` is where the next iteration begins, in batches of the single-process loader. With
-    `head` the first so many batches are given all the same, before those from `start` on: who
-    fills up the end of the epoch needs them. `iterator` is the class that iterates.
+    Attributes:
+        start: where the next iteration begins, in batches of the single-process loader.
+        head: how many batches from the start of the epoch are yielded first; padding needs them.
+        iterator: the class of iterators.
     """
 
     own_names = ("plan", "state_dict", "load_state_dict")
@@ -51,11 +52,15 @@ class IndexStream(Wrapper):
 
 
 class IndexIterator(Iterator[Any]):
-    """One iteration: `count` batches were taken, `exhausted` says that none is left.
+    """One iteration over an `IndexStream`.
 
-    It looks one batch of *indices* ahead, so the last batch is known without loading anything
-    early. Nothing is drawn before the first batch is asked for: PyTorch seeds its workers before
-    that, and the order of draws from the global generator must stay PyTorch's.
+    It reads one batch of *indices* ahead, so the last batch is known without loading data early.
+    Nothing is drawn before the first batch is requested: PyTorch seeds its workers first, and the
+    order of draws from the global generator must not change.
+
+    Attributes:
+        count: how many batches were returned.
+        exhausted: whether no batch is left.
     """
 
     def __init__(self, plan: Any, start: int, head: int) -> None:
@@ -68,7 +73,7 @@ class IndexIterator(Iterator[Any]):
         self._next: Any = None
 
     def draw(self) -> None:
-        """Draw the order now, and go to the start."""
+        """Draw the order now, and move to the start."""
         if self._batches is None:
             if hasattr(type(self.plan), "iterate"):
                 self._batches = iter(self.plan.iterate(self.start))
@@ -92,14 +97,14 @@ class IndexIterator(Iterator[Any]):
 
 @dataclass(eq=False)
 class IndexedSource:
-    """A map-style loader that reads the indices of an `IndexStream`: nothing is read early.
+    """A map-style loader that reads the indices of an `IndexStream`, without reading data early.
 
     Args:
         base: a copy of the user's loader.
         stream: this rank's indices.
-        per_step: batches of the single-process loader that make one global step.
+        per_step: batches of the single-process loader in one global step.
 
-    `filler` fills up the end of the epoch according to its `even_batches`, if it has one.
+    `filler` is the object that pads the end of the epoch, according to its `even_batches`.
     """
 
     base: Any
@@ -111,14 +116,16 @@ class IndexedSource:
         return self.stream.plan
 
     def length(self) -> int:
-        """Return the number of batches of a whole epoch; `TypeError` if it is not known."""
+        """Return the number of batches of an epoch; `TypeError` if it is unknown."""
         return len(self.stream)
 
     def start(self, batches: int, draw: bool, state: Any = None) -> Iterator[Item]:
-        """Begin an iteration `batches` (of the single-process loader) into the epoch.
+        """Start an iteration.
 
-        With `draw` the order is drawn before this returns. A `state` of the data's own goes
-        before the count.
+        Args:
+            batches: where to begin, in batches of the single-process loader.
+            draw: whether to draw the order before this returns.
+            state: the dataset's own state; it takes precedence over `batches`.
         """
         self.stream.start = batches
         iterator = iter(self.base)
@@ -144,12 +151,15 @@ class IndexedSource:
 
 @dataclass(eq=False)
 class ReadSource:
-    """A loader whose end shows only by reading on: it is read one global step ahead.
+    """A loader whose last batch is only known by reading on, so it is read one global step ahead.
+
+    It has the methods of an `IndexedSource`.
 
     Args:
-        base, per_step: as for an `IndexedSource`; so are the methods.
-        steps: arranges the batches that `base` gives in global steps.
-        part: which part of a step is this rank's.
+        base: a copy of the user's loader.
+        per_step: batches of the single-process loader in one global step.
+        steps: arranges the batches of `base` in global steps.
+        part: the index of this rank's part of a step.
     """
 
     base: Any
@@ -174,12 +184,12 @@ class ReadSource:
         return self._items(self.steps.steps(reading, skip))
 
     def _open(self, batches: int, state: Any) -> tuple[Iterator[Read], int]:
-        """Open the loader; return it, and how many of its batches are passed over."""
+        """Open the loader, and return its batches and how many of them to skip."""
         if state is not None:
             return self.reader.batches(state), 0
         skip = batches * self.steps.per_step // self.per_step
         if self.shard is not None and not getattr(self.base, "num_workers", 0):
-            # Samples can be counted where one process reads them all, whatever the ranks were.
+            # A single reading process can count samples, whatever the number of ranks was.
             self.shard.skip = batches * self.shard.batch_size
             skip = 0
         return self.reader.batches(), skip
@@ -211,7 +221,7 @@ class DispatchedSource(ReadSource):
 
     @cached_property
     def _group(self) -> Any:
-        """A group for messages alone; made once all ranks iterate, and kept."""
+        """A process group for the messages only; all ranks create it at the first iteration."""
         return self.comm.open_group()
 
     def start(self, batches: int, draw: bool, state: Any = None) -> Iterator[Item]:
@@ -234,10 +244,10 @@ class DispatchedSource(ReadSource):
         )
 
     def _open(self, batches: int, state: Any) -> tuple[Iterator[Read], int]:
-        """Open the loader; return it, and how many of its batches are passed over.
+        """Open the loader, and return its batches and how many of them to skip.
 
-        Where it reads indices, they begin at the batch that is wanted. What fills up the end of
-        the epoch is read all the same, and comes first.
+        If the loader reads indices, they begin at the requested batch, after the batches from the
+        start of the epoch that padding needs.
         """
         stream = self.stream
         if stream is None:
@@ -247,5 +257,5 @@ class DispatchedSource(ReadSource):
         skip = min(stream.head, length_hint(stream, stream.head)) if batches else 0
         items = zip(iter(self.base), repeat(None), repeat(None))
         if stream.latest is not None:
-            stream.latest.draw()  # before it is watched whether reading draws from the generators
+            stream.latest.draw()  # before anyone observes whether reading draws random numbers
         return items, skip

@@ -1,4 +1,4 @@
-"""Global steps out of a stream of whole batches, of samples or of indices."""
+"""Arrange a stream of batches, of samples or of indices, in global steps."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ _CANNOT_JOIN = (TypeError, ValueError, RuntimeError, KeyError, IndexError)
 
 
 def check_split(batch_size: int | None, num_processes: int) -> None:
-    """Raise `ConfigurationError` unless a batch can be split equally between the processes."""
+    """Raise a `ConfigurationError` unless the processes can split a batch equally."""
     if batch_size is None:
         raise ConfigurationError(
-            "split_batches=True needs a batch sampler with a `batch_size`, and this one has none. "
-            "Use split_batches=False, or give it the attribute."
+            "split_batches=True needs a batch sampler with a `batch_size` attribute, which this one "
+            "lacks. Use split_batches=False, or add the attribute."
         )
     if batch_size % num_processes:
         nearest = max(round(batch_size / num_processes), 1) * num_processes
         raise ConfigurationError(
-            f"split_batches=True needs a batch size that is a round multiple of the number of processes: "
-            f"{batch_size} is none of {num_processes}. The nearest that is: {nearest}."
+            f"split_batches=True divides each batch among the processes, and batch_size={batch_size} is "
+            f"not divisible by num_processes={num_processes}. The nearest batch size that is: {nearest}."
         )
 
 
 def check_rank(num_processes: int, process_index: int) -> None:
-    """Raise `ConfigurationError` for a rank outside the world."""
+    """Raise a `ConfigurationError` for a rank outside the world."""
     if not 0 <= process_index < num_processes:
         raise ConfigurationError(
-            f"process_index={process_index} is outside of num_processes={num_processes}."
+            f"process_index={process_index} must be at least 0 and less than num_processes={num_processes}."
         )
 
 
 def steps_of(total: int, shard: Any, process_index: int) -> int:
-    """Return how many of the global steps made of `total` batches have a part for this rank."""
+    """Return in how many of the global steps of `total` batches this rank has a part."""
     if shard.split_batches:
         return total
     whole, rest = divmod(total, int(shard.num_processes))
@@ -76,23 +76,25 @@ class Step:
 
 @dataclass(eq=False)
 class StepReader:
-    """Read batches and arrange them in global steps, one step ahead.
+    """Reads batches one step ahead, and arranges them in global steps.
 
     Args:
         num_processes: parts per step.
-        split_batches: a step is one batch, cut; else it is `num_processes` batches.
-        even_batches: fill up the last step from the start of the epoch.
-        drop_last: leave a last step out that is not full.
+        split_batches: a step is one batch, split among the ranks. Otherwise it is `num_processes` batches.
+        even_batches: pad the last step with samples from the start of the epoch.
+        drop_last: drop an incomplete last step.
         slice_fn: the user's `(data, tensor_slice, process_index=, num_processes=) -> part`.
-        wanted: the ranks whose parts are needed, all by default.
-        batch_size: samples of a full batch, by default those of the first one; 0 if there is no
-            such size: what is missing is then replaced by whole batches.
-        size_of, cut, join: what is done with batches: their size, a part, several as one.
-        evenly: fill a last step up to equal parts only, not to full batches.
-        looks_ahead: read a step before the one before it is given. Without it a full step is given as
-            soon as it is read, and its `last` and `more` do not say anything.
+        wanted: the ranks whose parts are needed; by default all.
+        batch_size: samples in a full batch; by default the size of the first one. 0 means that
+            batches have no fixed size; missing ones are then replaced by whole batches.
+        size_of: returns the size of a batch.
+        cut: returns a slice of a batch.
+        join: joins several batches.
+        evenly: pad the last step only until its parts are equal, not to full batches.
+        looks_ahead: whether to read one step ahead. Otherwise a full step is yielded as soon as it
+            is read, and its `last` and `more` have no meaning.
 
-    An exception while reading ahead is raised when its step is asked for, not before.
+    An exception while reading ahead is raised when its step is requested.
     """
 
     num_processes: int
@@ -117,16 +119,16 @@ class StepReader:
 
     @property
     def fills(self) -> bool:
-        """Whether the start of the epoch is needed to fill up its end."""
+        """Whether the start of the epoch is needed to pad its end."""
         return self.even_batches and not self.drop_last
 
     def steps(self, batches: Iterator[Read], skip: int = 0) -> Iterator[Step]:
-        """Yield the steps of an epoch, without the first `skip` batches."""
+        """Yield the steps of an epoch, skipping the first `skip` batches."""
         self._first = []
         self._size = self.batch_size
         if skip:
             passed_over = islice(batches, skip)
-            self._read(passed_over)  # which remembers the start of the epoch
+            self._read(passed_over)  # remembers the start of the epoch
             for _ in passed_over:
                 pass
         groups = self._groups(batches)
@@ -153,7 +155,7 @@ class StepReader:
             group = self._read(batches)
 
     def _as_they_come(self, groups: Iterator[list[Read]]) -> Iterator[Any]:
-        """Yield full groups before the next one is read; look ahead from the first short one on."""
+        """Yield full groups before reading the next one; look ahead from the first short group on."""
         for group in groups:
             size = self.size_of(group[-1][0]) or 0
             if len(group) < self.per_step or size < (self._size or 0):
@@ -162,7 +164,7 @@ class StepReader:
             yield group, group, None
 
     def _read(self, batches: Iterator[Read]) -> list[Read]:
-        """Read the batches of a step; note their size, and the start of the epoch for its end."""
+        """Read the batches of a step; remember their size, and the start of the epoch for padding."""
         group = list(islice(batches, self.per_step))
         if group and self._size is None:
             self._size = self.size_of(group[0][0])
@@ -219,11 +221,11 @@ class StepReader:
             try:
                 return self._parts(self._filled(group, size * count), size, size * count)
             except _CANNOT_JOIN:
-                pass  # e.g. padded to different lengths: whole batches have to do
+                pass  # batches of different shapes cannot be joined, so whole batches are repeated
         return group + list(islice(cycle(self._first), count - len(group)))
 
     def _filled(self, group: list[Any], target: int) -> Any:
-        """Join the batches, and as much of the start of the epoch as makes `target` samples."""
+        """Join the batches, and pad them to `target` samples from the start of the epoch."""
         pieces = list(group)
         have = sum(self.size_of(batch) or 0 for batch in group)
         for batch in cycle(self._first):
@@ -231,7 +233,7 @@ class StepReader:
                 break
             size = self.size_of(batch) or 0
             if size == 0:
-                raise ValueError("An empty batch cannot fill up a step.")
+                raise ValueError("An empty batch cannot pad a step.")
             pieces.append(batch)
             have += size
         return self.cut(self.join(pieces), slice(0, target), have)
