@@ -89,7 +89,7 @@ def test_loss_of_another_model_is_warned_about_once() -> None:
     other = torch.nn.Linear(2, 1)
     (text,) = said(lambda: plain_loop(steps=1, inside=other))
     assert text.startswith(
-        "backward() got a loss that no prepared model (Sequential) had a part in"
+        "backward() got a loss that does not depend on a prepared model (Sequential)"
     )
     assert "such as a parameter of shape [1" in text
 
@@ -122,7 +122,7 @@ def test_results_of_prepare_that_are_thrown_away_are_warned_about() -> None:
         accelerator.prepare(model, optimizer, loader)
 
     (text,) = said(thrown_away)
-    assert text.startswith("The results of prepare() are thrown away")
+    assert text.startswith("The results of prepare() are ignored")
     assert "keeps using SGD, DataLoader as before" in text
 
     def one_by_one() -> None:

@@ -135,9 +135,7 @@ def test_parameters_with_different_hyperparameters_cannot_become_one() -> None:
             {"params": model.k.parameters(), "lr": 0.2},
         ]
 
-    with pytest.raises(
-        PrepareError, match=r"'k\.weight' and others became one parameter, 'qk'.* lr"
-    ):
+    with pytest.raises(PrepareError, match=r"'k\.weight' and others were merged into 'qk'.* lr"):
         prepared(Fuses, groups)
 
 

@@ -52,7 +52,7 @@ MISTAKES = {
     "accelerator.backward(model(torch.zeros(3, 2)))": "ConfigurationError: backward(loss=...)",
     "accelerator.clip_grad_norm_(model.parameters(), '1.0')": "ConfigurationError: clip_grad_norm_(",
     "accelerator.clip_grad_value_(model.parameters(), None)": "ConfigurationError: clip_grad_value_(",
-    "accelerator.clip_grad_norm_(model, 1.0)": "ConfigurationError: Gradients are clipped of",
+    "accelerator.clip_grad_norm_(model, 1.0)": "ConfigurationError: Gradient clipping takes",
     "loader.load_state_dict({'a': 1})": "ConfigurationError: The state is not the position",
     "accelerator.skip_first_batches(3, 1)": "ConfigurationError: A int is not a data loader",
     "from accelerate_core import Acelerator": "MissingPluginError: module 'accelerate_core' has no",

@@ -1,4 +1,4 @@
-"""What kind of thing was passed to `prepare`."""
+"""Determine what kind of object was passed to `prepare`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _CLASSES: tuple[tuple[type, ObjectKind], ...] = (
 
 
 def classify(obj: Any, ask_plugins: Callable[[Any], Iterable[str]] | None = None) -> ObjectKind:
-    """Name the kind of an object; plugins are asked first, for their own classes.
+    """Return the kind of an object. Plugins are asked first, so that they can classify their classes.
 
     Raises:
-        PrepareError: a plugin gave an unknown kind, or two plugins disagree.
+        PrepareError: a plugin returned an unknown kind, or two plugins disagree.
     """
     said = set(ask_plugins(obj)) if ask_plugins is not None else set()
     if len(said) > 1 or not said <= set(OBJECT_KINDS):
         raise PrepareError(
-            f"Plugins classify {type(obj).__name__} as {sorted(said)}; one of {OBJECT_KINDS} is needed."
+            f"Plugins classify {type(obj).__name__} as {sorted(said)}; it must be one of {OBJECT_KINDS}."
         )
     if said:
         return cast(ObjectKind, said.pop())
@@ -41,15 +41,16 @@ def classify(obj: Any, ask_plugins: Callable[[Any], Iterable[str]] | None = None
 
 
 def check_preparable(obj: Any, position: int) -> None:
-    """Refuse what cannot be prepared and is not worth returning either.
+    """Refuse objects that cannot be prepared and were probably passed by mistake.
+
+    A list, tuple or dict of objects to prepare causes a warning.
 
     Args:
-        position: of the argument, from 1.
+        obj: the object.
+        position: the position of the argument, from 1.
 
     Raises:
-        PrepareError: it is a number, a text or a class.
-
-    A list, tuple or dict that holds objects to prepare is returned as it is, with a warning.
+        PrepareError: the object is a number, a string or a class.
     """
     if isinstance(obj, type | str | bytes | int | float | complex):
         what = f"the class {obj.__name__}" if isinstance(obj, type) else f"{obj!r}"
@@ -60,13 +61,13 @@ def check_preparable(obj: Any, position: int) -> None:
     inner = obj.values() if isinstance(obj, dict) else obj
     if isinstance(obj, dict | list | tuple) and any(classify(one) != "other" for one in inner):
         warn(
-            f"Argument {position} of prepare() is a {type(obj).__name__}, and what it holds is not "
-            "prepared: pass each object as an argument of its own, as in prepare(*objects)."
+            f"Argument {position} of prepare() is a {type(obj).__name__}, and the objects inside it are "
+            "not prepared. Pass each object as a separate argument, as in prepare(*objects)."
         )
 
 
 def _by_shape(obj: Any) -> ObjectKind:
-    """Recognise foreign classes by what they can do."""
+    """Recognise other classes by their methods."""
     if isinstance(obj, type | torch.Tensor | str | bytes | dict | list | tuple):
         return "other"
 

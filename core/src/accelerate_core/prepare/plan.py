@@ -1,4 +1,4 @@
-"""One call of `prepare`: its objects, and which parameter of which model an optimizer holds."""
+"""One call of `prepare`: its objects, and which parameters the optimizers hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accelerate_core.errors import PrepareError, warn
 
 @dataclass(eq=False)
 class Entry:
-    """One object: as it was passed, and as it has become so far."""
+    """One object: as it was passed, and in its current form."""
 
     kind: ObjectKind
     original: Any
@@ -27,19 +27,19 @@ class Entry:
     done: bool = False
     #: Names of the trainable parameters before any stage (models only).
     trainable: frozenset[str] = frozenset()
-    #: Names that were one parameter before any stage.
+    #: Names that shared one parameter before any stage.
     ties: list[list[str]] = field(default_factory=list)
-    #: Name before -> name now, of parameters that a stage or a backend called anew or merged.
+    #: Old name -> new name, for parameters that a stage or a backend renamed or merged.
     renamed: dict[str, str] = field(default_factory=dict)
 
     def called(self, name: str) -> str:
-        """Return what a parameter is called now, of a name before."""
+        """Return the current name of a parameter by its old name."""
         return self.renamed.get(name, name)
 
 
 @dataclass(eq=False)
 class _Group:
-    """One parameter group of an optimizer: what it held before, and what has become of each."""
+    """One parameter group of an optimizer: its original parameters, and their current form."""
 
     optimizer: Any
     group: dict[str, Any]
@@ -49,13 +49,13 @@ class _Group:
 
 @dataclass(eq=False)
 class PreparePlan:
-    """All objects of one `prepare` call, in order; a backend replaces values in place."""
+    """All objects of one `prepare` call, in order. A backend replaces values in place."""
 
     entries: list[Entry]
     unwrap: Callable[[Any], torch.nn.Module]
-    #: Parameters that an earlier call replaced: old -> (model as prepared, name).
+    #: Parameters that an earlier call replaced: old -> (prepared model, name).
     replaced: WeakIdKeyDictionary
-    # By id, and without keeping alive: a large model is not to be held twice while it is prepared.
+    # By id and with weak references, so that a large model is not kept in memory twice.
     _before: dict[int, tuple[Entry, str, weakref.ref[torch.Tensor]]] = field(default_factory=dict)
     _groups: list[_Group] = field(default_factory=list)
 
@@ -73,16 +73,15 @@ class PreparePlan:
             entry.value = change(entry.value, entry)
             if entry.value is None:
                 raise PrepareError(
-                    f"Preparing a {type(entry.original).__name__} gave None: a hook that prepares a "
-                    f"{kind} has to return it."
+                    f"Preparing a {type(entry.original).__name__} returned None. A hook that prepares a "
+                    f"{kind} must return it."
                 )
 
     def record(self, earlier: Iterable[Any] = ()) -> None:
-        """Note the name of every parameter, before any stage.
+        """Record the name of every parameter, before any stage.
 
         Args:
-            earlier: optimizers prepared in earlier calls, which may hold parameters of a model of
-                this one.
+            earlier: optimizers from earlier calls, which may hold parameters of these models.
         """
         for entry in self.of_kind("model"):
             named = named_parameters(self.unwrap(entry.value))
@@ -100,28 +99,30 @@ class PreparePlan:
                 self._groups.append(_Group(optimizer, group, held, held.copy()))
 
     def rename(self, model: Any, names: Mapping[str, str]) -> None:
-        """Say what parameters of a model are called now: name before -> name now.
+        """Record new names of a model's parameters.
 
-        Several may become one (q, k and v a fused qkv), if the optimizer treats them alike.
+        Several parameters may become one, such as q, k and v in a fused qkv, if the optimizer treats
+        them alike.
 
         Args:
-            model: as the plan holds it.
+            model: the model, as the plan holds it.
+            names: old name -> new name.
         """
         next(one for one in self.of_kind("model") if one.value is model).renamed.update(names)
 
     def reconcile(self, earlier: Iterable[Any], *, tell: bool) -> None:
-        """Tie, rebind and verify, after models were changed.
+        """Restore ties, rebind the optimizers and verify, after models were changed.
 
         Args:
-            earlier: the models prepared by earlier calls.
-            tell: warn of trainable parameters that were in no optimizer from the start.
+            earlier: the models of earlier calls.
+            tell: whether to warn about trainable parameters that were never in an optimizer.
         """
         self._tie()
         self.rebind()
         self._verify(earlier, tell)
 
     def _tie(self) -> None:
-        """Make one parameter again of names that were one before, and became several."""
+        """Restore tied parameters that became separate ones."""
         for entry in self.of_kind("model"):
             model = self.unwrap(entry.value)
             now = named_parameters(model) if entry.ties else {}
@@ -134,13 +135,13 @@ class PreparePlan:
                         setattr(model.get_submodule(owner), leaf, first)
 
     def rebind(self) -> None:
-        """Point the optimizers at the parameters the models have now, by name.
+        """Point the optimizers at the models' current parameters, by name.
 
-        Groups, hyperparameters and the state of parameters that kept their shape stay.
+        Groups and hyperparameters stay, and so does the state of parameters that kept their shape.
 
         Raises:
-            PrepareError: a parameter an optimizer holds has no successor of its name, or several
-                with different hyperparameters became one.
+            PrepareError: a parameter of an optimizer has no successor, or parameters with different
+                hyperparameters became one.
         """
         now = {
             id(entry): named_parameters(self.unwrap(entry.value)) for entry in self.of_kind("model")
@@ -168,13 +169,13 @@ class PreparePlan:
             one.group["params"][:] = mine.values()
 
     def _check_alike(self, old: torch.Tensor, group: dict[str, Any], other: dict[str, Any]) -> None:
-        """Refuse parameters that became one and that the optimizer treats differently."""
+        """Refuse to merge parameters that the optimizer treats differently."""
         keys = [key for key in group if key != "params" and group[key] != other.get(key)]
         if group is not other and keys:
             entry, name, _ = self._before[id(old)]
             raise PrepareError(
-                f"{name!r} and others became one parameter, {entry.called(name)!r}, but the "
-                f"optimizer gives them different {', '.join(keys)}. Put them into one group."
+                f"{name!r} and others were merged into {entry.called(name)!r}, but the optimizer has "
+                f"different {', '.join(keys)} for them. Put them into one group."
             )
 
     def _successor(
@@ -188,21 +189,21 @@ class PreparePlan:
             model, name = self.replaced[old]
             new = named_parameters(self.unwrap(model)).get(name)
         else:
-            return None  # of no model that was ever prepared: the user's own business
+            return None  # belongs to a model that was never prepared
         if new is None:
             raise PrepareError(
-                f"Parameter {name!r} is held by an optimizer, but the prepared model has no parameter of "
-                "that name any more. Who replaces parameters keeps their names, or says the new ones "
-                "by plan.rename(model, {before: now})."
+                f"An optimizer holds parameter {name!r}, but the prepared model no longer has a parameter "
+                "with that name. A hook that replaces parameters must keep their names, or report new "
+                "ones with plan.rename(model, {old: new})."
             )
         return new
 
     def _verify(self, earlier: Iterable[Any], tell: bool) -> None:
-        """Assert that what is trainable will be trained.
+        """Verify that all trainable parameters will be trained.
 
         Raises:
-            PrepareError: a stage or the backend made a trainable parameter no optimizer holds, or
-                an optimizer still holds one that its model no longer has.
+            PrepareError: no optimizer holds a trainable parameter that a stage or the backend
+                created, or an optimizer holds a parameter that its model lost.
         """
         held = {
             id(p)
@@ -218,15 +219,15 @@ class PreparePlan:
             for old, new in zip(one.before, one.now, strict=True):
                 if id(old) in self._before and id(new) not in current:
                     raise PrepareError(
-                        f"The optimizer still holds {self._before[id(old)][1]!r} as it was before "
-                        "prepare; the model would not be trained."
+                        f"The optimizer still holds the old parameter {self._before[id(old)][1]!r}, so "
+                        "the prepared model would not be trained."
                     )
         for one in self.values("optimizer") if tell and self.values("model") else ():
             its = {id(p) for group in getattr(one, "param_groups", ()) for p in group["params"]}
             if its and not its & current:
                 warn(
-                    f"The {type(one).__name__} passed to prepare holds no parameter of a prepared model: "
-                    "it changes none of them, and ranks share nothing of what it does change."
+                    f"The {type(one).__name__} passed to prepare() holds no parameter of a prepared model, "
+                    "so it trains none of them, and ranks do not share what it trains."
                 )
         for entry in self.of_kind("model"):
             self._verify_model(entry, held, tell)
@@ -249,15 +250,16 @@ class PreparePlan:
         lost = [name for name in missing if name in was_held or name not in trainable]
         if lost:
             raise PrepareError(
-                f"After prepare {len(lost)} trainable parameter(s) of {type(entry.original).__name__} "
+                f"After prepare(), {len(lost)} trainable parameter(s) of {type(entry.original).__name__} "
                 f"are in no optimizer and would never change: {', '.join(lost[:3])}. "
                 "A stage replaced them without keeping their names."
             )
         if not tell:
             return
         warn(
-            f"{len(missing)} trainable parameter(s) of {type(entry.original).__name__} are in no optimizer "
-            f"passed to prepare, such as {missing[0]!r}; set requires_grad_(False) on what is frozen.",
+            f"{len(missing)} trainable parameter(s) of {type(entry.original).__name__}, such as "
+            f"{missing[0]!r}, are in no optimizer passed to prepare(). If they are frozen, call "
+            "requires_grad_(False) on them.",
         )
 
 

@@ -1,4 +1,4 @@
-"""What has been prepared, and how one object is."""
+"""The prepared objects of one Accelerator, and how to prepare one."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ from accelerate_core.training.skipped_steps import SkipWatch
 
 @dataclass
 class PrepareOptions:
-    """How `prepare` treats what it is given from now on.
+    """The options of `prepare`; a script may change them.
 
     Attributes:
-        dataloader_config: how data is split between ranks.
-        rng_types: generators synchronized at the start of each iteration over a loader.
+        dataloader_config: how ranks share data.
+        rng_types: generators synchronised at the start of each iteration over a loader.
         device_placement: whether models and batches are moved to the device.
         step_scheduler_with_optimizer: whether schedulers step when optimizers do.
-        scheduler_steps: how far a scheduler moves then, and where that was set.
-        autocast_handler: options of autocast, None for the defaults.
+        scheduler_steps: how far a scheduler moves then, with its source.
+        autocast_handler: options of autocast; None for the defaults.
         upcast_outputs: whether half precision outputs of models become fp32.
         dynamo_plugin: the compiler's settings.
     """
@@ -77,7 +77,7 @@ class PreparedObjects:
     models: list[torch.nn.Module] = field(default_factory=list)
     optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
-    #: `DataLoaderShard`s and others; a plugin's loaders are of its own class.
+    #: `DataLoaderShard`s, or loaders of a plugin's own class.
     loaders: list[Any] = field(default_factory=list)
 
     def clear(self) -> None:
@@ -86,28 +86,30 @@ class PreparedObjects:
             objects.clear()
 
     def __contains__(self, obj: object) -> bool:
-        """Tell whether exactly this object was prepared."""
+        """Tell whether this very object was prepared."""
         held = (*self.models, *self.optimizers, *self.schedulers, *self.loaders)
         return id(obj) in map(id, held)
 
 
 class Prepared:
-    """What has been prepared, and how one object is.
+    """The prepared objects of one Accelerator, and how to prepare one.
 
     Args:
-        hooks: of the active backend.
-        shared_hooks: those that every active plugin may implement.
-        backend, precision: the active ones.
+        hooks: the hooks of the active backend.
+        shared_hooks: the hooks that every active plugin may implement.
+        backend: the active backend.
+        precision: the active precision.
         prepare_precision: the precision's `prepare`, bound to the Accelerator.
-        objects: is filled by `prepare`.
-        options: how objects are treated.
+        objects: the lists that `prepare` fills.
+        options: the options of `prepare`.
         process: ranks and device.
-        world, data: all ranks, and those that read different samples.
-        gradient_state: where the loops are in their accumulation cycle.
+        world: the communicator of all ranks.
+        data: the communicator of the ranks that read different samples.
+        gradient_state: the position in the accumulation cycle.
         loss_scaler: None if losses are not scaled.
-        make_loader: a plugin's, which is asked for loaders before the core; None without one.
+        make_loader: a plugin's function that is asked for loaders before the core; None without one.
         loader_plugin: that plugin.
-        warn_once: warns, once per text, on the main process.
+        warn_once: warns once per text, on the main process.
     """
 
     def __init__(
@@ -145,7 +147,7 @@ class Prepared:
         self._loader_plugin = loader_plugin
         self._warn_once = warn_once
         self._step_listeners = shared_hooks.implementations("on_step_end")
-        #: Parameters that were replaced: old -> (model as prepared, name).
+        #: Parameters that were replaced: old -> (prepared model, name).
         self.replaced_parameters = WeakIdKeyDictionary()
 
     def forget(self) -> None:
@@ -156,7 +158,7 @@ class Prepared:
     # --- models -------------------------------------------------------------------------------
 
     def mix_precision(self, model: torch.nn.Module) -> None:
-        """Put a model's forward under autocast, if the precision has one and the core applies it."""
+        """Run a model's forward under autocast, if the precision has one and the core applies it."""
         if "precision" in self.backend.owns or not self.precision.mixes:
             return
         handler = self.options.autocast_handler
@@ -169,7 +171,7 @@ class Prepared:
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        """Share one loader out between the ranks that read different data."""
+        """Prepare one loader: this rank's part of the data."""
         if data_loader in self.objects:
             return data_loader
         options = self.options
@@ -214,13 +216,13 @@ class Prepared:
         return prepare_loader(data_loader, options)
 
     def _feeds_itself(self) -> bool:
-        """Whether the backend does more than move batches, also when they are in place already."""
+        """Whether the backend has its own `feed_device`, which is called even if no move is needed."""
         return self.hooks.is_overridden("feed_device")
 
     def _feed(self, non_blocking: bool) -> Callable[[Iterator[Any]], Iterator[Any]]:
-        """Return what moves batches to the device: the backend's hook.
+        """Return the function that moves batches to the device.
 
-        The core's own needs no Accelerator, so the loader does not keep it alive.
+        The core's own function needs no Accelerator, so the loader does not keep it alive.
         """
         if not self._feeds_itself():
             device = self.process.device
@@ -240,11 +242,11 @@ class Prepared:
             self.objects.schedulers.append(value)
 
     def _is_wrapper(self, model: Any) -> bool:
-        """Tell whether the backend put its own module around a model, and nothing compiled that."""
+        """Tell whether the backend wrapped a model in its own module, which is not compiled."""
         if not isinstance(model, torch.nn.Module) or uncompiled(model) is not model:
             return False
         if model._compiled_call_impl is not None:
-            return False  # a hook that comes and goes would have it compiled again
+            return False  # adding and removing a hook would recompile it
         return self.hooks.unwrap_model(model) is not model
 
     def ask_classification(self, obj: Any) -> list[ObjectKind]:
@@ -254,7 +256,7 @@ class Prepared:
     # --- optimizers and schedulers ------------------------------------------------------------
 
     def wrap_optimizer(self, optimizer: Any) -> AcceleratedOptimizer:
-        """Return the optimizer under the accumulation cycle."""
+        """Return the optimizer wrapped for gradient accumulation."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         return AcceleratedOptimizer(
@@ -272,13 +274,13 @@ class Prepared:
         return None if scales else SkipWatch(self.backend.name)
 
     def _announce_step(self, optimizer: Any) -> None:
-        for listener in self._step_listeners:  # in every step, so without collecting answers
+        for listener in self._step_listeners:  # runs in every step, so results are not collected
             self.shared_hooks.call(listener, optimizer=optimizer)
 
     def wrap_scheduler(
         self, scheduler: Any, optimizers: Sequence[AcceleratedOptimizer]
     ) -> AcceleratedScheduler:
-        """Return the scheduler following its optimizers, by the rule in force."""
+        """Return a scheduler that follows its optimizers, by the active rule."""
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
         _, count = self.hooks.data_shard()
@@ -299,30 +301,30 @@ class Prepared:
         )
 
     def wrapper_of(self, optimizer: Any) -> AcceleratedOptimizer | None:
-        """Return the prepared optimizer that is, or holds, `optimizer`."""
+        """Return the prepared optimizer that is or wraps `optimizer`."""
         found = (one for one in self.objects.optimizers if optimizer in (one, one.optimizer))
         return next(found, None)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Tell whether a model was spread over several devices for inference."""
+        """Tell whether a device map distributes the model over several devices."""
         maps = (getattr(module, "hf_device_map", None) for module in model.modules())
         return any(found is not None and len(set(found.values())) > 1 for found in maps)
 
     def verify_placeable(self, model: torch.nn.Module) -> None:
-        """Refuse a model that is spread over devices, where ranks would each need it whole.
+        """Refuse a model with a device map on several processes, which all need the whole model.
 
         Raises:
-            PrepareError: with the way out.
+            PrepareError: the model is distributed over devices.
         """
         bypass = env_flag(os.environ, "ACCELERATE_BYPASS_DEVICE_MAP")
         if self.process.num_processes > 1 and not bypass and self.verify_device_map(model):
             raise PrepareError(
-                "A model spread over devices by a device map such as 'auto' cannot be trained on several "
-                "processes; load it without device_map (or set ACCELERATE_BYPASS_DEVICE_MAP=true)."
+                "A model that a device map such as 'auto' distributes over devices cannot be trained on "
+                "several processes. Load it without device_map (or set ACCELERATE_BYPASS_DEVICE_MAP=true)."
             )
 
     def inner_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model without the backend's wrapping and without `torch.compile`'s."""
+        """Return the model without the wrappers of the backend and of `torch.compile`."""
         return uncompiled(self.hooks.unwrap_model(uncompiled(model)))
 
     def unwrap_model(
@@ -331,7 +333,7 @@ class Prepared:
         keep_fp32_wrapper: bool = True,
         keep_torch_compile: bool = True,
     ) -> torch.nn.Module:
-        """Return the user's own model inside a prepared one."""
+        """Return the user's model inside a prepared one."""
         inner = self.inner_model(model)
         if not keep_torch_compile:
             inner = strip_compiled(inner)
@@ -340,7 +342,7 @@ class Prepared:
         return inner
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the whole state dict of a prepared model."""
+        """Return the full state dict of a prepared model."""
         if not unwrap:
             return dict(model.state_dict())
         state = self.hooks.consolidate(model)
@@ -349,12 +351,14 @@ class Prepared:
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[Any]:
-        """Return a context in which ranks may run out of batches at different steps."""
+        """Return a context in which ranks may have different numbers of batches."""
         stack = ExitStack()
         if self.process.num_processes == 1:
             return stack
         if not self.backend.supports.get("join", False):
-            self._warn_once(f"join_uneven_inputs has no effect: {self.backend.name} cannot join.")
+            self._warn_once(
+                f"join_uneven_inputs has no effect: backend {self.backend.name!r} does not support it."
+            )
             return stack
         if even_batches is not None:
             stack.enter_context(override_even_batches(self.objects.loaders, even_batches))
@@ -363,7 +367,7 @@ class Prepared:
 
 
 def _scheduler_rule(kind: str, rule: str, origin: str, count: int) -> str:
-    """Return the line that says, at the first step, how far a scheduler moves."""
+    """Return the line that is printed at the first step: how far a scheduler moves."""
     moves = f"{count} steps, one for each process," if rule == "per_process" else "one step"
     other = "per_step" if rule == "per_process" else "per_process"
     return (

@@ -1,4 +1,4 @@
-"""How `prepare` goes, from top to bottom."""
+"""The steps of `prepare`, from top to bottom."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def prepare(
     device_placement: Sequence[bool | None] | None = None,
     evaluation_mode: bool = False,
 ) -> list[Any]:
-    """Prepare objects together and return them in the same order.
+    """Prepare objects together, and return them in the same order.
 
-    classify → make models → record parameters by name → stages → tie, rebind, verify → the backend
-    → the same again → schedulers → loaders.
+    The order is: classify, make models, record parameters by name, run the stages, restore ties and
+    rebind the optimizers and verify, let the backend prepare, restore and rebind and verify again,
+    schedulers, loaders.
     """
     hooks, backend = prepared.hooks, prepared.backend
     plan = _classify(prepared, objects, device_placement, evaluation_mode)
@@ -35,7 +36,7 @@ def prepare(
     for entry in plan.of_kind("model"):
         entry.value = _stages(prepared, entry)
     prepared.prepare_precision(plan)
-    # Also for engines that own the optimizer: what the stages replaced must have reached it.
+    # Engines that own the optimizer need this too, because the stages may have replaced parameters.
     plan.reconcile(prepared.objects.models, tell=False)
     hooks.prepare(plan)
     if "optimizer" not in backend.owns:
@@ -63,7 +64,7 @@ def _classify(
     placements = [None] * len(objects) if device_placement is None else device_placement
     if len(placements) != len(objects):
         raise PrepareError(
-            f"device_placement has {len(placements)} entries for {len(objects)} objects."
+            f"device_placement has {len(placements)} entries for {len(objects)} objects. Pass one per object."
         )
     default = prepared.options.device_placement
     entries = []
@@ -78,18 +79,18 @@ def _classify(
 
 
 def _stages(prepared: Prepared, entry: Entry) -> torch.nn.Module:
-    """Pass one model through the stages that come before the backend's own wrapping."""
+    """Run the stages that come before the backend wraps the model."""
     backend = prepared.backend
     prepared.verify_placeable(entry.value)
     model = uncompiled(entry.value)
-    places = getattr(model, "hf_device_map", {}).values()  # whoever dispatched it has placed it
+    places = getattr(model, "hf_device_map", {}).values()  # a device map has placed it
     placed = len(places) > 1 or "disk" in places
     if entry.on_device and not placed and "device_placement" not in backend.owns:
         model = model.to(prepared.process.device)
     for stage in ("convert", "tensor_parallel", "activation_checkpointing"):
         model = prepared.shared_hooks.run_stage(stage, model)
     if model is not entry.value and uncompiled(entry.value) is model:
-        # The user compiled it already: keep doing so, in place, with the compiler torch was given.
+        # The user compiled it already, so it is compiled in place with the same compiler.
         model.compile(**_compile_options(entry.value))
     if backend.compile_at == "before":
         model = prepared.shared_hooks.run_stage("compile", model)
@@ -107,7 +108,7 @@ def _compile_options(optimized: Any) -> dict[str, Any]:
 
 
 def _point_schedulers(plan: PreparePlan) -> None:
-    """Let schedulers follow whoever took an optimizer's place with groups of its own."""
+    """Point schedulers at an optimizer that replaced theirs with its own parameter groups."""
     for optimizer in plan.of_kind("optimizer"):
         was, now = optimizer.original, optimizer.value
         if getattr(now, "param_groups", None) is not getattr(was, "param_groups", None):
@@ -116,18 +117,18 @@ def _point_schedulers(plan: PreparePlan) -> None:
 
 
 class _StepMark(LRScheduler):
-    """Sets no rate: making one has torch note the steps of an optimizer."""
+    """Sets no learning rate. Creating one makes torch count the steps of an optimizer."""
 
     def _initial_step(self) -> None:
-        """Leave the rates alone."""
+        """Do not change learning rates."""
 
 
 def _repoint(scheduler: Any, before: Any, now: Any) -> None:
-    """Let a scheduler, and those inside of it, set the learning rates of another optimizer."""
+    """Make a scheduler, and schedulers inside it, set the learning rates of another optimizer."""
     if getattr(scheduler, "optimizer", None) is before:
         scheduler.optimizer = now
         if isinstance(now, Optimizer) and hasattr(now.step, "__func__"):
-            _StepMark(now)  # or a scheduler made for another one warns that steps are not noted
+            _StepMark(now)  # without it, torch warns that the optimizer did not step
     for inner in getattr(scheduler, "_schedulers", ()):
         _repoint(inner, before, now)
 

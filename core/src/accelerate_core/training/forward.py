@@ -1,4 +1,4 @@
-"""Mixed precision around a model's forward, without changing the model's class."""
+"""Run a model's forward in mixed precision, without changing the model's class."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class MixedForward:
-    """A model's `forward` under autocast, its outputs converted to fp32 if asked for.
+    """A model's `forward` under autocast, optionally with outputs converted to fp32.
 
-    It knows its module by reference, so a deep copy of the model gets a wrapper
-    of its own, and a pickle holds the plain forward.
+    It refers to its module, so a deep copy of the model gets its own wrapper, and a pickle contains
+    the plain forward.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class MixedForward:
         if not self._upcast:
             return output
         if type(output) is torch.Tensor and output.dtype in _HALVES:
-            return output.float()  # what most models return, without walking a structure
+            return output.float()  # the common case, without walking a structure
         return convert_to_fp32(output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedForward:
@@ -79,7 +79,7 @@ def wrap_forward(
     if own is None:
         function: Callable[..., Any] = type(model).forward
     else:
-        # Someone has patched this instance: keep the patch inside.
+        # The instance has a patched forward, which stays inside.
         def function(_: Any, *args: Any, **kwargs: Any) -> Any:
             return own(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Where an Accelerator's loops are: which loaders are open, and which served the last batch."""
+"""The position of the training loop: accumulation, open loaders, and the loader of the last batch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from accelerate_core.distributed import process
 
 @dataclass(slots=True)
 class BatchInfo:
-    """What a loader knows about the batch it handed out last.
+    """Facts about the batch that a loader yielded last.
 
-    `last`: no batch follows. `real`: how many samples of the global batch (all ranks' batches in
-    rank order) are real where the rest was added to fill it up, else None. `whole`: how many
-    samples a global batch has, None if it is not known.
+    Attributes:
+        last: whether it is the last one.
+        real: the number of real samples in the global batch (all ranks' batches in rank order) if it
+            was padded, else None.
+        whole: the number of samples in a full global batch; None if unknown.
     """
 
     last: bool = False
@@ -25,7 +27,7 @@ class BatchInfo:
 
 
 class _Current(type):
-    """Lets a class called without arguments return the latest Accelerator's instance, if there is one."""
+    """Calling the class without arguments returns the instance of the latest Accelerator, if one exists."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         user = None if args or kwargs else process.current_user()
@@ -34,19 +36,20 @@ class _Current(type):
 
 @dataclass(eq=False, repr=False)
 class GradientState(metaclass=_Current):
-    """Gradient accumulation settings, and the open loaders, of one Accelerator.
+    """The gradient accumulation settings and the open loaders of one Accelerator.
 
-    Without arguments it is that of the latest Accelerator, or one of its own where there is none.
+    Without arguments, the class returns the state of the latest Accelerator, or a new one if there
+    is no Accelerator.
+
+    Loaders yield their batches through `serve`. Accumulation depends on whether the *open* loader
+    that yielded last is at its end. Metrics depend on the batch yielded *last*, even if its loop was
+    left early. Loaders are held by weak references.
 
     Args:
         num_steps: micro-batches per optimizer step.
         adjust_scheduler: step the schedulers only when the optimizer steps.
-        sync_with_dataloader: a loader's last batch ends an accumulation early.
-        sync_each_batch: synchronise gradients on every micro-batch.
-
-    A loader hands its batches out through `serve`. Accumulation asks the *open* loader that served
-    last whether its data ends; metrics ask about the batch handed out *last*, even if its loader
-    was abandoned. Loaders are held by weak references.
+        sync_with_dataloader: end an accumulation cycle early at the last batch of a loader.
+        sync_each_batch: synchronise gradients in every micro-batch.
     """
 
     num_steps: int = 1
@@ -54,13 +57,13 @@ class GradientState(metaclass=_Current):
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
     sync_gradients: bool = field(default=True, init=False)
-    #: How often gradients have been computed.
+    #: The number of backward passes.
     backwards: int = field(default=0, init=False)
-    #: How often a prepared optimizer was stepped.
+    #: The number of steps of prepared optimizers.
     steps: int = field(default=0, init=False)
-    #: Called by a loader when the body of its loop has run; None costs nothing.
+    #: Called after each iteration of a loop over a loader; None for nothing.
     loop_body_end: Callable[[], None] | None = field(default=None, init=False)
-    #: Whether it is running, or has raised: what it raises is not the loader's.
+    #: Whether `loop_body_end` is running or has raised; the loader is not to blame for that exception.
     in_listener: bool = field(default=False, init=False)
     _open: list[tuple[weakref.ref[Any], BatchInfo]] = field(default_factory=list, init=False)
     _touched: BatchInfo | None = field(default=None, init=False)
@@ -78,16 +81,16 @@ class GradientState(metaclass=_Current):
     def serve(
         self, loader: Any, start: Callable[[BatchInfo], Iterator[Any]], whole: int | None = None
     ) -> Iterator[Any]:
-        """Iterate over a loader's batches, and track where the loop is.
+        """Iterate over a loader's batches, and track the position of the loop.
 
-        Nothing happens before the first batch is asked for: progress bars make an iterator that
-        they never advance.
+        Nothing happens before the first batch is requested, because progress bars create iterators
+        that they never advance.
 
         Args:
             loader: the prepared loader.
-            start: opens its data and returns the batches. It is given the record of the iteration,
-                in which `last` and `real` have to be set when a batch comes out.
-            whole: samples of a full global batch, None if that is not known.
+            start: opens the data and returns the batches. Its argument is the record of the
+                iteration; set `last` and `real` in it before yielding a batch.
+            whole: samples in a full global batch; None if unknown.
         """
         served = BatchInfo(whole=whole)
         batches = start(served)
@@ -104,36 +107,36 @@ class GradientState(metaclass=_Current):
             exhausted = True
         finally:
             self._open = [one for one in self._open if one[1] is not served]
-            # What is computed from the last batch of an abandoned iteration (`next(iter(loader))`,
-            # `break`, an exception) may still have to be cut to the real samples.
+            # If the loop was left early (`next(iter(loader))`, `break`, an exception), metrics of its
+            # last batch may still have to be cut to the real samples.
             if exhausted and self._touched is served:
                 innermost = self._innermost()
                 self._touched = innermost[1] if innermost else None
 
     def hold(self, inner: Any, outer: Any) -> bool:
-        """Show scripts the loader they hold, `outer`, where `inner` is open; False: it is not."""
+        """Report `outer` as the open loader in place of `inner`; return False if `inner` is not open."""
         found = [i for i, (reference, _) in enumerate(self._open) if reference() is inner]
         for index in found:
             self._open[index] = (weakref.ref(outer), self._open[index][1])
         return bool(found)
 
     def forget(self) -> None:
-        """Forget every loader, open or touched."""
+        """Forget all loaders."""
         self._open.clear()
         self._touched = None
         self.sync_gradients = True
 
     def metrics_cut(self) -> tuple[int, int | None]:
-        """Return how many samples of the global batch served last are real, 0 if all are, and how
-        many a global batch has, None if that is not known.
+        """Return the number of real samples in the global batch yielded last (0 if all are real), and
+        the size of a full global batch (None if unknown).
         """
         touched = self._touched
         return (0, None) if touched is None else (touched.real or 0, touched.whole)
 
     def _active(self) -> tuple[Any, BatchInfo] | None:
-        """Return the open loader that served last, else the one opened last.
+        """Return the open loader that yielded last, else the one opened last.
 
-        An iterator that is kept for later stays open and says nothing about the loop around it.
+        An iterator that is kept for later stays open, but does not describe the loop around it.
         """
         touched = self._touched
         for reference, served in self._open:
@@ -157,31 +160,31 @@ class GradientState(metaclass=_Current):
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """The open loaders that are alive, outermost first."""
+        """The open loaders that still exist, outermost first."""
         alive = (reference() for reference, _ in self._open)
         return [loader for loader in alive if loader is not None]
 
     @property
     def active_dataloader(self) -> Any | None:
-        """The open loader that served last, or None outside of every loop."""
+        """The open loader that yielded last; None outside of loops."""
         innermost = self._active()
         return innermost[0] if innermost else None
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether an iteration is open."""
+        """Whether a loop over a loader is running."""
         return self._active() is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the open loader that served last has served its last batch."""
+        """Whether the open loader has yielded its last batch."""
         if self._open and self._open[-1][1] is self._touched and self._open[-1][0]() is not None:
-            return self._open[-1][1].last  # in every micro-batch, so without another call
+            return self._open[-1][1].last  # runs in every micro-batch, so it avoids another call
         innermost = self._active()
         return innermost is not None and innermost[1].last
 
     @property
     def remainder(self) -> int:
-        """The `remainder` of the open loader that served last; -1 if there is none or it does not know."""
+        """The `remainder` of the open loader; -1 if there is none or it is unknown."""
         innermost = self._active()
         return int(getattr(innermost[0], "remainder", -1)) if innermost else -1

@@ -1,4 +1,4 @@
-"""The step: accumulation, backward, clipping, mixed precision."""
+"""One training step: accumulation, backward, clipping and mixed precision."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ if TYPE_CHECKING:
 
 
 class TrainingLoop:
-    """The step: accumulation, backward, clipping, mixed precision.
+    """One training step: accumulation, backward, clipping and mixed precision.
 
     Args:
-        hooks: of the active backend.
-        backend: says what it takes over.
-        state: where the loops are in their accumulation cycle.
-        comm: the ranks over which a loss is summed.
-        distributed: whether gradients are shared between ranks.
-        defers_sync: whether a backward under the backend's `no_sync` leaves something out.
-        models, optimizers: the prepared ones; lists that grow.
+        hooks: the hooks of the active backend.
+        backend: declares what it does itself (`owns`).
+        state: the position in the accumulation cycle.
+        comm: the communicator of the ranks over which a loss is summed.
+        distributed: whether ranks share gradients.
+        defers_sync: whether a backward under the backend's `no_sync` skips work.
+        models: the prepared models; the list grows.
+        optimizers: the prepared optimizers; the list grows.
         scaler: scales losses; None if they are not scaled.
     """
 
@@ -61,14 +62,14 @@ class TrainingLoop:
         self.state = state
         #: Micro-batches seen in the current accumulation cycle.
         self.step = 0
-        #: Whether a block of `accumulate` was entered, and whether one inside of a cycle was watched.
+        #: Whether `accumulate` was entered, and whether a micro-batch inside a cycle was checked for misuse.
         self.entered = False
         self.watched = False
         refusal = None
         if not (self._divides_loss or backend.supports.get("num_items", False)):
             refusal = (
-                f"The backend {backend.name!r} accumulates by itself and cannot count "
-                "items: leave num_items out, and let each loss be a mean."
+                f"Backend {backend.name!r} accumulates gradients itself and cannot count items. "
+                "Remove num_items, and make each loss a mean."
             )
         self.tokens = TokenCount(comm, hooks.scale_gradients, refusal)
         self.scaler = scaler
@@ -91,7 +92,7 @@ class TrainingLoop:
         return self.unsynced([model] if model is not None else self.models)
 
     def unsynced(self, models: Sequence[torch.nn.Module]) -> AbstractContextManager[Any]:
-        """Return `no_sync` of several models."""
+        """Return the combined `no_sync` context of several models."""
         if not self.distributed:
             return nullcontext()
         if len(models) == 1:
@@ -102,13 +103,13 @@ class TrainingLoop:
         return stack
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context whose backward synchronises, though forward ran under `no_sync`."""
+        """Return a context in which backward synchronises even if forward ran under `no_sync`."""
         if not self.distributed:
             return nullcontext()
         return self._hooks.trigger_sync_in_backward(model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run backward on a loss: divided by the accumulation steps, scaled, synchronised."""
+        """Divide the loss by the accumulation steps, scale it, and run backward."""
         learning_rate = kwargs.pop("learning_rate", None) if kwargs else None
         if learning_rate is not None and self._fused_optimizers():
             self.lomo_backward(self._divided(loss), learning_rate)
@@ -116,7 +117,7 @@ class TrainingLoop:
         tokens, state = self.tokens, self.state
         if not state.backwards:
             check_loss(loss, self.models)
-        # As `_divided`, without its call: this runs in every step.
+        # The same as `_divided`, inlined because this runs in every step.
         if tokens.open:
             loss = tokens.divided(loss)
         elif self._divides_loss and state.num_steps > 1:
@@ -156,17 +157,17 @@ class TrainingLoop:
         fused = self._fused_optimizers()
         if not fused:
             raise ConfigurationError(
-                "No prepared optimizer has a fused_backward, such as Lomo or AdaLomo."
+                "No prepared optimizer has a fused_backward method, as Lomo and AdaLomo have."
             )
         for optimizer in fused:
             optimizer.fused_backward(loss, learning_rate)
 
     def autocast(self, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
-        """Return the context of mixed precision; no effect if precision is not mixed."""
+        """Return the autocast context; it has no effect without mixed precision."""
         return self._hooks.autocast(None, handler)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Undo gradient scaling, once per step; no effect without a scaler."""
+        """Unscale gradients, once per step; this has no effect without a scaler."""
         if self.scaler is None:
             return
         chosen = self.optimizers if optimizer is None else optimizer
@@ -175,7 +176,7 @@ class TrainingLoop:
         self.scaler.unscale(inner)
 
     def update_scale(self) -> None:
-        """Apply a scale update that waits for other optimizers, before state is read."""
+        """Apply a pending update of the scale, before state is read."""
         if self.scaler is not None:
             self.scaler.update_scale()
 
@@ -199,15 +200,15 @@ class TrainingLoop:
         self._hooks.clip_grad(tensors, None, 2.0, largest)
 
     def _clippable(self, parameters: Any) -> tuple[list[torch.Tensor], float]:
-        """Return parameters, and what their gradients are multiplied by.
+        """Return the parameters, and the scale of their gradients.
 
-        Inside a cycle they stay scaled, and only then is the scale read from the device.
+        Gradients stay scaled inside a cycle; only then is the scale read from the device.
         """
         single = isinstance(parameters, torch.Tensor)
         if isinstance(parameters, torch.nn.Module):
             raise ConfigurationError(
-                f"Gradients are clipped of parameters, not of a module ({type(parameters).__name__}): "
-                "pass model.parameters()."
+                f"Gradient clipping takes parameters, not a module ({type(parameters).__name__}). "
+                "Pass model.parameters()."
             )
         tensors = [parameters] if single else list(parameters)
         if self.scaler is None:
@@ -219,11 +220,11 @@ class TrainingLoop:
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether a prepared optimizer's last step was left out because of an overflow."""
+        """Whether the last step of a prepared optimizer was skipped because of an overflow."""
         return any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
     def train_step(self, batch: Any, model: torch.nn.Module | None = None) -> ScheduleResult:
-        """Run forward and backward of one batch on a backend that owns both."""
+        """Run forward and backward of one batch, on a backend that runs both itself."""
         self.update_scale()
         result = self._run_schedule(model, batch, training=True)
         self.state.backwards += 1
@@ -232,7 +233,7 @@ class TrainingLoop:
         return result
 
     def eval_step(self, batch: Any, model: torch.nn.Module | None = None) -> ScheduleResult:
-        """Run forward of one batch on a backend that owns it; as `train_step` otherwise."""
+        """Run forward of one batch, on a backend that runs it itself."""
         return self._run_schedule(model, batch, training=False)
 
     def _run_schedule(
@@ -240,7 +241,7 @@ class TrainingLoop:
     ) -> ScheduleResult:
         if model is None and len(self.models) != 1:
             raise ConfigurationError(
-                f"{len(self.models)} models are prepared: name the one to run, "
+                f"{len(self.models)} models are prepared. Pass the one to run: "
                 "train_step(batch, model)."
             )
 
@@ -261,7 +262,7 @@ class TrainingLoop:
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[Any]:
-        """Return a context in which buffers are sharded along the sequence; else no effect."""
+        """Return a context in which buffers are sharded along the sequence, if the mesh can."""
         return self._hooks.context_parallel(buffers, buffer_seq_dims, no_restore_buffers)
 
 
@@ -270,10 +271,10 @@ def _no_number(method: str, argument: str, value: object) -> ConfigurationError:
 
 
 def _check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
-    """After a failed backward: refuse a loss that backward cannot start from.
+    """Raise a clear error, after backward failed, for a loss that backward cannot start from.
 
     Raises:
-        ConfigurationError: it is not a tensor with a single element.
+        ConfigurationError: the loss is not a tensor with a single element.
     """
     if not isinstance(loss, torch.Tensor):
         raise ConfigurationError(f"backward(loss={loss!r}): loss must be a tensor.") from None
@@ -286,7 +287,7 @@ def _check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
 
 @dataclass(eq=False, slots=True)
 class MicroBatch:
-    """The context of `accumulate`; a class, since a generator costs more than all it does."""
+    """The context of `accumulate`. A class, because a generator would cost more than its work."""
 
     _loop: TrainingLoop
     _models: Sequence[torch.nn.Module]

@@ -13,15 +13,15 @@ from accelerate_core.contract.members import PreparedOptimizer
 
 @dataclass(eq=False)
 class LossScaler:
-    """When torch's gradient scaler unscales, steps and updates.
+    """Decides when torch's gradient scaler unscales, steps and updates.
 
-    Inside an accumulation cycle gradients stay scaled. With several optimizers the scale is
-    updated once all have stepped, at the latest before the next loss is scaled: an update between
-    two steps would forget that the second is unscaled already.
+    Gradients stay scaled inside an accumulation cycle. With several optimizers, the scale is updated
+    after all of them have stepped, or before the next loss is scaled if that comes first. An update
+    between two steps would forget that the second optimizer is already unscaled.
 
     Args:
-        scaler: a `torch.amp.GradScaler`, or one of its interface.
-        _optimizers: the prepared optimizers, a list that grows.
+        scaler: a `torch.amp.GradScaler`, or an object with its interface.
+        _optimizers: the prepared optimizers; the list grows.
         _unscale: the hook that unscales the gradients of one inner optimizer.
     """
 
@@ -40,7 +40,7 @@ class LossScaler:
                 self._unscaled.add(id(one))
 
     def unscale_owners(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Unscale the optimizers of these parameters only: another may be mid-cycle."""
+        """Unscale only the optimizers of these parameters, because others may be inside a cycle."""
         if len(self._optimizers) == 1:
             self.unscale([self._optimizers[0].optimizer])
             return
@@ -52,7 +52,7 @@ class LossScaler:
         self.unscale(owners)
 
     def note_step(self, optimizer: Any) -> None:
-        """Note that the scaler stepped an inner optimizer."""
+        """Record that the scaler stepped an inner optimizer."""
         self._unscaled.discard(id(optimizer))
         self.stepped.add(id(optimizer))
         if len(self.stepped) >= len(self._optimizers):
@@ -61,8 +61,8 @@ class LossScaler:
     def update_scale(self) -> None:
         """Update the scale if an optimizer has stepped since the last update.
 
-        `GradScaler.update` forgets who is unscaled, and would divide the gradients of those that
-        have not stepped yet once more: for them it is put back.
+        `GradScaler.update` forgets which optimizers are unscaled, and would unscale those that have
+        not stepped yet a second time. So their state is restored after the update.
         """
         if not self.stepped:
             return
@@ -83,11 +83,11 @@ class LossScaler:
         self._unscaled &= waiting
 
     def scale(self) -> float:
-        """Return the scale; it is read from the device."""
+        """Read the scale from the device."""
         return float(self.scaler.get_scale())
 
 
-# Plain loops: a generator would cost a call per parameter in every step.
+# Plain loops, because a generator costs a call per parameter in every step.
 def _has_gradients(optimizer: Any) -> bool:
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -1,7 +1,7 @@
-"""Loops that look right and train something else: each check looks once, and warns.
+"""Warn about loops that look right but train something else.
 
-None of them costs anything once it has looked: they run at the first block of `accumulate`, at the
-first two calls of `backward`, and when results of `prepare` are handed out.
+Each check runs once: in the first `accumulate` block, in the first two calls of `backward`, or when
+`prepare` returns. Later steps cost nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from accelerate_core.training.optimizer import AcceleratedOptimizer
 
 
 class StepWatch:
-    """Warns of an optimizer that steps in the middle of an accumulation cycle.
+    """Warns about an optimizer that steps in the middle of an accumulation cycle.
 
-    Prepared optimizers do nothing there, so one that steps is not prepared.
+    Prepared optimizers do nothing there, so an optimizer that steps is not prepared.
 
     Args:
         prepared: the prepared optimizers.
@@ -37,11 +37,11 @@ class StepWatch:
         self.end()
         kind = type(optimizer).__name__
         if any(optimizer is one.optimizer for one in self._prepared):
-            which = f"the {kind} that prepare() was given, and not the one that it returned,"
+            which = f"the {kind} that was passed to prepare(), not the one that it returned,"
         else:
             which = f"the {kind}, which was not prepared,"
         warn(
-            f"accumulate(): {which} steps in every micro-batch, not once per cycle. "
+            f"accumulate(): {which} steps in every micro-batch instead of once per cycle. "
             "Step the optimizer that accelerator.prepare(...) returns."
         )
 
@@ -51,18 +51,18 @@ class StepWatch:
 
 
 def warn_never_accumulated(steps: int) -> None:
-    """Warn of losses that are divided for an accumulation that does not happen."""
+    """Warn that losses are divided for an accumulation that does not happen."""
     warn(
         f"gradient_accumulation_steps={steps} divides every loss by {steps}, but the optimizer steps "
-        "after each backward: the loop never enters accelerator.accumulate(). Put its body into "
-        "`with accelerator.accumulate(model):`, or leave gradient_accumulation_steps at 1."
+        "after each backward, because the loop never enters accelerator.accumulate(). Put its body "
+        "into `with accelerator.accumulate(model):`, or set gradient_accumulation_steps to 1."
     )
 
 
 class NotCalled:
-    """A hook on a backend's wrapper, until the wrapper is called for the first time.
+    """A hook on a backend's wrapper that removes itself when the wrapper is called.
 
-    A pickle or a copy of the wrapper has a hook that does nothing in its place.
+    In a pickle or a copy of the wrapper, a hook that does nothing replaces it.
     """
 
     def __init__(self, wrapper: torch.nn.Module) -> None:
@@ -76,18 +76,18 @@ class NotCalled:
 
 
 def _nothing(module: torch.nn.Module, args: Any) -> None:
-    """Stand in a copy's place of `NotCalled`."""
+    """Replace `NotCalled` in copies."""
 
 
 def check_loss(loss: torch.Tensor, models: Sequence[torch.nn.Module]) -> None:
-    """Warn of a loss whose gradients reach no prepared model, or one past its wrapper.
+    """Warn about a loss whose gradients reach no prepared model, or bypass its wrapper.
 
     Args:
-        loss: before its backward.
-        models: those that were prepared.
+        loss: the loss, before backward.
+        models: the prepared models.
     """
     prepared = {id(one): (model, one) for model in models for one in model.parameters()}
-    # Shards of parameters stand in the model, while the graph has the whole ones.
+    # The model holds shards of parameters, while the graph holds whole ones.
     if not prepared or any(hasattr(one, "device_mesh") for _, one in prepared.values()):
         return
     reached: torch.Tensor | None = None
@@ -99,9 +99,9 @@ def check_loss(loss: torch.Tensor, models: Sequence[torch.nn.Module]) -> None:
     if reached is not None:
         names = ", ".join(sorted({type(model).__name__ for model in models}))
         warn(
-            f"backward() got a loss that no prepared model ({names}) had a part in: its gradients go to "
-            f"others, such as a parameter of shape {list(reached.shape)}. Compute the loss with the model "
-            "that accelerator.prepare(...) returned."
+            f"backward() got a loss that does not depend on a prepared model ({names}). Its gradients "
+            f"reach other parameters, such as one of shape {list(reached.shape)}. Compute the loss with "
+            "the model that accelerator.prepare(...) returned."
         )
 
 
@@ -109,15 +109,15 @@ def _check_called(model: torch.nn.Module) -> None:
     if any(isinstance(hook, NotCalled) for hook in model._forward_pre_hooks.values()):
         kind = type(model).__name__
         warn(
-            f"backward() got a loss of the model inside of the {kind} that prepare() returned, and the "
-            f"{kind} itself was not called: ranks may not share its gradients. Call what "
+            f"backward() got a loss of the model inside the {kind} that prepare() returned, but the "
+            f"{kind} itself was not called, so ranks may not share its gradients. Call the model that "
             "accelerator.prepare(...) returned."
         )
 
 
 def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that the gradients of a loss are collected in."""
-    first = getattr(loss, "grad_fn", None)  # what is no tensor is refused by backward itself
+    """Yield the leaf tensors that receive gradients from a loss."""
+    first = getattr(loss, "grad_fn", None)  # backward itself raises for anything but a tensor
     waiting: list[Any] = [] if first is None else [first]
     seen = set(waiting)
     while waiting:
@@ -132,26 +132,26 @@ def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def warn_if_thrown_away(given: Iterable[Any], made: Iterable[Any]) -> None:
-    """Warn if the statement that called `prepare` does nothing with what it returns.
+    """Warn if the statement that called `prepare` ignores its result.
 
-    Nothing is lost where every object was prepared in place.
+    The result is not needed if all objects were prepared in place.
     """
     lost = [type(old).__name__ for old, new in zip(given, made, strict=True) if old is not new]
     if lost and _result_is_dropped():
         warn(
-            f"The results of prepare() are thrown away: the script keeps using {', '.join(lost)} as "
-            "before. Use what it returns: `model, optimizer, loader = accelerator.prepare(model, "
+            f"The results of prepare() are ignored, so the script keeps using the unprepared "
+            f"{', '.join(lost)}. Assign them: `model, optimizer, loader = accelerator.prepare(model, "
             "optimizer, loader)`."
         )
 
 
 def _result_is_dropped() -> bool:
-    """Tell whether the user's line that called a `prepare` of ours is a statement of its own."""
+    """Tell whether the user's line that called `prepare` is a statement that drops the result."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not of_the_user(frame):
         name = frame.f_code.co_name
         if not (name in ("_result_is_dropped", "warn_if_thrown_away", "call") or "prepare" in name):
-            return False  # another function of ours prepares, and keeps what it gets
+            return False  # another function of this package called prepare, and keeps the result
         frame = frame.f_back
     if frame is None:
         return False

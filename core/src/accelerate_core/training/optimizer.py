@@ -14,7 +14,7 @@ from accelerate_core.training.skipped_steps import SkipWatch
 
 
 class OptimizerHooks(Protocol):
-    """How an optimizer is stepped: the hooks of a backend."""
+    """The hooks of a backend that step an optimizer."""
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None) -> bool:
         """Step the inner optimizer; return False if the step was skipped (overflow)."""
@@ -26,10 +26,11 @@ class OptimizerHooks(Protocol):
 class AcceleratedOptimizer(Optimizer):
     """An optimizer whose `step` and `zero_grad` do nothing inside an accumulation cycle.
 
-    Everything else is the inner optimizer's, reachable as `optimizer`.
+    All other attributes come from the inner optimizer, `optimizer`.
 
     Args:
-        gradient_state: says whether it steps now.
+        optimizer: the optimizer to wrap.
+        gradient_state: tells whether to step now.
         hooks: the backend's `optimizer_step` and `zero_grad`.
         loss_scaler: updates the scale after each step; None if losses are not scaled.
         after_step: called after each step.
@@ -46,7 +47,7 @@ class AcceleratedOptimizer(Optimizer):
         after_step: Callable[[Any], None] | None = None,
         skips: SkipWatch | None = None,
     ) -> None:
-        # Optimizer.__init__ is not called: groups and state stay the inner optimizer's.
+        # Optimizer.__init__ is not called, because groups and state stay in the inner optimizer.
         self.optimizer = optimizer
         self.gradient_state = gradient_state
         self._hooks = hooks
@@ -54,7 +55,7 @@ class AcceleratedOptimizer(Optimizer):
         self._after_step = after_step
         self._was_skipped = False
         self._skips = skips
-        #: Steps taken, and how many backwards had run before the last one.
+        #: The number of steps, and of backward passes before the last step.
         self.steps_taken = 0
         self.seen_backwards = 0
 
@@ -67,7 +68,7 @@ class AcceleratedOptimizer(Optimizer):
         return f"{type(self).__name__}({self.optimizer!r})"
 
     def __reduce__(self) -> Any:
-        # What belongs to this run stays here: a pickle or a copy is of the user's own optimizer.
+        # State of this run is not pickled; a pickle or a copy contains the user's own optimizer.
         return unwrapped, (self.optimizer,)
 
     @property
@@ -90,7 +91,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Hyperparameters of groups that do not state theirs."""
+        """Default hyperparameters of groups."""
         return self.optimizer.defaults
 
     @defaults.setter
@@ -110,7 +111,7 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, on the boundary of an accumulation cycle only.
+        """Clear gradients, at the boundary of an accumulation cycle only.
 
         Args:
             set_to_none: drop the gradients instead of filling them with zeros.
@@ -119,7 +120,7 @@ class AcceleratedOptimizer(Optimizer):
             self._hooks.zero_grad(self.optimizer, set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, on the boundary of an accumulation cycle only; return what the closure returned."""
+        """Step, at the boundary of an accumulation cycle only; return the result of the closure."""
         if not self.gradient_state.sync_gradients:
             return None
         result: list[Any] = []
@@ -147,7 +148,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because a gradient overflowed."""
+        """Whether the last step was skipped because a gradient overflowed."""
         return self._was_skipped
 
     def train(self) -> None:

@@ -15,16 +15,22 @@ from accelerate_core.training.optimizer import AcceleratedOptimizer
 class AcceleratedScheduler:
     """A scheduler that follows the steps of its optimizers.
 
-    * Inside an accumulation cycle, and where the optimizer's step was skipped, it stands still.
-    * `num_processes` steps at a time, if `scheduler_steps` is "per_process": it was written for one
-      process's number of batches, of which n processes see an n-th each. With `split_batches` one,
-      as nothing changed. Called with
-      a metric (`ReduceLROnPlateau`) or an epoch it steps once: n times the same one would be n
-      times without getting better.
-    * `step_with_optimizer=False` (stepped per epoch, say): it steps as called.
+    * It does not move inside an accumulation cycle, or if the optimizer's step was skipped.
+    * With `scheduler_steps="per_process"` it moves `num_processes` steps at a time: it was written for
+      the number of batches of one process, and each of n processes sees an n-th of them. With
+      `split_batches` it moves one step, because the number of batches stays the same. Called with a
+      metric (`ReduceLROnPlateau`) or an epoch it moves once; n calls with the same metric would count
+      as n times without improvement.
+    * With `step_with_optimizer=False`, for example if it is stepped once per epoch, it moves when
+      called.
 
     Args:
-        gradient_state: says whether optimizers step now.
+        scheduler: the scheduler to wrap.
+        optimizers: the prepared optimizers that it follows.
+        gradient_state: tells whether optimizers step now.
+        num_processes: how many steps it moves at a time.
+        step_with_optimizer: whether it follows the optimizers.
+        split_batches: whether the batch size is that of all processes.
         on_first_step: called once, when the scheduler first moves.
     """
 
@@ -49,11 +55,11 @@ class AcceleratedScheduler:
         self._at_a_time = 1 if split_batches else num_processes
         self._on_first_step = on_first_step
 
-    #: A backend that wraps schedulers itself has them pointed at another optimizer, too.
+    # A backend that wraps schedulers itself also points them at another optimizer.
 
     @property
     def optimizer(self) -> Any:
-        """Whose rates it sets."""
+        """The optimizer whose learning rates it sets."""
         return self.scheduler.optimizer
 
     @optimizer.setter
@@ -66,18 +72,18 @@ class AcceleratedScheduler:
         return getattr(self.scheduler, name)
 
     def __reduce__(self) -> Any:
-        # As for optimizers: a pickle or a copy is of the user's own scheduler.
+        # A pickle or a copy contains the user's own scheduler, as for optimizers.
         return unwrapped, (self.scheduler,)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step as the optimizer did; arguments (a metric, an epoch) are passed on."""
+        """Step if the optimizer did. Arguments (a metric, an epoch) are passed to the scheduler."""
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
         state = self.gradient_state
         if not state.sync_gradients:
             if state.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
-                # Calls are counted although nothing moves: torch warns by this count.
+                # torch compares this count with the optimizer's to warn, so calls are counted without moving.
                 self.scheduler._step_count += 1
             return
         for optimizer in self.optimizers:
@@ -88,13 +94,13 @@ class AcceleratedScheduler:
             self._on_first_step = None
         total = getattr(self.scheduler, "total_steps", None)
         for _ in range(1 if args or kwargs else self._at_a_time):
-            # The last round of n may reach over the end that a one-cycle schedule refuses to pass.
+            # The last n steps may pass the end of a one-cycle schedule, which raises an error there.
             if total is not None and self.scheduler.last_epoch + 1 > total:
                 return
             self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        """Return the rates that were set last, one per parameter group."""
+        """Return the learning rates set last, one per parameter group."""
         rates: list[float | torch.Tensor] = self.scheduler.get_last_lr()
         return rates
 
@@ -104,5 +110,5 @@ class AcceleratedScheduler:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of `state_dict` into the inner scheduler."""
+        """Load a state into the inner scheduler."""
         self.scheduler.load_state_dict(state_dict)

@@ -1,10 +1,10 @@
-"""Counting what the losses of an accumulation cycle are summed over.
+"""Count the items (tokens, samples) that the losses of an accumulation cycle are summed over.
 
-The gradient wanted is that of `sum of all losses / number of all items`, over the micro-batches of
-a cycle and over the ranks. Backends average gradients over the ranks, and what the number will be
-is known in the last micro-batch only; so gradients are summed as they come and multiplied once by
-`ranks / items`. Until then losses are divided by a power of two of about the size of that: it
-changes no digit, and keeps low precision formats in their range.
+The goal is the gradient of `sum of all losses / number of all items`, over the micro-batches of a
+cycle and over the ranks. Backends average gradients over the ranks, and the number of items is only
+known in the last micro-batch. So gradients are summed first, and multiplied once by `ranks / items`.
+Until then, losses are divided by a power of two of about that size, which is exact and keeps low
+precision formats in range.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ Count = int | float | torch.Tensor
 
 
 class TokenCount:
-    """The items of one accumulation cycle.
-
-    `open` says whether the current cycle counts; who ends it sets it to False. `factor` is a 0-d
-    tensor once the cycle's last micro-batch has begun, and `applied` whether the gradients have been
-    multiplied by it.
+    """Counts the items of one accumulation cycle.
 
     Args:
-        comm: the ranks over which a loss is summed.
+        comm: the communicator of the ranks over which a loss is summed.
         scale_gradients: the hook that multiplies the gradients of models by a 0-d tensor.
-        refusal: why the backend cannot count, if it cannot.
+        refusal: why the backend cannot count; None if it can.
+
+    Attributes:
+        open: whether the current cycle counts. The code that ends the cycle sets it to False.
+        factor: a 0-d tensor, once the last micro-batch of the cycle has begun.
+        applied: whether the gradients have been multiplied by `factor`.
     """
 
     def __init__(
@@ -57,13 +58,14 @@ class TokenCount:
         """Count the items of one micro-batch on this rank.
 
         Args:
-            items: how many; a tensor of one element is not read back.
-            models: those it trains.
-            first, last: whether the micro-batch begins or ends its cycle.
+            items: the number of items; a tensor is not read back to the host.
+            models: the models that the micro-batch trains.
+            first: whether the micro-batch begins its cycle.
+            last: whether the micro-batch ends its cycle.
 
         Raises:
-            ConfigurationError: some micro-batches of a cycle give a number and others do not, it
-                is negative or no number, or the backend cannot count.
+            ConfigurationError: only some micro-batches of a cycle have a number, it is negative or
+                not a number, or the backend cannot count.
         """
         if items is not None and self._refusal is not None:
             raise ConfigurationError(self._refusal)
@@ -80,29 +82,29 @@ class TokenCount:
             self._local = 0
             self._divisor = self._next_divisor
         elif self.open != (items is not None):
-            given = "this one has none" if self.open else "the earlier ones had none"
+            given = "this one has none" if self.open else "earlier ones had none"
             raise ConfigurationError(
-                f"accumulate(num_items=...) has to be given for every micro-batch of an "
-                f"accumulation cycle or for none, and {given}."
+                f"accumulate(num_items=...) must be passed for every micro-batch of an accumulation "
+                f"cycle or for none, and {given}."
             )
         if items is None:
             return
         if isinstance(items, torch.Tensor):
             if items.numel() != 1:
                 raise ConfigurationError(
-                    f"num_items has to be one number, not a tensor of shape {list(items.shape)}. "
-                    "Count first, e.g. (labels != -100).sum()."
+                    f"num_items must be one number, not a tensor of shape {list(items.shape)}. "
+                    "Count first, for example with (labels != -100).sum()."
                 )
             items = items.detach().reshape(())
         elif isinstance(items, bool) or not isinstance(items, (int, float)) or not items >= 0:
             raise ConfigurationError(
-                f"num_items={items!r}: it is the number of items (tokens, samples) that the loss "
-                "of this micro-batch is summed over, 0 or more."
+                f"num_items={items!r} must be a number of 0 or more: the number of items (tokens, "
+                "samples) that the loss of this micro-batch is summed over."
             )
         self._local = self._local + items
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count of a cycle that has begun, as plain values and CPU tensors."""
+        """Return the count of the current cycle, as plain values and CPU tensors."""
         local = self._local
         return {
             "open": self.open,
@@ -113,7 +115,7 @@ class TokenCount:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the cycle of a `state_dict`."""
+        """Continue the cycle of a state."""
         self.open = bool(state_dict["open"])
         self.applied = bool(state_dict["applied"])
         self.factor = None
@@ -122,9 +124,9 @@ class TokenCount:
         self._next_divisor = state_dict["next_divisor"]
 
     def _compute_factor(self) -> None:
-        """Add up the ranks' counts; no value is read back to the host."""
+        """Sum the counts of the ranks, without reading a value back to the host."""
         comm = self._comm
-        # Not every device computes in float64, and not everyone who does says so.
+        # Not every device supports float64, and not every device with float64 says so.
         exact = torch.float64 if comm.device.type in ("cpu", "cuda") else torch.float32
         local = torch.as_tensor(self._local, dtype=exact, device=comm.device).reshape(1)
         per_rank = (comm.reduce(local) / comm.size).clamp(min=1.0 / comm.size).reshape(())
@@ -133,7 +135,7 @@ class TokenCount:
         self._next_divisor = torch.where(powers > per_rank, powers, torch.inf).min()
 
     def divided(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss as its gradient is to be added to those before it."""
+        """Return the loss, scaled so that its gradient can be added to the earlier ones."""
         if self.applied and self.factor is not None:
             loss = loss * self.factor.to(
                 loss.device, torch.promote_types(loss.dtype, torch.float32)
@@ -141,7 +143,7 @@ class TokenCount:
         return loss if self._divisor is None else loss / self._divisor.to(loss.device)
 
     def apply(self) -> None:
-        """Multiply the gradients by the factor, once it is there and once per cycle."""
+        """Multiply the gradients by the factor, once per cycle and as soon as it is known."""
         if not self.applied and self.factor is not None:
             self._scale_gradients(self._models, self.factor)
             self.applied = True
