@@ -416,7 +416,7 @@ def test_a_filled_step_is_filled_alike_after_resuming():
 
 def test_a_foreign_state_is_refused():
     loader = prepare_data_loader(DataLoader(range(9), 2), None, 1, 0)
-    with pytest.raises(ConfigurationError, match="no position of a prepared loader"):
+    with pytest.raises(ConfigurationError, match="not the position of a prepared loader"):
         loader.load_state_dict({"_num_yielded": 3})
     state = loader.state_dict() | {"global_batches": 1, "samples_seen": 3, "batch_size": 3}
     with pytest.raises(ConfigurationError, match="not divisible by batch_size=2"):
