@@ -249,7 +249,9 @@ def test_pinning_reaches_into_a_tagged_batch(monkeypatch):
     ],
 )
 def test_a_batch_that_cannot_be_split_is_refused(build):
-    with pytest.raises(ConfigurationError, match=r"batch_size=3 is not divisible by num_processes=2"):
+    with pytest.raises(
+        ConfigurationError, match=r"batch_size=3 is not divisible by num_processes=2"
+    ):
         build()
 
 
