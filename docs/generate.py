@@ -45,6 +45,7 @@ from accelerate_launch.commands.plugins import print_rows
 from accelerate_launch.explain.planned_run import planned_run
 from accelerate_launch.explain.report import rows as plugin_rows
 from accelerate_launch.json_schema import config_schema
+from accelerate_launch.schemas import imported_schemas
 from accelerate_testing.contract import HOOK_KINDS, contract
 from accelerate_testing.scaffold import write_repository
 from accelerate_tracking import VERBS, GeneralTracker
@@ -980,9 +981,11 @@ def _options_of_launcher(launcher: Any, name: str) -> Iterator[tuple[str, str]]:
 
 def json_schema() -> str:
     """Return the JSON schema of config files with the settings of all our plugins, for the site."""
-    return json.dumps(
-        config_schema(distributions={"accelerate-core", *catalog.distributions()}), indent=1
-    )
+    ours = {"accelerate-core", *catalog.distributions()}
+    schemas = imported_schemas()
+    if broken := [one.name for one in schemas if one.problem]:
+        raise SystemExit(f"These plugins cannot be imported: {', '.join(broken)}")
+    return json.dumps(config_schema(distributions=ours, schemas=schemas), indent=1)
 
 
 def main() -> None:

@@ -472,6 +472,6 @@ def test_a_repository_that_cannot_be_written_is_one_clear_error(
     said = plugins(root, "new", "ring2", "--kind", "backend", "--directory", str(where))
     assert said.returncode == 2
     assert f"The repository in {where} cannot be written: " in said.stderr
-    assert "Choose another place with --directory" in said.stderr
+    assert "Choose another directory with --directory" in said.stderr
     assert "Traceback" not in said.stderr
     assert (tmp_path / "file").read_text() == "kept"

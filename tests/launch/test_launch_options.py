@@ -103,7 +103,7 @@ def test_every_accelerate_option_is_accepted_or_refused_with_a_reason(
     if result.exit_code == 0:
         return
     reasons = ('pip install "accelerate-core[', "is not supported. ")
-    reasons += ("The host file 'h'", "needs a host file", "name it with --tpu_name")
+    reasons += ("The host file 'h'", "needs a host file", "Name it with --tpu_name")
     assert result.exit_code == 2, result.output
     assert any(reason in result.output for reason in reasons), result.output
     assert not result.output.startswith("Traceback")

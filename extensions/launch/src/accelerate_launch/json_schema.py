@@ -17,8 +17,8 @@ from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import disabled_names, installed
 from accelerate_launch import accelerate_options
 from accelerate_launch.checks import FORMS, rendezvous_backends
-from accelerate_launch.options import LAUNCH_OPTIONS, NAMES_PLUGIN
-from accelerate_launch.schemas import plugin_schemas
+from accelerate_launch.options import DEPRECATED, LAUNCH_OPTIONS, NAMES_PLUGIN
+from accelerate_launch.schemas import PluginSchema, plugin_schemas
 
 Schema = dict[str, Any]
 
@@ -31,7 +31,9 @@ _PATTERNS = {name: f"^(?:{pattern})$" for name, (pattern, _) in FORMS.items()} |
 
 
 def config_schema(
-    environ: Mapping[str, str] | None = None, distributions: Collection[str] | None = None
+    environ: Mapping[str, str] | None = None,
+    distributions: Collection[str] | None = None,
+    schemas: Iterable[PluginSchema] | None = None,
 ) -> Schema:
     """Return the JSON schema of a config file for the installed plugins.
 
@@ -40,6 +42,7 @@ def config_schema(
     Args:
         environ: environment variables, which can disable plugins; default: `os.environ`.
         distributions: include only plugins of these packages; default: of all packages.
+        schemas: the settings of the plugins; default: those of `plugin_schemas`.
     """
     environ = os.environ if environ is None else environ
     top: dict[str, Schema] = {}
@@ -59,7 +62,7 @@ def config_schema(
 
     plugins = [
         one
-        for one in plugin_schemas(environ)
+        for one in (plugin_schemas(environ) if schemas is None else schemas)
         if distributions is None or one.release.partition(" ")[0] in distributions
     ]
     for plugin in plugins:
@@ -104,6 +107,8 @@ def _setting(
     made: Schema = {"description": f"{field.help[:1].upper()}{field.help[1:]}."}
     if field.default is not None and isinstance(field.default, str | int | float):
         made["default"] = field.default
+    if field.help.startswith(DEPRECATED):
+        made["deprecated"] = True
     forms = _forms(field, list(choices or field.choices or ()), form)
     return made if forms is None else {**made, "anyOf": [*forms, {"$ref": "#/$defs/unset"}]}
 

@@ -12,6 +12,10 @@ from accelerate_core.config.schema import SettingField, option, settings, settin
 
 TRAINING = "Training"
 
+#: How the help of a setting begins if it is only accepted for older files and command lines. The help of
+#: `launch` leaves such options out.
+DEPRECATED = "deprecated; "
+
 #: Setting -> the kind of plugin that its value names.
 NAMES_PLUGIN = {
     "mixed_precision": "precision",

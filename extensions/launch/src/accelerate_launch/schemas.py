@@ -15,7 +15,7 @@ import pkgutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -80,16 +80,7 @@ def plugin_schemas(environ: Mapping[str, str] | None = None) -> tuple[PluginSche
     A separate process imports the plugins that are not in the cache, so this one needs no torch.
     """
     environ = os.environ if environ is None else environ
-    off = disabled_names(environ)
-    owner = ("accelerate-core", accelerate_core.__version__)
-    records = [PluginRecord("core", *named, *owner) for named in _CORE_CLASSES.items()]
-    records += (
-        record
-        for record in installed().plugins
-        if record.kind in (*WITH_SETTINGS, "launcher")
-        and record.name not in off
-        and not record.target.startswith("accelerate_core.")
-    )
+    records = _records(environ)
     file = cache_directory() / "plugins.json"
     kept = _read(file)
     places = {record.target: _place(record) for record in records}
@@ -109,6 +100,30 @@ def plugin_schemas(environ: Mapping[str, str] | None = None) -> tuple[PluginSche
                 place, stamp = places[target]
                 alive[place] = {"stamp": stamp, "said": answer}
             _write(file, alive)
+    return _schemas(records, said)
+
+
+def imported_schemas() -> tuple[PluginSchema, ...]:
+    """Return what `plugin_schemas` does, but import the plugins here and use no cache."""
+    records = _records(os.environ)
+    return _schemas(records, _descriptions((one.name, one.target) for one in records))
+
+
+def _records(environ: Mapping[str, str]) -> list[PluginRecord]:
+    off = disabled_names(environ)
+    owner = ("accelerate-core", accelerate_core.__version__)
+    records = [PluginRecord("core", *named, *owner) for named in _CORE_CLASSES.items()]
+    records += (
+        record
+        for record in installed().plugins
+        if record.kind in (*WITH_SETTINGS, "launcher")
+        and record.name not in off
+        and not record.target.startswith("accelerate_core.")
+    )
+    return records
+
+
+def _schemas(records: Sequence[PluginRecord], said: Mapping[str, Any]) -> tuple[PluginSchema, ...]:
     made = []
     for record in records:
         answer = said.get(record.target, {"problem": "it gave no answer"})
@@ -241,14 +256,20 @@ def _form(annotation: Any) -> dict[str, Any]:
         return {}
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Write the descriptions of `name=package.module:attribute` targets to a file."""
-    file, *targets = arguments
+def _descriptions(targets: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Import plugins and describe them: from names and targets to descriptions by target."""
     answers = {}
-    for named in targets:
-        name, _, target = named.partition("=")
+    for name, target in targets:
         try:
             answers[target] = describe(pkgutil.resolve_name(target), name)
         except (Exception, SystemExit) as error:
             answers[target] = {"problem": f"{type(error).__name__}: {error}"}
-    Path(file).write_text(json.dumps(answers), encoding="utf-8")
+    made: dict[str, Any] = json.loads(json.dumps(answers))
+    return made
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the descriptions of `name=package.module:attribute` targets to a file."""
+    file, *targets = arguments
+    pairs = (named.partition("=")[::2] for named in targets)
+    Path(file).write_text(json.dumps(_descriptions(pairs)), encoding="utf-8")

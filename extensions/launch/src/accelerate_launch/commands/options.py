@@ -16,12 +16,9 @@ from accelerate_core.config.schema import SettingField
 from accelerate_core.errors import AccelerateError, ConfigurationError, did_you_mean
 from accelerate_core.plugins.discovery import installed
 from accelerate_launch.contributed import Contributed, contributed_options, refuse_unknown
-from accelerate_launch.options import LAUNCH_OPTIONS, NAMES_PLUGIN, TRAINING
+from accelerate_launch.options import DEPRECATED, LAUNCH_OPTIONS, NAMES_PLUGIN, TRAINING
 
 C = TypeVar("C", bound=Callable[..., Any])
-
-#: How the help begins for a setting that only old command lines use. `--help` leaves it out.
-OLDER = "older: "
 
 #: The key in a context's `meta` for the arguments of a `GroupedCommand` as they were typed.
 TYPED = "accelerate_launch.typed"
@@ -53,7 +50,7 @@ class PluginOption(GroupedOption):
             group=f"{group} ({schema.release})",
             help=f"{field.help}{_unsaid(field)}{default}",
             default=None,
-            hidden=field.help.startswith(OLDER),
+            hidden=field.help.startswith(DEPRECATED),
             shell_complete=_complete_value(field),
             **more,
         )
