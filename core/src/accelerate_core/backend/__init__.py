@@ -47,21 +47,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
 
     Its class attributes declare what the core, error messages and the documentation need to know:
 
-    * `supports`: what users may request with this backend. The conformance suite tests what is
-      declared and skips the rest.
-
-        * `accepts`: what precisions may need, as words of `contract.capabilities.NEEDS`. Default:
-          autocast, loss_scaling, modules.
-        * `precisions`: names of precisions that the backend implements itself, whatever they need.
-        * `mesh`: the names of the mesh dimensions that it supports.
-        * `devices`: device types such as "cuda", or None for all. On any other device, starting fails.
-        * `no_sync`, `join`, `compile`, `several_models`: whether it supports these.
-        * `num_items`: for a backend that owns accumulation, whether it can divide by a number of items.
-        * `gradients`: whether a checkpoint can contain the gradients of an unfinished accumulation
-          cycle. True is the default; with "same_layout", only a run with the same number of ranks and
-          the same mesh can load them; with False, saving in the middle of a cycle is an error.
-        * `exact`: whether a step equals the step of one process on the samples of all ranks. Default: True.
-        * `own_mesh`: whether the backend itself compares the sizes of a mesh with its devices.
+    * `supports`: what users may request with this backend; see below.
     * `owns`: what the core leaves to this backend: `precision` (autocast in forward, and loss scaling),
       `device_placement`, `accumulation` (dividing the loss), `optimizer` (its optimizer doesn't hold
       the model's parameters but other tensors), `checkpoint` (the files of models and optimizers,
@@ -71,6 +57,21 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
       that doesn't declare it is refused.
     * `compile_at`: whether the compile stage runs `before` or `after` `prepare_model`, or whether the
       backend compiles on its `own`.
+
+    The conformance suite tests what `supports` declares and skips the rest. Its keys:
+
+    * `accepts`: what precisions may need, as words of `contract.capabilities.NEEDS`. Default:
+      autocast, loss_scaling, modules.
+    * `precisions`: names of precisions that the backend implements itself, whatever they need.
+    * `mesh`: the names of the mesh dimensions that it supports.
+    * `devices`: device types such as "cuda", or None for all. On any other device, starting fails.
+    * `no_sync`, `join`, `compile`, `several_models`: whether it supports these.
+    * `num_items`: for a backend that owns accumulation, whether it can divide by a number of items.
+    * `gradients`: whether a checkpoint can contain the gradients of an unfinished accumulation
+      cycle. True is the default; with "same_layout", only a run with the same number of ranks and
+      the same mesh can load them; with False, saving in the middle of a cycle is an error.
+    * `exact`: whether a step equals the step of one process on the samples of all ranks. Default: True.
+    * `own_mesh`: whether the backend itself compares the sizes of a mesh with its devices.
 
     A backend is constructed with `settings`, an instance of the plugin's `Settings` (None if it has no
     such class), and `handlers`, the kwargs handlers that the script passed for it.
