@@ -44,9 +44,8 @@ def main() -> None:
     }
     for python in pythons.values():
         if not python.exists():
-            raise SystemExit(
-                f"{python} does not exist. Run: make build/clients/{{ours,theirs}}.stamp"
-            )
+            stamp = python.parents[1].with_suffix(".stamp").relative_to(ROOT)
+            raise SystemExit(f"{python} does not exist. Run: make {stamp}")
     times: dict[str, list[list[float]]] = {who: [] for who in pythons}
     with tempfile.TemporaryDirectory() as folder:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": folder}

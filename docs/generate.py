@@ -270,7 +270,7 @@ def _accepted(supports: Mapping[str, Any]) -> str:
     without = [word for word in NEEDS if word not in accepted]
     if len(without) < 2:
         return " but ".join(["all", *without])
-    own = [f"{name} by itself" for name in supports.get("precisions") or ()]
+    own = [f"its own {name}" for name in supports.get("precisions") or ()]
     return ", ".join([*(word for word in NEEDS if word in accepted), *own])
 
 
