@@ -13,7 +13,9 @@ import tempfile
 import termios
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -28,6 +30,7 @@ __all__ = [
     "case_names",
     "check_case",
     "clean_environment",
+    "collect_warnings",
     "on_terminal",
     "run_workers",
 ]
@@ -164,6 +167,16 @@ def check_case(run: CompletedRun, name: str) -> None:
     if failed:
         lost = "" if any(run.results) else run.story
         pytest.fail("\n".join([*failed, lost]), pytrace=False)
+
+
+@contextmanager
+def collect_warnings() -> Iterator[list[str]]:
+    """Collect the warnings in the block, as strings such as "UserWarning: the message"."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [f"{one.category.__name__}: {one.message}" for one in caught]
 
 
 def on_terminal(

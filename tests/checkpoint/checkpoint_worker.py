@@ -236,7 +236,7 @@ def main_process_can_save_alone() -> None:
     accelerator, *parts = make(folder, steps=1)
     hooked: list[str] = []
     accelerator.register_save_state_pre_hook(lambda *a: hooked.append(a[2]))
-    with main_process_warnings() as said:
+    with main_process_warnings() as warned:
         for number in range(3):
             train(accelerator, *parts, 2, counted=False)
             begun = time.monotonic()
@@ -247,23 +247,23 @@ def main_process_can_save_alone() -> None:
     accelerator.wait_for_checkpoint()
     assert len(hooked) == (3 if RANK == 0 else 0)
     if RANK == 0:
-        (one,) = said
+        (one,) = warned
         assert (one.filename, one.lineno) == (__file__, line), one
         assert "rank 1 did not within 1 s" in str(one.message)
     weights, draws = flat(parts[0]), torch.get_rng_state()
     # All ranks save at another line. The numbering continues.
-    with main_process_warnings() as said:
+    with main_process_warnings() as warned:
         directory = accelerator.save_state()
-    assert not said
+    assert not warned
     assert Path(directory).name == "checkpoint_3"
     assert (Path(directory) / "random_states_1.pkl").exists()
     # A save by the main process alone, directly followed by one on all ranks.
     accelerator.project_configuration.automatic_checkpoint_naming = False
-    with main_process_warnings() as said:
+    with main_process_warnings() as warned:
         if accelerator.is_main_process:
             accelerator.save_state(folder / "own")
         accelerator.save_state(folder / "all")
-    assert len(said) == (RANK == 0)
+    assert len(warned) == (RANK == 0)
     accelerator.wait_for_everyone()
     there = [(folder / name / "random_states_1.pkl").exists() for name in ("own", "all")]
     assert there == [False, True]

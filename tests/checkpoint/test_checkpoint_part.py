@@ -49,10 +49,10 @@ class InMemory:
     api_version = (1, 0)
     preemption_requested = False
     kept: dict[str, Any] = {}
-    said: list[str] = []
+    calls: list[str] = []
 
     def __init__(self, project: Any, signals: str | None) -> None:
-        self.said.append(f"made for {project.project_dir}, {signals}")
+        self.calls.append(f"made for {project.project_dir}, {signals}")
 
     def attach(self, run: Any) -> None:
         self.state = TrainingState(run)
@@ -90,13 +90,13 @@ class InMemory:
         self.kept[f] = obj
 
     def wait(self) -> None:
-        self.said.append("wait")
+        self.calls.append("wait")
 
     def release(self) -> None:
-        self.said.append("release")
+        self.calls.append("release")
 
     def close(self, failed: bool) -> None:
-        self.said.append(f"close {failed}")
+        self.calls.append(f"close {failed}")
 
 
 class Run:
@@ -146,7 +146,7 @@ def in_memory(monkeypatch: pytest.MonkeyPatch) -> type[InMemory]:
     _bring(record, monkeypatch)
     monkeypatch.setenv("ACCELERATE_CHECKPOINTER", "in_memory")
     monkeypatch.setattr(InMemory, "kept", {})
-    monkeypatch.setattr(InMemory, "said", [])
+    monkeypatch.setattr(InMemory, "calls", [])
     return InMemory
 
 
@@ -165,7 +165,7 @@ def test_custom_checkpointer_resumes_bit_for_bit(
 
 def test_accelerator_delegates_every_call_to_its_checkpointer(in_memory: type[InMemory]) -> None:
     run = Run()
-    assert in_memory.said == ["made for None, None"], "created at once because it was named"
+    assert in_memory.calls == ["made for None, None"], "created at once because it was named"
     run.accelerator.wait_for_checkpoint()
     run.accelerator.save_model(run.model, "model")
     run.accelerator.save({"a": 1}, "object")
@@ -174,7 +174,7 @@ def test_accelerator_delegates_every_call_to_its_checkpointer(in_memory: type[In
     run.accelerator.wait_for_checkpoint()
     run.accelerator.free_memory()
     run.accelerator.end_training()
-    assert in_memory.said == ["made for None, None", "wait", "wait", "release", "close False"]
+    assert in_memory.calls == ["made for None, None", "wait", "wait", "release", "close False"]
 
 
 class Refusing(InMemory):
@@ -200,7 +200,7 @@ def test_checkpoint_settings_create_the_checkpointer_with_the_accelerator(
     assert not accelerator.preemption_requested
     with pytest.raises(KeyError), accelerator:
         raise KeyError
-    assert in_memory.said == [f"made for {tmp_path}, None", "close True"]
+    assert in_memory.calls == [f"made for {tmp_path}, None", "close True"]
 
 
 @settings
@@ -213,7 +213,7 @@ class OnAShelf(InMemory):
 
     def __init__(self, project: Any, signals: str | None, settings: Shelf) -> None:
         super().__init__(project, signals)
-        self.said.append(settings.shelf)
+        self.calls.append(settings.shelf)
 
 
 def test_checkpointer_gets_its_settings(
@@ -226,7 +226,7 @@ def test_checkpointer_gets_its_settings(
         accelerator = Accelerator(cpu=True, **arguments)
         line = next(x for x in accelerator.explain().splitlines() if "shelves.shelf" in x)
         accelerator.end_training()
-        return in_memory.said[-2], line.partition("  ")[2]
+        return in_memory.calls[-2], line.partition("  ")[2]
 
     assert shelf_of() == ("lowest", "(default)")
     config = tmp_path / "config.yaml"
@@ -258,8 +258,8 @@ def run_python(code: str, *, without: bool) -> Any:
 
 TRAIN = """
 from accelerate_core import Accelerator
-said = []
-warnings.showwarning = lambda message, *rest: said.append(str(message))
+texts = []
+warnings.showwarning = lambda message, *rest: texts.append(str(message))
 warnings.simplefilter("always")
 accelerator = Accelerator(cpu=True)
 def prepared():
@@ -277,7 +277,7 @@ def test_script_that_never_saves_does_not_import_the_package() -> None:
     code = TRAIN + (
         "accelerator.free_memory(); accelerator.end_training()\n"
         "names = [m for m in sys.modules if m.startswith('accelerate_checkpoint')]\n"
-        "print(json.dumps([said, requested, names]))"
+        "print(json.dumps([texts, requested, names]))"
     )
     assert run_python(code, without=False) == [[], False, []]
 
@@ -294,11 +294,11 @@ def test_without_a_checkpointer_training_works_and_warns_once() -> None:
         "    try: ask()\n"
         "    except Exception as error: refused[name] = [type(error).__name__, str(error)]\n"
         "accelerator.free_memory(); accelerator.end_training()\n"
-        "print(json.dumps([said, requested, refused]))"
+        "print(json.dumps([texts, requested, refused]))"
     )
-    said, requested, refused = run_python(code, without=True)
-    assert len(said) == 1
-    assert "ACCELERATE_DISABLED_PLUGINS keeps out 'directory'" in said[0]
+    texts, requested, refused = run_python(code, without=True)
+    assert len(texts) == 1
+    assert "ACCELERATE_DISABLED_PLUGINS keeps out 'directory'" in texts[0]
     assert requested is False
     assert list(refused) == [
         "save_state", "load_state", "save_model", "save", "wait_for_checkpoint",
@@ -316,16 +316,16 @@ def test_without_a_checkpointer_settings_that_need_one_are_refused() -> None:
         "asked = [{'preemption_signals': 'TERM'},\n"
         "         {'project_config': Project('x', automatic_checkpoint_naming=True)},\n"
         "         {'project_config': Project('x', total_limit=2)}]\n"
-        "said = []\n"
+        "texts = []\n"
         "for one in asked:\n"
         "    try: Accelerator(cpu=True, **one)\n"
-        "    except Exception as error: said.append([type(error).__name__, str(error)])\n"
+        "    except Exception as error: texts.append([type(error).__name__, str(error)])\n"
         "Accelerator(cpu=True, project_dir='x').end_training()\n"
-        "print(json.dumps(said))"
+        "print(json.dumps(texts))"
     )
-    said = run_python(code, without=True)
-    assert [kind for kind, _ in said] == ["MissingPluginError"] * 3
-    for (_, text), name in zip(said, ("signals='TERM'", "naming)=True", "limit)=2"), strict=True):
+    texts = run_python(code, without=True)
+    assert [kind for kind, _ in texts] == ["MissingPluginError"] * 3
+    for (_, text), name in zip(texts, ("signals='TERM'", "naming)=True", "limit)=2"), strict=True):
         assert name in text
         assert "ACCELERATE_DISABLED_PLUGINS keeps out 'directory'" in text
 

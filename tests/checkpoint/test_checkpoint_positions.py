@@ -139,19 +139,19 @@ def test_warns_if_a_script_also_skips_batches_itself(tmp_path: Path) -> None:
     accelerator.save_state(tmp_path / "s")
     accelerator, net, loader = make()
     accelerator.load_state(tmp_path / "s")
-    with pytest.warns(UserWarning, match="to batch 4 .* No backward followed") as said:
+    with pytest.warns(UserWarning, match="to batch 4 .* No backward followed") as caught:
         assert loop(4, 6) == 0, "skipped twice"
-    (one,) = said
+    (one,) = caught
     assert (one.filename, one.lineno) == (__file__, loop.__code__.co_firstlineno + 3)
     # It warns only if the number of skipped batches differs from the position.
     for skipped, warned in ((4, 0), (3, 1)):
         accelerator.load_state(tmp_path / "s")
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             left = accelerator.skip_first_batches(loader, skipped)
             (accelerator.backward(net(batch).sum()) for batch in left)
-        assert len(said) == warned, [str(one.message) for one in said]
-        assert [one.filename for one in said] == [__file__] * warned
+        assert len(caught) == warned, [str(one.message) for one in caught]
+        assert [one.filename for one in caught] == [__file__] * warned
     accelerator.load_state(tmp_path / "s")
     assert loop(0, 6) == 2, "without skipping, resuming is exact"
     # With restore_positions=False, the script may skip batches itself.

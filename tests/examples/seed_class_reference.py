@@ -54,9 +54,9 @@ def old_constructor(folder: Path) -> None:
     assert accelerator.split_batches is True
     assert accelerator.dispatch_batches is True
     assert accelerator.device == torch.device("cpu")
-    said = " ".join(str(warning.message) for warning in caught)
-    assert "fp16" in said
-    assert "dispatch_batches" in said
+    texts = " ".join(str(warning.message) for warning in caught)
+    assert "fp16" in texts
+    assert "dispatch_batches" in texts
 
 
 @seed("000-five steps")
@@ -329,7 +329,7 @@ def on_local_main_process(folder: Path) -> None:
         print_something()
 
     assert gather_object([lines])[0] == ["This will be printed by process 0 only on each server."]
-    assert all(said == [] for said in gather_object([lines])[1:])
+    assert all(other == [] for other in gather_object([lines])[1:])
 
 
 @seed("001-on_local_process", 4)

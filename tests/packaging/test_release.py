@@ -61,7 +61,7 @@ def test_release_makes_one_commit_one_tag_and_reproducible_files(
     assert added == [f"+## 0.2.0 ({today})", '+version = "0.2.0"', '+__version__ = "0.2.0"']
     message = git(clone, "tag", "--list", "--format=%(contents)", TAG)
     assert message.startswith("accelerate-ddp 0.2.0")
-    assert "### Added" in message
+    assert "\n- `DDPBackend`: " in message
     (wheel,) = (tmp_path / "first").glob("*.whl")
     assert b'"0.2.0"' in zipfile.ZipFile(wheel).read("accelerate_ddp/__init__.py")
     assert zipfile.ZipFile(wheel).getinfo("accelerate_ddp/py.typed").date_time[0] == int(today[:4])

@@ -342,11 +342,11 @@ def read_clearml(directory: Path) -> Found:
                 found["histograms"] = ["weights"]
     found["values"] = _series(series)
     log = folder / "log.jsonl"
-    for line in log.read_text().splitlines() if log.exists() else ():
-        for said in "\n".join(event.get("msg", "") for event in json.loads(line)).splitlines():
+    for events in log.read_text().splitlines() if log.exists() else ():
+        for line in "\n".join(event.get("msg", "") for event in json.loads(events)).splitlines():
             for name in ("word", "note"):
-                if said.startswith(f"{name} ["):
-                    found["texts"][name] = said.split(": ", 1)[1]
+                if line.startswith(f"{name} ["):
+                    found["texts"][name] = line.split(": ", 1)[1]
     return found
 
 

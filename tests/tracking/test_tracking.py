@@ -8,14 +8,13 @@ import enum
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support import collect_warnings
 
 from accelerate_core.errors import (
     AccelerateError,
@@ -104,16 +103,6 @@ class Broken(Memory):
     def finish(self) -> None:
         super().finish()
         self._maybe("finish")
-
-
-@contextmanager
-def said() -> Iterator[list[str]]:
-    """Collect the texts of the warnings in the block."""
-    texts: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield texts
-    texts += [f"{each.category.__name__}: {each.message}" for each in caught]
 
 
 class Chart:
@@ -351,7 +340,7 @@ def test_warns_about_config_values_that_cannot_be_stored() -> None:
     loop: dict[str, Any] = {}
     loop["self"] = loop
     config = {"ok": 1, "object": Chart(), "big": torch.zeros(5000), "loop": loop, "list": [Chart()]}
-    with said() as texts:
+    with collect_warnings() as texts:
         assert normalise_config(config, Reporter()) == {"ok": 1}
     assert len(texts) == 4
     for key in ("object", "big", "loop/self", "list"):
@@ -430,7 +419,7 @@ def test_all_skips_a_broken_plugin_and_warns_why(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(choice, "tracker_class", broken)
     monkeypatch.setattr(choice, "available_names", lambda: ["foo"])
-    with said() as texts:
+    with collect_warnings() as texts:
         hub = TrackerHub(["all"])
     assert "libfoo is missing" in texts[0]
     assert "found no usable tracker" in texts[1]
@@ -453,7 +442,7 @@ def test_tracker_that_raises_is_named_once_and_the_others_continue(stage: str) -
     bad, mine = Broken(), Memory()
     bad.where = stage
     hub = make_hub([bad, mine])
-    with said() as texts:
+    with collect_warnings() as texts:
         hub.init_trackers("p", {"a": 1})
         hub.log({"x": 1}, step=0)
         hub.log({"x": 2}, step=1)
@@ -480,7 +469,7 @@ def test_tracker_that_exits_the_process_is_named_and_the_others_continue(stage: 
     setattr(Leaves, stage, leave)
     mine = Memory()
     hub = make_hub([Leaves(), mine])
-    with said() as texts:
+    with collect_warnings() as texts:
         hub.init_trackers("p", {"a": 1})
         hub.log({"x": 1}, step=0)
         hub.log({"x": 2}, step=1)
@@ -574,7 +563,7 @@ def test_warns_once_per_key_about_values_that_no_tracker_accepts() -> None:
     mine = Memory()
     hub = make_hub(mine)
     hub.init_trackers("p")
-    with said() as texts:
+    with collect_warnings() as texts:
         for step in range(3):
             hub.log({"ok": step, "vector": torch.ones(3), "none": None, "list": [1]}, step=step)
     assert len(texts) == 3

@@ -6,13 +6,12 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import collect_warnings
 
 from accelerate_core import Accelerator
 from accelerate_core.accelerator import saving
@@ -55,15 +54,6 @@ class Vague(Buffered):
     promises = False
 
 
-@contextmanager
-def said() -> Iterator[list[str]]:
-    texts: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield texts
-    texts += [str(each.message) for each in caught]
-
-
 def wait_for(condition: Any) -> None:
     until = time.monotonic() + 30
     while not condition():
@@ -98,7 +88,7 @@ def test_flush_waits_for_the_timeout_and_returns_late_trackers() -> None:
     hub.init_trackers("p")
     hub.log({"a": 1}, step=0)
     begun = time.monotonic()
-    with said() as texts:
+    with collect_warnings() as texts:
         assert hub.flush_trackers(0.5) == ["buffered"]
     assert 0.4 < time.monotonic() - begun < 10
     assert [text for text in texts if "may lose values" in text]
@@ -112,18 +102,18 @@ def test_flush_waits_for_the_timeout_and_returns_late_trackers() -> None:
 def test_warns_once_about_trackers_that_may_lose_values_unless_jsonl_runs(tmp_path: Path) -> None:
     hub = TrackerHub([Buffered(), Vague()])
     hub.init_trackers("p")
-    with said() as texts:
+    with collect_warnings() as texts:
         for step in range(3):
             hub.log({"a": 1}, step=step)
             assert hub.flush_trackers() == []
     assert texts == [
-        "If this process is killed, 'vague' may lose values: its library only writes everything "
+        "UserWarning: If this process is killed, 'vague' may lose values: its library only writes everything "
         "at the end of the run. To keep every value, add 'jsonl' to log_with."
     ]
     hub.finish()
     hub = TrackerHub([Vague(), "jsonl"], tmp_path)
     hub.init_trackers("p")
-    with said() as texts:
+    with collect_warnings() as texts:
         hub.log({"a": 1}, step=0)
         hub.flush_trackers()
     assert texts == []
@@ -158,7 +148,7 @@ def test_save_flushes_trackers_for_a_limited_time(
     assert tracker.disk == [0]
     tracker.hold.clear()
     accelerator.log({"a": 1}, step=1)
-    with said() as texts:
+    with collect_warnings() as texts:
         accelerator.save_state(tmp_path / "two")
         accelerator.save_state(tmp_path / "three")
         assert accelerator.flush_trackers(0.1) == ["buffered"]

@@ -315,9 +315,9 @@ def choose(log_with: Any, logging_dir: str | None = None) -> tuple[list[str], li
 def test_all_chooses_usable_trackers_and_warns_about_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    names, said = choose("all")
+    names, texts = choose("all")
     assert names == ["numbers"]
-    why = {text.split("'")[3]: text.split(": ", 1)[1] for text in said}
+    why = {text.split("'")[3]: text.split(": ", 1)[1] for text in texts}
     assert why == {
         "needs_account": "it needs an account: set TOKEN_OF_TESTS.",
         "no_library": "its library is not installed: pip install 'surely-not-installed>=1.0'.",
@@ -326,9 +326,9 @@ def test_all_chooses_usable_trackers_and_warns_about_the_others(
         "needs_directory": "it needs a directory to write to, but no logging_dir is set.",
     }
     monkeypatch.setenv("TOKEN_OF_TESTS", "1")
-    names, said = choose("all", str(tmp_path))
+    names, texts = choose("all", str(tmp_path))
     assert names == ["needs_account", "needs_directory", "numbers"]
-    assert len(said) == 2
+    assert len(texts) == 2
 
 
 def test_all_can_be_combined_with_instances_and_names() -> None:
