@@ -1,4 +1,4 @@
-"""Train the char GPT of the examples on two ranks; tell the held-out loss, and what was said.
+"""Train the char GPT of the examples on two ranks; report the held-out loss and the messages.
 
 char_gpt_worker.py BACKEND STEPS
 """

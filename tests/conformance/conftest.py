@@ -1,4 +1,4 @@
-"""What `short` of a suite leaves out belongs to `make soak`."""
+"""Checks that a suite with `short` leaves out run in `make soak` only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets the layers of the suite's model compute in fp8: it has a first and a last one, and small ones."""
+"""Lets all layers of the suite's model compute in fp8, also the first, the last and small ones."""
 
 from accelerate_fp8 import layers
 

@@ -43,7 +43,7 @@ def stand_in(backend: str) -> None:
 
 
 def make(backend: str) -> list[list[Any]]:
-    """Make every combination with a backend; those that need one word with one tracker.
+    """Construct every combination with a backend; those that need one word with one tracker.
 
     Returns:
         Precision, tracker, what is lacking by what both declare, what a run says, and what `plugins`
@@ -73,7 +73,7 @@ def make(backend: str) -> list[list[Any]]:
 
 
 def train(folder: Path, backend: str, precision: str, trackers: list[str]) -> list[float]:
-    """Train a few steps; return the mean losses, as they are logged."""
+    """Train a few steps; return the logged mean losses."""
     stand_in(backend)
     accelerator = Accelerator(
         cpu=True,
@@ -104,7 +104,7 @@ def train(folder: Path, backend: str, precision: str, trackers: list[str]) -> li
 
 
 def read(folder: Path, backend: str, precision: str, trackers: list[str]) -> dict[str, Any]:
-    """Return step and loss as each tracker has them."""
+    """Return step and loss as each tracker stored them."""
     found: dict[str, Any] = {}
     for name in trackers:
         if name in readers.READERS:
@@ -116,7 +116,7 @@ def read(folder: Path, backend: str, precision: str, trackers: list[str]) -> dic
 
 
 def each(do: Callable[..., Any], folder: Path, combinations: list[str]) -> dict[str, Any]:
-    """Do something with each combination, in a folder of its own."""
+    """Run an action for each combination, in separate folders."""
     done = {}
     for number, combination in enumerate(combinations):
         backend, precision, trackers = combination.split()

@@ -1,4 +1,4 @@
-"""Six steps with accumulation 2 on the ring, or on whatever backend is chosen."""
+"""Train six steps with accumulation 2 on the ring backend, or on the selected one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read back for the suite what two trackers wrote: key -> [step, value] in order, and the config."""
+"""Readers of what trackers wrote, for the suite: key -> [step, value] in order, and the config."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def comet_ml(directory: Path) -> Any:
 
 
 def _joined(runs: Iterator[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Join what is in the files of a run, which has a new one each time that it goes on."""
+    """Join the files of a run, which gets a new one each time that it is resumed."""
     found: dict[str, list[Any]] = {}
     for run in runs:
         for key, pairs in run["values"].items():

@@ -1,4 +1,4 @@
-"""Deliberately broken plugins: each is caught, with its name, hook and version in the message."""
+"""Broken plugins fail the right check, with their name, hook and version in the message."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ ON_RANKS = {
     "amnesiac": ("hooks", "resume"),
     "leaving": ("hooks", "error_on_one_rank"),
     "hanging": ("hooks", "clip_norm", "schedule"),
-    # What it leaves is there since the first check: the second must not take it for given.
+    # It changes something in the first check, and the second must still notice.
     "staining": ("hooks", "learning", "once_more"),
 }
 BROKEN = ("wrongarg", "misspelt", "heavy", "noisy", "future", "unsaid", "left")
@@ -149,7 +149,7 @@ for name, only in json.loads(sys.argv[1]).items():
 
 @pytest.fixture(scope="module")
 def said(root: Path) -> dict[str, Any]:
-    """What the checks say of each: those on ranks wait, most of the time."""
+    """The results of the checks of each plugin."""
     alone = {"void": ("values", "kept"), **dict.fromkeys(BROKEN, GENERAL)}
     env = clean_environment(OMP_NUM_THREADS="1")
     env["PYTHONPATH"] = f"{root}:{env['PYTHONPATH']}"
@@ -169,7 +169,7 @@ def said(root: Path) -> dict[str, Any]:
 def check(
     root: Path, name: str, *only: str, more: tuple[str, ...] = ()
 ) -> tuple[int, dict[str, Any], str]:
-    """Say what `plugins check` says of it."""
+    """Return status, checks and stderr of `plugins check`."""
     env = clean_environment(OMP_NUM_THREADS="1")
     env["PYTHONPATH"] = f"{root}:{env['PYTHONPATH']}"
     names = [word for one in only for word in ("--only", one)]
@@ -198,7 +198,7 @@ def check(
         ("left", "selection", ["right (dummy-right 4.2)", "equal priority 50", "USE_BOTH"]),
     ],
 )
-def test_it_is_caught_by_the_check_meant_for_it(
+def test_broken_plugin_fails_the_right_check(
     said: dict[str, Any], name: str, caught_by: str, words: list[str]
 ) -> None:
     found = said[name]
@@ -220,7 +220,7 @@ def test_it_is_caught_by_the_check_meant_for_it(
         ("staining", "once_more", "STAINED"),
     ],
 )
-def test_on_ranks_it_is_caught_by_the_check_meant_for_it(
+def test_broken_plugin_fails_the_right_check_on_ranks(
     said: dict[str, Any], name: str, caught_by: str, words: str
 ) -> None:
     found = said[name]
@@ -231,7 +231,7 @@ def test_on_ranks_it_is_caught_by_the_check_meant_for_it(
 
 
 @pytest.mark.dist
-def test_one_that_hangs_costs_seconds_and_is_told_with_where_each_rank_stood(
+def test_hanging_check_ends_in_seconds_and_shows_where_each_rank_was(
     said: dict[str, Any],
 ) -> None:
     found = said["hanging"]
@@ -246,20 +246,20 @@ def test_one_that_hangs_costs_seconds_and_is_told_with_where_each_rank_stood(
 
 
 @pytest.mark.dist
-def test_one_that_is_right_on_two_ranks_only_is_caught_on_three(root: Path) -> None:
+def test_backend_for_two_ranks_only_fails_on_three(root: Path) -> None:
     said = [check(root, "halving", "training", more=("--num_processes", n)) for n in ("2", "3")]
     assert [status for status, *_ in said] == [0, 1]
     assert [found["training"]["state"] for _, found, _ in said] == ["passed", "failed"]
 
 
-def test_one_without_an_entry_point_is_told_what_it_lacks(root: Path) -> None:
+def test_plugin_without_an_entry_point_gets_the_lines_to_add(root: Path) -> None:
     status, _, said = check(root, "forgetful")
     assert status == 2
     assert "dummy-forgetful 4.2 is installed, but declares no plugin" in said
     assert 'project.entry-points."accelerate_core.backends"' in said
 
 
-def test_two_of_one_name_are_told_apart_by_their_distributions(root: Path) -> None:
+def test_two_plugins_of_one_name_are_named_with_their_distributions(root: Path) -> None:
     status, _, said = check(root, "twin")
     assert status == 2
     assert "'twin': dummy-twin1 1.5 and dummy-twin2 2.5" in said
@@ -344,13 +344,13 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_one_that_raises_in_a_hook_is_named_with_hook_and_version(
+def test_plugin_that_raises_in_a_hook_is_named_with_hook_and_version(
     raised: dict[str, Any], hook: str
 ) -> None:
     kind, text, notes = raised[hook]
     plugin = "raiser" if HOOKS.get(hook) == "owner" else "meddler"
     label = f"{plugin} (dummy-raiser 7.1)"
-    if kind == "CheckpointError":  # all ranks are told by one error, which names who failed
+    if kind == "CheckpointError":  # one error for all ranks, which names the rank that failed
         assert hook in text or plugin in text
         assert "Trouble: no" in text
     else:

@@ -1,4 +1,4 @@
-"""Every backend with every precision and every tracker, ours and other people's: made, or refused.
+"""Every backend with every precision and tracker, ours and third-party ones, works or is refused.
 
 What fits is read from what the plugins declare. A sample of it is trained, and read back from what
 the trackers wrote.
@@ -46,7 +46,7 @@ Said = dict[tuple[str, str, str], tuple[list[str], str, str]]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where the processes find other people's plugins beside ours."""
+    """A path on which processes find third-party plugins in addition to ours."""
     folder = tmp_path_factory.mktemp("site")
     for name, kind in KIT.items():
         write_repository(name, kind, folder / name)
@@ -76,7 +76,7 @@ def ranks(path: str, count: int, *arguments: object) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def said(path: str) -> Said:
-    """Backend, precision, tracker -> what is lacking, what a run says, what `plugins` says."""
+    """Backend, precision, tracker -> missing words, the result of a run, the row of `plugins`."""
     names = sorted(OURS["backend"] | THEIRS["backend"])
     with ThreadPoolExecutor(2) as pool:
         made = pool.map(lambda name: ranks(path, 1, "make", name)[0], names)
@@ -88,7 +88,7 @@ def said(path: str) -> Said:
 
 
 @pytest.mark.dist
-def test_every_combination_is_made_or_refused_by_both_names(said: Said) -> None:
+def test_every_combination_works_or_is_refused_by_both_names(said: Said) -> None:
     backends, precisions, trackers = (len(OURS[kind] | THEIRS[kind]) for kind in THEIRS)
     assert len(said) == backends * (precisions * trackers + len(NEEDS))
     for (backend, precision, _), (lacks, told, before) in said.items():
@@ -108,7 +108,7 @@ def test_every_combination_is_made_or_refused_by_both_names(said: Said) -> None:
     assert scaled is None or "brings about 'fp16' itself" in scaled
 
 
-def test_what_is_refused_is_what_the_page_says(said: Said) -> None:
+def test_refused_combinations_match_the_compatibility_page(said: Said) -> None:
     page = (ROOT / "docs" / "compatibility.md").read_text()
     header, _, _, *rows = [line for line in page.split("\n## ")[0].splitlines() if "|" in line]
     names = [re.findall(r"`(\w+)`", line) for line in header.split("|")]
@@ -126,10 +126,11 @@ def test_what_is_refused_is_what_the_page_says(said: Said) -> None:
 
 
 def sample(said: Said) -> list[tuple[str, str, list[str]]]:
-    """Return what is trained: each backend with each precision it accepts, and trackers beside.
+    """Return the combinations to train: each backend with each precision it accepts, and trackers.
 
-    Other people's tracker is in all of them, with one of two of ours in turn: so each pair of a
-    backend or precision with these is there. Those of other people are together with every tracker.
+    The third-party tracker is in all of them, with one of two of ours in turn, so that each backend
+    and precision is combined with these. Third-party backends and precisions are combined with every
+    tracker.
     """
     light = ["jsonl", "tensorboard"]
     found = []
@@ -143,7 +144,7 @@ def sample(said: Said) -> list[tuple[str, str, list[str]]]:
 
 
 @pytest.mark.dist
-def test_a_sample_trains_and_is_read_back(said: Said, path: str, tmp_path: Path) -> None:
+def test_sample_of_combinations_trains_and_logs(said: Said, path: str, tmp_path: Path) -> None:
     chosen = sample(said)
     for kind, which in (("backend", 0), ("precision", 1)):
         assert {one[which] for one in chosen} == OURS[kind] | THEIRS[kind]

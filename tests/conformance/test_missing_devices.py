@@ -1,4 +1,4 @@
-"""A plugin that cannot run on this machine is neither green by the CPU nor red: skipped by name."""
+"""Checks of a plugin that cannot run on this machine are skipped, not passed on the CPU or failed."""
 
 from __future__ import annotations
 

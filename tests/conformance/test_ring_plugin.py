@@ -1,4 +1,4 @@
-"""A backend from another repository: found, chosen, configured and right, nothing patched."""
+"""A backend from another repository is found, selected, configured and correct, without patches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKER = Path(__file__).with_name("ring_worker.py")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with the example installed, for the path of the ranks."""
+    """A folder in which the example is installed, for the path of the ranks."""
     folder = tmp_path_factory.mktemp("site")
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "install"]
     how = ["--no-deps", "--no-build-isolation", "--target", str(folder)]
@@ -34,7 +34,7 @@ def ranks(site: str, count: int, *arguments: str, **env: str) -> CompletedRun:
 
 
 @pytest.mark.dist
-def test_the_ring_trains_as_one_process_does(site: str) -> None:
+def test_ring_trains_like_one_process(site: str) -> None:
     alone = ranks(site, 1).results[0]
     ring = ranks(site, 2, ACCELERATE_USE_RING="1", ACCELERATE_RING_CHUNK_MB="3").results
     assert (alone["name"], ring[0]["name"], ring[0]["type"]) == ("single", "ring", "RING")
@@ -46,12 +46,12 @@ def test_the_ring_trains_as_one_process_does(site: str) -> None:
 
 
 @pytest.mark.dist
-def test_its_argument_and_its_exported_name_choose_it(site: str) -> None:
+def test_argument_and_exported_name_select_it(site: str) -> None:
     said = ranks(site, 2, "argument").results[0]["explain"]
     assert "backend = 'ring'  (ring_plugin was passed)" in said
     assert "ring.chunk_mb = 1  (constructor argument ring_plugin)" in said
 
 
 @pytest.mark.dist
-def test_it_stays_out_of_the_way_when_nobody_asks(site: str) -> None:
+def test_it_is_not_used_unless_requested(site: str) -> None:
     assert ranks(site, 2).results[0]["name"] == "ddp"

@@ -1,4 +1,4 @@
-"""Our own plugins keep the suite that others run, from test classes of two lines."""
+"""The conformance suite on our own plugins."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from accelerate_testing import (
     TrackerSuite,
 )
 
-# Where a suite has `short`, the checks that may come out otherwise than in the suite above it; the
-# others are run by `make soak`.
+# `short` lists the checks of a suite that may have other results than in the suite above it. The
+# others only run in `make soak`.
 HERE = Path(__file__).parent
 READERS = {"PYTHONPATH": f"{HERE}:{HERE.parent / 'trackers'}"}
 
@@ -58,7 +58,7 @@ class TestFSDP2Sharded(BackendSuite):
 
 
 @pytest.mark.dist
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="its library is not installed")
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 class TestDeepSpeed(BackendSuite):
     plugin = "deepspeed"
     timeout = 40.0
@@ -67,7 +67,7 @@ class TestDeepSpeed(BackendSuite):
 
 
 class _ZeroStage(BackendSuite):
-    """Another stage of ZeRO than the 2 of the suite above."""
+    """A stage of ZeRO other than the 2 of the suite above."""
 
     timeout = 40.0
     prelude = "cpu_has_fp16"
@@ -78,21 +78,21 @@ class _ZeroStage(BackendSuite):
 
 
 @pytest.mark.dist
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="its library is not installed")
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 class TestZeRO0(_ZeroStage):
     plugin = "deepspeed"
     environ = {**TestDeepSpeed.environ, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}
 
 
 @pytest.mark.dist
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="its library is not installed")
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 class TestZeRO1(_ZeroStage):
     plugin = "deepspeed"
     environ = {**TestDeepSpeed.environ, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}
 
 
 @pytest.mark.dist
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="its library is not installed")
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 class TestZeRO3(_ZeroStage):
     plugin = "deepspeed"
     environ = {**TestDeepSpeed.environ, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
@@ -164,7 +164,7 @@ class TestFloat16(PrecisionSuite):
     not Path(sys.prefix, "unpacked", "transformer_engine").exists(), reason="make unpacks its wheel"
 )
 class TestFP8ByTransformerEngine(PrecisionSuite):
-    """By its stand-in."""
+    """With a stand-in for the library."""
 
     plugin = "fp8"
     environ = {
@@ -177,7 +177,7 @@ class TestFP8ByTransformerEngine(PrecisionSuite):
 
 @pytest.mark.dist
 class TestFP8ByMSAMP(PrecisionSuite):
-    """By its stand-in."""
+    """With a stand-in for the library."""
 
     plugin = "fp8"
     options = {"optimizer": "Adam", "one_model": True}
@@ -189,7 +189,7 @@ class TestFP8ByMSAMP(PrecisionSuite):
 
 
 @pytest.mark.dist
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="its library is not installed")
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 class TestFloat16OfDeepSpeed(PrecisionSuite):
     plugin = "fp16"
     timeout = 40.0
@@ -217,7 +217,7 @@ class TestSimple(LauncherSuite):
     plugin = "simple"
 
 
-#: Needs nothing but its own directory: no account, no network.
+#: Settings with which trackers need no account and no network.
 _OFFLINE = {
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",

@@ -1,4 +1,4 @@
-"""Plugins of other people, from wheels of their own: one of each kind that an Accelerator takes."""
+"""Third-party plugins from wheels: one of each kind that an Accelerator uses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OUTER = {"ACCELERATE_DILOCO_OUTER_LR": "0.5", "ACCELERATE_DILOCO_OUTER_MOMENTUM"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wheels built from their own repositories, installed beside ours."""
+    """Wheels built from their repositories, installed in addition to ours."""
     folder = tmp_path_factory.mktemp("third_party")
     sources = []
     for own in (DILOCO, FSSPEC, RECORDS):
@@ -53,7 +53,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(
     site: Path, folder: Path, *options: str, script: Path = SCRIPT, **environ: str
 ) -> list[dict[str, Any]]:
-    """Launch a script on two ranks with our own command; return what each of them said."""
+    """Launch a script on two ranks with our command; return what each rank reported."""
     env = clean_environment(
         PYTHONPATH=f"{site}", ACCELERATE_TESTING_RESULTS=str(folder), OMP_NUM_THREADS="1", **environ
     )
@@ -66,7 +66,7 @@ def launch(
 
 
 @pytest.mark.dist
-def test_a_wheel_is_chosen_by_the_option_of_launch(site: Path, tmp_path: Path) -> None:
+def test_option_of_launch_selects_a_wheel(site: Path, tmp_path: Path) -> None:
     first, second = launch(site, tmp_path, "--backend", "diloco", ACCELERATE_DILOCO_SYNC_EVERY="4")
     assert first["backend"] == second["backend"] == "diloco"
     assert "backend = 'diloco'  (command line --backend)" in first["explain"]
@@ -77,7 +77,7 @@ def test_a_wheel_is_chosen_by_the_option_of_launch(site: Path, tmp_path: Path) -
 
 @pytest.mark.dist
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2", "diloco"])
-def test_a_precision_and_a_launcher_go_around_any_backend(
+def test_precision_and_launcher_work_with_any_backend(
     site: Path, tmp_path: Path, backend: str
 ) -> None:
     options = ["--launcher", "plain", "--mixed_precision", "grid", "--backend", backend]
@@ -94,7 +94,7 @@ def test_a_precision_and_a_launcher_go_around_any_backend(
     assert first["losses"][-1] < first["losses"][0] / 2
 
 
-def test_an_option_of_a_precision_that_is_not_asked_for_is_refused(site: Path) -> None:
+def test_option_of_an_inactive_precision_is_refused(site: Path) -> None:
     env = clean_environment(PYTHONPATH=f"{site}")
     command = [sys.executable, "-m", "accelerate_core", "launch", "--cpu", "--dry_run"]
     for more, status in (([], 2), (["--mixed_precision", "grid"], 0)):
@@ -119,7 +119,7 @@ def test_an_option_of_a_precision_that_is_not_asked_for_is_refused(site: Path) -
         (RECORDS, ""),
     ],
 )
-def test_a_repository_passes_its_own_tests(site: Path, repository: Path, tests: str) -> None:
+def test_repository_passes_its_own_tests(site: Path, repository: Path, tests: str) -> None:
     env = clean_environment(PYTHONPATH=str(site), OMP_NUM_THREADS="1")
     files = [f"tests/{name}" for name in tests.split()] or ["tests"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
@@ -147,7 +147,7 @@ def test_diloco_passes_the_suite(site: Path) -> None:
 
 
 @pytest.mark.dist
-def test_diloco_learns_nearly_what_ddp_does_with_an_eighth_of_the_communication(
+def test_diloco_learns_nearly_like_ddp_with_an_eighth_of_the_communication(
     site: Path,
 ) -> None:
     worker = HERE / "char_gpt_worker.py"
@@ -167,7 +167,7 @@ def test_diloco_learns_nearly_what_ddp_does_with_an_eighth_of_the_communication(
 
 @pytest.mark.dist
 @pytest.mark.parametrize("source", ["environment", "config file"])
-def test_a_checkpointer_is_chosen_by_configuration_and_blamed_by_name(
+def test_configuration_selects_a_checkpointer_and_errors_name_it(
     site: Path, tmp_path: Path, source: str
 ) -> None:
     url = f"file://{tmp_path}/run"
@@ -194,7 +194,7 @@ def test_a_checkpointer_is_chosen_by_configuration_and_blamed_by_name(
     assert (tmp_path / "run" / "step_1" / "manifest.json").is_file()
 
 
-def test_the_choice_of_a_checkpointer_is_explained(site: Path) -> None:
+def test_selection_of_a_checkpointer_is_explained(site: Path) -> None:
     command = [sys.executable, "-m", "accelerate_core", "plugins", "why"]
     told = []
     for name in ("fsspec", "directory"):
@@ -210,7 +210,7 @@ def test_the_choice_of_a_checkpointer_is_explained(site: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("source", ["environment", "config file"])
-def test_a_loader_factory_is_chosen_by_configuration_and_named_in_its_errors(
+def test_configuration_selects_a_loader_factory_and_errors_name_it(
     site: Path, tmp_path: Path, source: str
 ) -> None:
     config = tmp_path / "config.yaml"
@@ -235,7 +235,7 @@ def test_a_loader_factory_is_chosen_by_configuration_and_named_in_its_errors(
         assert any(blamed in note for note in rank["notes"])
 
 
-def test_the_choice_of_a_loader_factory_is_explained(site: Path) -> None:
+def test_selection_of_a_loader_factory_is_explained(site: Path) -> None:
     command = [sys.executable, "-m", "accelerate_core", "plugins", "why", "records"]
     told = []
     for environ in ({"ACCELERATE_LOADERS": "records"}, {}):

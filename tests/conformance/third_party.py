@@ -1,4 +1,4 @@
-"""One process or rank of a run with plugins of other people: `third_party.py` says what was active."""
+"""One process or rank of a run with third-party plugins; it reports the active ones."""
 
 from __future__ import annotations
 

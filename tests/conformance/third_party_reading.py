@@ -1,4 +1,4 @@
-"""One rank of a run that reads records with whatever loader factory it is configured to have."""
+"""One rank of a run that reads records with the configured loader factory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a run that saves and loads with whatever checkpointer it is configured to have."""
+"""One rank of a run that saves and loads with the configured checkpointer."""
 
 from __future__ import annotations
 

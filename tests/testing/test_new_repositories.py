@@ -153,7 +153,7 @@ def test_what_is_written_is_clean_for_its_own_linters(tmp_path: Path) -> None:
         assert "[test,lint]" in readme
         assert "ruff check . && ruff format --check . && mypy" in readme
         assert project["tool"]["mypy"]["strict"] is True
-    # The rules are those of each repository's own pyproject.toml.
+    # Each repository has its rules in its own pyproject.toml.
     run(sys.executable, "-m", "ruff", "check", "--no-cache", ".", cwd=tmp_path)
     run(sys.executable, "-m", "ruff", "format", "--no-cache", "--check", ".", cwd=tmp_path)
     # One process for all: most of its time goes into torch. The core's own errors are not theirs.

@@ -1,4 +1,4 @@
-"""The suite notices: damaged precisions, extensions, trackers and launchers are caught by name."""
+"""Every mutant of the other kinds of plugins fails the check that is registered for it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Said = dict[tuple[str, str], list[tuple[str, str]]]
 
 
 def written(folder: Path) -> dict[str, str]:
-    """Write the plugins into a folder; return the environment in which they are installed."""
+    """Write the plugins to a folder; return an environment in which they are installed."""
     paths = [str(folder), str(SCRIPT.parent)]
     paths += [str(RECORDS / "src"), str(RECORDS / "tests")]
     for name, kind in SOURCES.items():
@@ -66,7 +66,7 @@ def written(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """(plugin, check) -> state and error, of each rank."""
+    """(plugin, check) -> state and error of each rank."""
     folder = tmp_path_factory.mktemp("other")
     environ = written(folder)
     alone = [sys.executable, str(SCRIPT), "alone", str(folder)]
@@ -84,7 +84,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     return found
 
 
-def test_there_are_enough_of_them() -> None:
+def test_table_covers_most_checks() -> None:
     caught = [check for _, check, state in CASES if state == "failed"]
     assert len(caught) >= 30
     assert len(set(caught)) >= 12
@@ -92,11 +92,11 @@ def test_there_are_enough_of_them() -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("name", "check", "state"), CASES)
-def test_it_is_told_what_it_is(said: Said, name: str, check: str, state: str) -> None:
+def test_plugin_has_the_expected_result(said: Said, name: str, check: str, state: str) -> None:
     found = said[name.lower(), check]
     assert {one for one, _ in found} <= {state, "passed"}, found
     assert state in {one for one, _ in found}, found
-    # By what the check compares, and not because something else goes wrong on the way there.
+    # The check itself must fail, not something before it.
     other = [error for _, error in found if re.match(r"\w+Error: ", error)]
     assert not other or name.startswith("Raises"), found
 
@@ -104,7 +104,7 @@ def test_it_is_told_what_it_is(said: Said, name: str, check: str, state: str) ->
 @pytest.mark.soak
 @pytest.mark.dist
 @pytest.mark.timeout(1200)
-def test_ranks_with_a_run_each_end_well_a_hundred_times(tmp_path: Path) -> None:
+def test_ranks_with_a_run_each_succeed_a_hundred_times(tmp_path: Path) -> None:
     arguments = ["ranks", tmp_path, "hasarunperrank.two_processes", "100"]
     run = run_workers(SCRIPT, 2, arguments, timeout=1100, env=written(tmp_path))
     assert run.returncode == 0, run.story
@@ -114,7 +114,7 @@ def test_ranks_with_a_run_each_end_well_a_hundred_times(tmp_path: Path) -> None:
         assert [line for line in told if line[2] != "passed"] == []
 
 
-def test_the_blame_names_hooks_of_the_kind() -> None:
+def test_hooks_to_look_at_belong_to_the_kind() -> None:
     class Plugin:
         def on_end(self, accelerator): ...
 
@@ -133,9 +133,7 @@ class Plugin(DDPBackend):
 
 
 @pytest.mark.dist
-def test_a_plugin_may_be_built_on_another_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plugin_may_extend_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dummies.distribution(tmp_path, "derived", DERIVED, {"backends": {"derived": "Plugin"}})
     metadata = tmp_path / "dummy_derived-1.0.dist-info" / "METADATA"
     needs = "Requires-Dist: accelerate-core\nRequires-Dist: accelerate-ddp>=0.1\n"
@@ -165,7 +163,7 @@ class Plugin:
         ("heavy", 60, True, "imports 'lib_heavy' too"),
     ],
 )
-def test_a_light_requirement_may_come_along(
+def test_import_may_bring_light_requirements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, modules: int, required: bool,
     said: str,
 ) -> None:  # fmt: skip
@@ -217,7 +215,7 @@ class Plugin(GeneralTracker):
 
 
 @pytest.mark.dist
-def test_an_import_that_sleeps_and_what_outlives_the_checks_are_told(
+def test_slow_import_and_leftovers_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dummies.distribution(tmp_path, "lingers", LINGERS, {"trackers": {"lingers": "Plugin"}})
@@ -233,7 +231,7 @@ def test_an_import_that_sleeps_and_what_outlives_the_checks_are_told(
     only = ["imports", "values", "exits"]
     results = run_suite("tracker", "lingers", only=only, environ={"PYTHONPATH": path})
     installed.cache_clear()
-    assert time.monotonic() - began < 40  # the thread holds nobody
+    assert time.monotonic() - began < 60  # nothing waits for the thread
     told = {result.name: result for result in results}
     assert [told[name].state for name in only] == ["failed", "passed", "failed"], results
     assert re.search(r"importing dummy_lingers takes 1\.[789] s", told["imports"].error)

@@ -1,4 +1,4 @@
-"""Options and attributes of a suite that nobody reads are refused: they would skip what they are for."""
+"""Options and attributes of a suite that have no effect are refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_options_that_are_known_are_those_that_checks_read() -> None:
         ("loaders", "makes", "make"),
     ],
 )
-def test_a_misspelt_option_is_refused_with_the_right_one(kind: str, key: str, right: str) -> None:
+def test_misspelt_option_is_refused_with_a_suggestion(kind: str, key: str, right: str) -> None:
     said = f"has '{key}', which no check of a {kind} reads.* Did you mean '{right}'"
     with pytest.raises(ConfigurationError, match=said):
         suite(kind, options={key: "x"})
@@ -69,21 +69,21 @@ def test_a_misspelt_option_is_refused_with_the_right_one(kind: str, key: str, ri
         run_suite(kind, SUITES[kind][1], options={key: "x"})
 
 
-def test_an_option_of_another_kind_is_refused() -> None:
+def test_option_of_another_kind_is_refused() -> None:
     with pytest.raises(
         ConfigurationError, match=r"no check of a launcher reads\. It reads no options"
     ):
         suite("launcher", options={"prints": True})
 
 
-def test_plugins_check_refuses_a_misspelt_option() -> None:
+def test_plugins_check_refuses_misspelt_option() -> None:
     made = CliRunner().invoke(cli, ["plugins", "check", "jsonl", "--options", '{"red": "a:b"}'])
     assert made.exit_code == 2
     assert "Did you mean 'read'?" in made.output
 
 
 @pytest.mark.parametrize("kind", SUITE_KINDS)
-def test_options_that_exist_are_taken(kind: str) -> None:
+def test_existing_options_are_accepted(kind: str) -> None:
     assert suite(kind, options=dict.fromkeys(OPTIONS[kind], True))
 
 
@@ -101,12 +101,12 @@ def test_options_that_exist_are_taken(kind: str) -> None:
         ("preludes", "prelude"),
     ],
 )
-def test_a_misspelt_attribute_is_refused_with_the_right_one(name: str, right: str) -> None:
+def test_misspelt_attribute_is_refused_with_a_suggestion(name: str, right: str) -> None:
     with pytest.raises(ConfigurationError, match=f"'{name}', which has no effect. .*'{right}'"):
         suite("tracker", **{name: {}})
 
 
-def test_attributes_of_ones_own_are_taken() -> None:
+def test_other_attributes_are_accepted() -> None:
     class Base(TrackerSuite):
         folder = "x"
         environ = {"A": "b"}
@@ -139,7 +139,7 @@ CPU_Accelerator.is_fp16_supported = lambda self: False
 
 
 @pytest.mark.dist
-def test_what_a_machine_refuses_is_told_as_skipped(tmp_path: Path) -> None:
+def test_precision_that_the_machine_refuses_is_skipped(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     (tmp_path / "cpu_lacks_fp16.py").write_text(LACKS)
     results = run_suite(
@@ -151,7 +151,7 @@ def test_what_a_machine_refuses_is_told_as_skipped(tmp_path: Path) -> None:
         prelude="cpu_lacks_fp16",
     )
     told = {result.name: (result.state, result.detail) for result in results}
-    assert told["imports"][0] == "passed", told  # the prelude comes after it
+    assert told["imports"][0] == "passed", told  # the prelude is imported after it
     for name, begins in (("precisions", "bf16 passed; fp16 refused: "), ("overflow", "fp16 is ")):
         state, detail = told[name]
         assert (state, detail[: len(begins)]) == ("skipped", begins), told

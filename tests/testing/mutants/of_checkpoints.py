@@ -1,4 +1,4 @@
-"""Damage to checkpoints."""
+"""Faults in checkpoints."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class OptimizerHalfSaved(Sound):
 
 
 class WithMeans(Sound):
-    """Has a momentum of its own: sound."""
+    """Keeps its own momentum, correctly."""
 
     supports = {**Sound.supports, "exact": False}
 
@@ -109,7 +109,7 @@ class OptimizerIsNotLoaded(Sound):
 
 @caught_by("resume")
 class OwnStateIsNotSaved(Sound):
-    """Has momentum of its own, and keeps it to itself."""
+    """Keeps its own momentum, but does not save it."""
 
     def __init__(self, settings=None, handlers=()):
         super().__init__(settings, handlers)
@@ -124,7 +124,7 @@ class OwnStateIsNotSaved(Sound):
 
 @caught_by("another_size")
 class EachRankKeepsAPart(Sound):
-    """Spreads the optimizer's state over files of the ranks, and reads those of the ranks there are."""
+    """Spreads the optimizer's state over files of the ranks, but reads only those of current ranks."""
 
     def optimizer_state(self, accelerator, optimizer):
         return {**super().optimizer_state(accelerator, optimizer), "state": {}}

@@ -1,4 +1,4 @@
-"""Damage to the end of a run, and to what is there after it."""
+"""Faults at the end of a run, and leftovers."""
 
 from __future__ import annotations
 

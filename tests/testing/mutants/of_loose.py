@@ -1,4 +1,4 @@
-"""Damage to backends that say they are not exact, and to what is exact of models of other forms."""
+"""Faults of backends that are not exact, and with models of other dtypes and memory formats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from registry import Sound, caught_by
 
 
 class Loose(Sound):
-    """Could be exact, and does not say so: sound."""
+    """Is exact, but declares that it is not. This is correct."""
 
     supports = {**Sound.supports, "exact": False}
 
@@ -45,7 +45,7 @@ class DividesLooselyAgain(Loose):
 
 
 class SeesSizes(Sound):
-    """Knows how many samples the last batch had, and the first: sound."""
+    """Records the sizes of the first and the last batch. This is correct."""
 
     first = now = 0
 

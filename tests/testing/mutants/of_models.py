@@ -1,4 +1,4 @@
-"""Damage to what `prepare` does with models."""
+"""Faults in preparing models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damage that needs more than an example: frozen parts, groups, closures."""
+"""Faults with frozen parts, parameter groups and closures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damage to what a backend makes of precisions that other people bring."""
+"""Faults with third-party precisions."""
 
 from __future__ import annotations
 

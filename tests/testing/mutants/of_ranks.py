@@ -1,4 +1,4 @@
-"""Damage to ranks and to how they communicate."""
+"""Faults in ranks and collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damage to the training step."""
+"""Faults in the training step."""
 
 from __future__ import annotations
 

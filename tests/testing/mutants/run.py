@@ -49,7 +49,7 @@ def damaged(cls: type) -> list[str]:
 def main() -> None:
     folder, wanted = Path(sys.argv[1]), sys.argv[2:]
     os.chdir(folder)
-    leaving._GRACE = 0.5  # mutants leave things that never end
+    leaving._GRACE = 0.5  # mutants leave threads and processes that never end
     found: dict[str, Any] = {}
     known = checks_of("backend")
     for name in wanted or MUTANTS:

@@ -51,7 +51,7 @@ SAVE = f"{STATE} on_save on_load"
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that a plugin must do.
+    """One requirement for a plugin.
 
     Attributes:
         doc: what is checked, in a sentence.

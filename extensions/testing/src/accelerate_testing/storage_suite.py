@@ -53,7 +53,7 @@ with storage.lock(place, save) as locked:
 
 
 def load_storage(spec: str) -> Storage:
-    """Return what a function or class `module:name` makes without arguments."""
+    """Call a function or class `module:name` without arguments, and return the storage."""
     storage: Storage = pkgutil.resolve_name(spec)()
     return storage
 
@@ -62,10 +62,10 @@ class Shelf:
     """One store under test, and files to put into it.
 
     Args:
-        spec: `module:name` of what makes it.
-        place: a free place, with `{path}` or `{name}` in it.
+        spec: `module:name` of the class or function that returns it.
+        place: an unused place, with `{path}` or `{name}` in it.
         folder: a directory for files.
-        alone: only the process that writes to the store can read it.
+        alone: whether only the process that writes to the store can read it.
     """
 
     def __init__(self, spec: str, place: str, folder: Path, alone: bool = False) -> None:
@@ -77,13 +77,13 @@ class Shelf:
         self._files = 0
 
     def place(self, name: str = "checkpoint") -> str:
-        """Return the place of a checkpoint below one that nobody else uses."""
+        """Return the place of a checkpoint below an unused one."""
         below = f"{self.folder.name}-{name}" if "{path}" not in self._place else name
         text = self._place.format(path=self.folder / "store" / below, name=below)
         return self.storage.locate(text, saving=True)
 
     def again(self) -> Storage:
-        """Return the store as another process has it, where there may be one."""
+        """Return the store as another process would open it, if other processes can."""
         return self.storage if self.alone else load_storage(self.spec)
 
     def file(self, content: bytes) -> Path:
@@ -94,23 +94,23 @@ class Shelf:
         return path
 
     def write(self, place: str, save: str, files: dict[str, bytes]) -> None:
-        """Write files of a save, and compare what is told of the progress."""
+        """Write files of a save, and compare the reported progress."""
         for name, content in files.items():
-            told: list[int] = []
-            self.storage.write(place, f"{save}/{name}", self.file(content), told.append)
-            sent = sum(told)
-            assert sent == len(content), f"write told {sent} bytes of {len(content)} in {name}"
+            reported: list[int] = []
+            self.storage.write(place, f"{save}/{name}", self.file(content), reported.append)
+            sent = sum(reported)
+            assert sent == len(content), f"write reported {sent} bytes of {len(content)} in {name}"
 
     def publish(self, place: str, save: str) -> bytes:
-        """Publish a save; return its manifest."""
+        """Publish a save and return its manifest."""
         folder = "" if self.storage.path(place) is not None else save
         data = Manifest({}, {"saved_as": save}, folder).render().encode()
         self.storage.publish(place, save, data)
         return data
 
     def has(self, place: str, manifest: bytes) -> None:
-        """Fail unless a manifest is the one of a place."""
-        assert self.again().read(place, MANIFEST) == manifest, "the manifest is another one"
+        """Fail unless a place has this manifest."""
+        assert self.again().read(place, MANIFEST) == manifest, "the manifest is a different one"
 
     def kept(self, place: str, save: str, name: str) -> str:
         """Return where a file of a published save is: the files of a local save are moved."""
@@ -122,10 +122,12 @@ class Shelf:
         for name, content in files.items():
             where = self.kept(place, save, name)
             got = storage.read(place, where)
-            assert got == content, f"{name} has {len(got)} bytes, or others, of {len(content)}"
+            assert got == content, (
+                f"{name}: {len(got)} bytes that differ from the {len(content)} written"
+            )
             if content:
                 part = storage.fetch(place, where, 0, len(content))
-                assert part == content, f"fetch returns another {name} than read"
+                assert part == content, f"fetch and read return different bytes for {name}"
         folders = {name.rpartition("/")[0] for name in files}
         for folder in folders:
             where = self.kept(place, save, folder) if folder else self.kept(place, save, "")
@@ -136,11 +138,11 @@ class Shelf:
                 if name.rpartition("/")[0] == folder
             }
             got_sizes = {name: listed.get(name, "nothing") for name in sizes}
-            assert got_sizes == sizes, f"list says {got_sizes} of {sizes}"
+            assert got_sizes == sizes, f"list returned the sizes {got_sizes} instead of {sizes}"
 
 
 def new_save() -> str:
-    """Return a name that no save has had."""
+    """Return an unused name for a save."""
     return f"save-{secrets.token_hex(6)}"
 
 
@@ -148,10 +150,10 @@ _SMALL = {"model.bin": b"weights" * 100, "backend_x/rank_0.bin": b"0", "empty.bi
 
 
 def appears_whole(shelf: Shelf) -> None:
-    """No reader sees a save before it is published, and everything of it afterwards."""
+    """A save is invisible before it is published, and complete afterwards."""
     place, save = shelf.place(), new_save()
     with shelf.storage.lock(place, save) as locked:
-        assert locked, "the lock of a new save is not to be had"
+        assert locked, "lock returned False for a new save"
         shelf.write(place, save, _SMALL)
         with pytest.raises(FileNotFoundError):
             shelf.again().read(place, MANIFEST)
@@ -162,7 +164,7 @@ def appears_whole(shelf: Shelf) -> None:
 
 
 def replaces_whole(shelf: Shelf) -> None:
-    """The earlier checkpoint can be read until the next one is published, and not after that."""
+    """The earlier checkpoint can be read until the next one is published."""
     place = shelf.place()
     old = new_save()
     new = new_save()
@@ -180,7 +182,7 @@ def replaces_whole(shelf: Shelf) -> None:
 
 
 def large_files(shelf: Shelf) -> None:
-    """A file that is sent in parts comes back as it was, also in parts and at the same time."""
+    """A large file is returned unchanged, also in several parts at the same time."""
     place, save = shelf.place(), new_save()
     content = random.Random(0).randbytes(_LARGE)
     with shelf.storage.lock(place, save):
@@ -192,11 +194,11 @@ def large_files(shelf: Shelf) -> None:
         parts = pool.map(
             lambda start: shelf.storage.fetch(place, name, start, min(start + step, _LARGE)), starts
         )
-        assert b"".join(parts) == content, "the parts of a file are not those of what was written"
+        assert b"".join(parts) == content, "the parts of a file differ from the written bytes"
 
 
 def many_at_once(shelf: Shelf) -> None:
-    """Files that several threads write at the same time are all there."""
+    """All files exist that several threads write at the same time."""
     place, save = shelf.place(), new_save()
     files = {f"part_{number}.bin": os.urandom(1000 + number) for number in range(24)}
     with shelf.storage.lock(place, save):
@@ -215,11 +217,11 @@ def many_at_once(shelf: Shelf) -> None:
 
 
 def lists_checkpoints(shelf: Shelf) -> None:
-    """The directory of some checkpoints lists them by name, and none that was deleted."""
+    """The directory of several checkpoints lists them by name, without deleted ones."""
     places = {name: shelf.place(name) for name in ("checkpoint_1", "checkpoint_2")}
     names = {name: place.rstrip("/").rpartition("/")[2] for name, place in places.items()}
     parent = places["checkpoint_1"].rstrip("/").rpartition("/")[0]
-    assert shelf.storage.list(places["checkpoint_1"]) == {}, "a place where nothing is"
+    assert shelf.storage.list(places["checkpoint_1"]) == {}, "an empty place is not empty"
     for place in places.values():
         save = new_save()
         with shelf.storage.lock(place, save):
@@ -228,16 +230,16 @@ def lists_checkpoints(shelf: Shelf) -> None:
     listed = shelf.again().list(parent)
     for name in names.values():
         assert name in listed, f"{name} is not listed"
-        assert listed[name] is None, f"{name} holds names, so its size is None"
+        assert listed[name] is None, f"{name} is a folder, so its size must be None"
     shelf.storage.delete(places["checkpoint_1"], MANIFEST)
     shelf.storage.delete(places["checkpoint_1"])
     listed = shelf.again().list(parent)
-    assert names["checkpoint_1"] not in listed, "what was deleted is listed"
-    assert names["checkpoint_2"] in listed, "another one was deleted"
+    assert names["checkpoint_1"] not in listed, "a deleted checkpoint is listed"
+    assert names["checkpoint_2"] in listed, "another checkpoint was deleted"
 
 
 def deletes(shelf: Shelf) -> None:
-    """Deleting removes what was named and nothing else; what is absent is no error."""
+    """Deleting removes only the named files; deleting a missing file is not an error."""
     place = shelf.place()
     save = new_save()
     half = new_save()
@@ -253,12 +255,12 @@ def deletes(shelf: Shelf) -> None:
     shelf.storage.delete(place)
     with pytest.raises(FileNotFoundError):
         shelf.again().read(place, MANIFEST)
-    assert shelf.again().list(place) == {}, "what was deleted is listed"
+    assert shelf.again().list(place) == {}, "deleted files are listed"
     shelf.storage.delete(place)
 
 
 def absent_files(shelf: Shelf) -> None:
-    """What is not there is a FileNotFoundError, which is not worth another attempt."""
+    """Reading a missing file raises FileNotFoundError, which is not retried."""
     place, save = shelf.place(), new_save()
     for _ in range(2):
         for name in (MANIFEST, "save-0123456789ab/model.bin"):
@@ -277,26 +279,26 @@ def absent_files(shelf: Shelf) -> None:
 
 
 def locks(shelf: Shelf) -> None:
-    """A save that is under way is locked for everyone else, and not any more when it has ended."""
+    """A running save is locked for others, and released when it has ended."""
     place, save = shelf.place(), new_save()
     with shelf.storage.lock(place, save) as locked:
         assert locked
         shelf.write(place, save, {"model.bin": b"1"})
         with shelf.again().lock(place, save) as again:
-            assert not again, "two have the lock of one save"
+            assert not again, "a second lock of the same save succeeded"
         shelf.storage.clean(place)
         names = shelf.storage.list(place, save)
-        assert "model.bin" in names, "clean deleted a save that is under way"
+        assert "model.bin" in names, "clean deleted a running save"
         shelf.storage.delete(place, save)
     with shelf.storage.lock(place, save) as locked:
-        assert locked, "the lock is kept after the save has ended"
+        assert locked, "the lock was not released after the save"
         shelf.storage.delete(place, save)
 
 
 def killed_while_saving(shelf: Shelf) -> None:
-    """After SIGKILL the earlier checkpoint is as it was, and what the killed save left can go."""
+    """After SIGKILL the earlier checkpoint is unchanged, and leftovers of the killed save can be cleaned."""
     if shelf.alone:
-        pytest.skip("one process only writes to this store")
+        pytest.skip("only one process can use this store")
     place = shelf.place()
     save = new_save()
     killed = new_save()
@@ -311,7 +313,7 @@ def killed_while_saving(shelf: Shelf) -> None:
                     assert not locked, "the lock of another process is ignored"
                 shelf.storage.clean(place)
                 names = shelf.storage.list(place, killed)
-                assert "0" in names, "clean deleted what another process is writing"
+                assert "0" in names, "clean deleted files that another process is writing"
         finally:
             holder.kill()
         shelf.has(place, manifest)
@@ -320,21 +322,21 @@ def killed_while_saving(shelf: Shelf) -> None:
         while _age_and_clean(shelf, place, killed) and time.monotonic() < until:
             time.sleep(0.2)
         left = shelf.storage.list(place, killed)
-        assert not left, f"clean left {sorted(left)} of a save whose process was killed"
+        assert not left, f"clean left {sorted(left)} of a killed save"
         shelf.holds(place, save, _SMALL)
 
 
 def _age_and_clean(shelf: Shelf, place: str, save: str) -> bool:
-    """Clean up, and return whether something is left of a save."""
+    """Clean up, and return whether files of a save are left."""
     path = shelf.storage.path(place, save)
-    if path is not None and path.exists():  # a directory that was made just now is let alone
+    if path is not None and path.exists():  # clean keeps directories that are new
         os.utime(path, (time.time() - 10,) * 2)
     shelf.storage.clean(place)
     return bool(shelf.storage.list(place, save))
 
 
 class _Holder:
-    """Another process that is in the middle of a save."""
+    """Another process in the middle of a save."""
 
     def __init__(self, shelf: Shelf, place: str, save: str, kind: str) -> None:
         source = shelf.file(os.urandom(200_000))
@@ -349,12 +351,12 @@ class _Holder:
             raise AssertionError("another process cannot write to the store")
 
     def kill(self) -> None:
-        """Kill it, so that it cannot tidy up."""
+        """Kill the process, so that it cannot clean up."""
         self._process.send_signal(signal.SIGKILL)
         self._process.communicate()
 
 
-#: What is tested, by name.
+#: The tests by name.
 STORAGE_CHECKS: dict[str, Callable[[Shelf], None]] = {
     one.__name__: one
     for one in (
@@ -368,10 +370,11 @@ class StorageSuite:
     """The tests of a `Storage`, for pytest.
 
     Attributes:
-        storage: `module:name` of the class, or of a function; called without arguments, also in
-            other processes.
-        place: where tests may write: `{path}` is a free path of this machine, `{name}` a free name.
-        one_process: True if other processes cannot see what one has written, as in memory.
+        storage: `module:name` of the class, or of a function that returns a store. It is called
+            without arguments, also in other processes.
+        place: where tests may write: `{path}` is an unused path of this machine, `{name}` an unused
+            name.
+        one_process: True if other processes cannot see what one has written, as with memory.
     """
 
     storage: ClassVar[str] = ""

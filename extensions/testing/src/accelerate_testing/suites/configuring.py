@@ -179,7 +179,7 @@ def _another(cls: type[Any], field: SettingField) -> Any:
     for value in candidates:
         if value == default or (isinstance(value, float) and not math.isfinite(value)):
             continue
-        if field.optional and value == "none":  # as a text, this means None
+        if field.optional and value == "none":  # this string means None
             continue
         try:
             cls(**{field.name: value})

@@ -179,8 +179,8 @@ def api_version(ctx: CheckContext) -> str | None:
     plugin = record.load()
     states = any("api_version" in vars(cls) for cls in own_classes(plugin) or [plugin])
     assert states or record.distribution == OWN_DISTRIBUTION, (
-        f"{record.label} does not state an api_version: add api_version = (1, 0) to the class. The "
-        "inherited one is that of the installed core"
+        f"{record.label} does not state an api_version: add api_version = (1, 0) to the class. An "
+        "inherited one would change with the installed core"
     )
     if getattr(plugin, "api_version", None) is None:
         return None

@@ -83,13 +83,13 @@ if __name__ == "__main__":
     before = dict(os.environ)
     start(work, (str(folder), ""), plan)
     texts = [path.read_text() for path in sorted(folder.glob("*.function"))]
-    told = {"calls": [json.loads(line) for text in texts for line in text.splitlines()]}
-    told["changed"] = [n for n in {*before, *os.environ} if before.get(n) != os.environ.get(n)]
+    report = {"calls": [json.loads(line) for text in texts for line in text.splitlines()]}
+    report["changed"] = [n for n in {*before, *os.environ} if before.get(n) != os.environ.get(n)]
     try:
         start(work, (str(folder), str(int(count) - 1)), plan)
     except Exception as error:
-        told["raised"] = f"{type(error).__name__}: {error}"
-    (folder / "told").write_text(json.dumps(told))
+        report["raised"] = f"{type(error).__name__}: {error}"
+    (folder / "told").write_text(json.dumps(report))
 """
 
 
