@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -291,6 +292,18 @@ def test_error_for_an_op_that_cannot_be_compiled_says_what_to_install_or_set(mon
     assert needs_build(resolved(adam | offload)) == "cpu_adam"
     adam["optimizer"]["params"]["torch_adam"] = True
     assert needs_build(resolved(adam)) is None
+
+
+def test_lock_that_a_killed_build_left_behind_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    with pytest.warns(UserWarning, match="no process on this machine holds the lock"):
+        check_compiler("cpu_adam")
+    with lock.open(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_compiler("cpu_adam")
 
 
 @pytest.mark.soak

@@ -9,13 +9,13 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from accelerate_core.plugin import ConfigurationError
+from accelerate_core.plugin import ConfigurationError, warn
 from accelerate_deepspeed.config import HfDeepSpeedConfig
 
 
@@ -164,6 +164,13 @@ def check_compiler(op: str) -> None:
     """
     if _built(op):
         return
+    lock = _folder(op) / "lock"
+    if lock.exists() and not _is_open_here(lock):
+        warn(
+            f"DeepSpeed waits for the lock {lock} before it compiles its op {op}, but no process on this "
+            "machine holds the lock: a build that was killed leaves it behind. If no other machine is "
+            "compiling into this folder, delete the file."
+        )
     lacking = []
     if not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++"))):
         lacking.append("a C++ compiler (Debian: apt install g++)")
@@ -174,6 +181,18 @@ def check_compiler(op: str) -> None:
             f"DeepSpeed's op {op} is compiled at first use, but this machine lacks "
             f"{' and '.join(lacking)}. Install what is missing, or {_WAY_OUT}."
         )
+
+
+def _is_open_here(path: Path) -> bool:
+    """Tell whether a process on this machine has a file open; True if that cannot be found out."""
+    descriptors = Path("/proc").glob("[0-9]*/fd/*")
+    if not Path("/proc/self/fd").is_dir():
+        return True
+    for descriptor in descriptors:
+        with suppress(OSError):  # of another user, or already closed
+            if os.readlink(descriptor) == str(path.resolve()):
+                return True
+    return False
 
 
 def _folder(op: str) -> Path:
