@@ -44,9 +44,8 @@ def train(ctx: CheckContext) -> str:
         _ = getattr(accelerator, "no_such_attribute", None)
         accelerator.load_state(accelerator.save_state(str(ctx.scratch("state"))))
         ctx.end()
-    ours = [str(one.message) for one in caught if "accelerate" in str(one.filename)]
-    ours += [str(one.message) for one in caught if "backend" in str(one.message)]
-    return ours[0] if ours else ""
+    texts = [str(one.message) for one in caught]
+    return next((text for text in texts if "backend" in text or "sound" in text), "")
 
 
 def main() -> None:
