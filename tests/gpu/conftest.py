@@ -1,7 +1,7 @@
-"""What wants an accelerator: skipped by name where there is none, and told as a table.
+"""Tests that need an accelerator: skipped without one, and reported as a table.
 
-`--gpu-report FILE` prints the table and writes it, anew after every test, so that a run that is
-killed leaves what it had. `--rehearse` runs on the CPU what runs there, to try the tests themselves.
+`--gpu-report FILE` prints the table, and writes it after every test, so that a killed run leaves its
+results so far. `--rehearse` runs on the CPU all tests that can run there, to try the tests themselves.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ rows: list[tuple[str, str, float, str]] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gpu-report", metavar="FILE", help="where the table is written")
-    parser.addoption("--gpu-seconds", type=float, default=570, help="tests begin until then")
-    parser.addoption("--rehearse", action="store_true", help="on the CPU, what runs there")
+    parser.addoption("--gpu-report", metavar="FILE", help="write the table to this file")
+    parser.addoption("--gpu-seconds", type=float, default=570, help="start no test after this time")
+    parser.addoption("--rehearse", action="store_true", help="run on the CPU what can run there")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "device: needs a real device, in a rehearsal too")
-    config.addinivalue_line("markers", "anywhere: of the harness itself")
+    config.addinivalue_line("markers", "device: needs a real device, even in a rehearsal")
+    config.addinivalue_line("markers", "anywhere: tests the harness itself")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @functools.cache
 def begun() -> float:
-    """When the first of these tests began; others may have run before."""
+    """Return when the first of these tests started; others may have run before."""
     return time.monotonic()
 
 
@@ -73,7 +73,7 @@ def device(on_cpu: bool) -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def _no_accelerator_is_left() -> Iterator[None]:
+def _release_accelerators() -> Iterator[None]:
     yield
     from accelerate_core.distributed import process
 
@@ -109,11 +109,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def table() -> str:
-    """Return what was found so far, as Markdown."""
+    """Return the results so far, as Markdown."""
     counts = {word: sum(row[1] == word for row in rows) for word in ("passed", "failed", "skipped")}
-    lines = ["# On an accelerator", "", machine(), ""]
+    lines = ["# Tests on an accelerator", "", machine(), ""]
     lines += [", ".join(f"{count} {word}" for word, count in counts.items()) + ".", ""]
-    lines += ["| what | outcome | seconds | measured, or why not |", "|---|---|---|---|"]
+    lines += ["| test | outcome | seconds | measurement, or reason |", "|---|---|---|---|"]
     for what, outcome, seconds, said in rows:
         cells = (what, outcome, f"{seconds:.1f}", said.replace("|", "\\|"))
         lines.append(f"| {' | '.join(cells)} |")
@@ -121,7 +121,7 @@ def table() -> str:
 
 
 def machine() -> str:
-    """Say in a line what this was run on."""
+    """Describe the machine in one line."""
     found = f"Python {platform.python_version()}, torch {torch.__version__}"
     if not torch.accelerator.is_available():
         return f"{found}; {NO_DEVICE}."
@@ -134,6 +134,6 @@ def machine() -> str:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if _file is None or not rows:
         return
-    terminalreporter.section("on an accelerator")
+    terminalreporter.section("tests on an accelerator")
     terminalreporter.write_line(table())
-    terminalreporter.write_line(f"Written: {_file}")
+    terminalreporter.write_line(f"The table was written to {_file}.")

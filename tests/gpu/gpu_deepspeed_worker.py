@@ -1,4 +1,4 @@
-"""Train with DeepSpeed on one rank; prints the losses and the precision as JSON.
+"""Train with DeepSpeed on one rank; print the losses and the engine's class as JSON.
 
 `gpu_deepspeed_worker.py STAGE PRECISION DEVICE`
 """

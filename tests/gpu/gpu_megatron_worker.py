@@ -1,4 +1,4 @@
-"""Train with megatron-core on one rank, and with plain Transformers; prints both losses as JSON.
+"""Train with megatron-core on one rank and with plain Transformers; print both losses as JSON.
 
 `gpu_megatron_worker.py DISTRIBUTED PRECISION DEVICE`
 """

@@ -1,7 +1,7 @@
 """Make every distribution of the workspace importable without installing anything.
 
-`python paths.py FOLDER` writes the metadata that plugins are found by into FOLDER, and prints what
-PYTHONPATH has to be. It needs neither a network nor a build backend.
+`python paths.py FOLDER` writes the metadata by which plugins are found to FOLDER, and prints the
+necessary PYTHONPATH. It needs neither a network nor a build backend.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workspace import member_folders  # noqa: E402
 
 
 def make_importable(folder: Path) -> list[str]:
-    """Return the folders for `sys.path`: one with metadata, and each distribution's sources."""
+    """Return the folders for `sys.path`: the metadata, and each distribution's sources."""
     paths = [str(folder)]
     for member in member_folders(ROOT):
         file = ROOT / member / "pyproject.toml"

@@ -1,4 +1,4 @@
-"""A small model and its data on a device, and Accelerators that end with their block."""
+"""A small model and its data on a device, and Accelerators that end with their `with` block."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ WIDTH = 64
 
 
 def net(device: torch.device | str = "cpu", dropout: float = 0.0) -> nn.Sequential:
-    """The same weights every time."""
+    """Return a model, with the same weights every time."""
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Linear(WIDTH, WIDTH)]
     return nn.Sequential(*layers).to(device)
 
 
 def batches(device: torch.device | str, count: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Inputs and targets, of shape (32, WIDTH) each."""
+    """Return inputs and targets, each of shape (32, WIDTH)."""
     random = torch.Generator().manual_seed(1)
     made = [torch.randn(2, 32, WIDTH, generator=random).to(device) for _ in range(count)]
     return [(both[0], both[1]) for both in made]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer with a state that has to be kept."""
+    """Return an optimizer that has state."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 @contextmanager
 def accelerate(on_cpu: bool, **arguments: Any) -> Iterator[Accelerator]:
-    """An Accelerator on the device that is tested."""
+    """Yield an Accelerator on the tested device."""
     accelerator = Accelerator(cpu=on_cpu, process_group_timeout=60, **arguments)
     try:
         yield accelerator
@@ -60,7 +60,7 @@ def train(
 
 
 def plain(model: nn.Module, data: Any, clip: float | None = None) -> list[float]:
-    """The same in plain torch."""
+    """Train like `train`, in plain torch."""
     optimizer = sgd(model)
     losses = []
     for inputs, targets in data:
@@ -75,7 +75,7 @@ def plain(model: nn.Module, data: Any, clip: float | None = None) -> list[float]
 
 
 def equal(one: nn.Module, other: nn.Module, tolerance: float = 0.0) -> None:
-    """Compare the weights of two models, wherever they are."""
+    """Compare the weights of two models, on whatever device they are."""
     theirs = other.state_dict()
     for name, value in one.state_dict().items():
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value

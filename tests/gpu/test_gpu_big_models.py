@@ -1,4 +1,4 @@
-"""Models larger than the device: parts on the device, in host memory and on the disk."""
+"""Models larger than the device: parts on the device, in host memory and on disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def expected() -> tuple[torch.Tensor, torch.Tensor]:
         return inputs, blocks()(inputs)
 
 
-def test_a_model_is_spread_over_device_host_and_disk(device: torch.device, tmp_path: Path) -> None:
+def test_a_model_can_be_split_over_device_host_and_disk(
+    device: torch.device, tmp_path: Path
+) -> None:
     inputs, outputs = expected()
     spread = {"0": place(device), "1": place(device), "2": "cpu", "3": "disk"}
     model = dispatch_model(blocks(), spread, main_device=place(device), offload_dir=tmp_path)
@@ -48,7 +50,7 @@ def test_a_model_is_spread_over_device_host_and_disk(device: torch.device, tmp_p
     assert next(model[3].parameters()).device.type == "meta"
 
 
-def test_an_empty_model_is_filled_from_a_checkpoint(device: torch.device, tmp_path: Path) -> None:
+def test_an_empty_model_is_loaded_from_a_checkpoint(device: torch.device, tmp_path: Path) -> None:
     inputs, outputs = expected()
     save_file(blocks().state_dict(), tmp_path / "model.safetensors")
     with init_empty_weights():
@@ -65,7 +67,7 @@ def test_an_empty_model_is_filled_from_a_checkpoint(device: torch.device, tmp_pa
         assert set(spread.values()) == {0, "cpu"}
 
 
-def test_a_model_comes_to_the_device_part_by_part(device: torch.device) -> None:
+def test_cpu_offload_moves_a_model_to_the_device_layer_by_layer(device: torch.device) -> None:
     inputs, outputs = expected()
     model = cpu_offload(blocks(), execution_device=device)
     with torch.no_grad():
@@ -73,9 +75,7 @@ def test_a_model_comes_to_the_device_part_by_part(device: torch.device) -> None:
     assert next(model[0].parameters()).device.type == "meta"
 
 
-def test_layers_on_disk_come_to_the_device_ahead_of_use(
-    device: torch.device, tmp_path: Path
-) -> None:
+def test_layers_on_disk_are_prefetched_to_the_device(device: torch.device, tmp_path: Path) -> None:
     inputs, outputs = expected()
     save_file(blocks().state_dict(), tmp_path / "model.safetensors")
     with init_empty_weights():
@@ -83,21 +83,21 @@ def test_layers_on_disk_come_to_the_device_ahead_of_use(
     load_checkpoint_in_model(model, tmp_path, device_map={"": "disk"})
     made = dispatch_model(model, {"": "disk"}, main_device=place(device))
     with torch.no_grad():
-        for _ in range(3):  # the second time the order is known
+        for _ in range(3):  # from the second time on, the order is known
             torch.testing.assert_close(made(inputs).cpu(), outputs, rtol=1e-4, atol=1e-5)
     begun = offload_hook(made[0][0]).ahead._begun
     assert begun
     for one in begun.values():
         read = one.result(timeout=60) if one else None
-        if read is not None or device.type != "cpu":  # there, what is cached is not waited for
+        if read is not None or device.type != "cpu":  # on the CPU, cached tensors are not awaited
             ready, _ = read
             assert {tensor.device for tensor in ready.values()} == {device}
 
 
 @pytest.mark.device
-def test_a_tenth_of_a_lone_accelerator_is_left(device: torch.device) -> None:
+def test_balanced_memory_leaves_a_tenth_of_a_single_accelerator_free(device: torch.device) -> None:
     free = get_max_memory()
     if sum(isinstance(key, int) for key in free) != 1:
-        pytest.skip("there is not exactly one")
+        pytest.skip("this machine does not have exactly one accelerator")
     assert get_balanced_memory(blocks())[0] == pytest.approx(0.9 * free[0], rel=0.02)
     assert get_balanced_memory(blocks(), {0: 1000}) == {0: 1000}

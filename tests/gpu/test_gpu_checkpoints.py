@@ -1,4 +1,4 @@
-"""Checkpoints hold the device's random numbers: a run goes on as if it had never stopped."""
+"""Checkpoints contain the state of the device's random numbers, so a resumed run is identical."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_devices_random_numbers_are_restored(
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
-def test_dropout_goes_on_bit_for_bit(
+def test_dropout_resumes_bit_for_bit(
     device: torch.device, on_cpu: bool, tmp_path: Path, precision: str
 ) -> None:
     def make(accelerator: Any) -> tuple[Any, Any]:
@@ -35,7 +35,7 @@ def test_dropout_goes_on_bit_for_bit(
         model, optimizer = make(accelerator)
         train(accelerator, model, optimizer, data[:3])
         accelerator.save_state(tmp_path / "state", blocking=False)
-        losses = train(accelerator, model, optimizer, data[3:])  # it is written meanwhile
+        losses = train(accelerator, model, optimizer, data[3:])  # while the checkpoint is written
         accelerator.wait_for_checkpoint()
         expected = net()
         expected.load_state_dict(accelerator.get_state_dict(model))

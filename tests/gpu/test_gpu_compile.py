@@ -1,4 +1,4 @@
-"""Compilation by inductor, for the device."""
+"""Models compiled by inductor for the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accelerate_core.utils import TorchDynamoPlugin
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_compiled_model_trains_as_an_eager_one(
+def test_a_compiled_model_trains_like_an_eager_one(
     device: torch.device, on_cpu: bool, precision: str, record_property: Any
 ) -> None:
     import torch._dynamo.utils as dynamo

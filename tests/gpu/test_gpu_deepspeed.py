@@ -1,4 +1,4 @@
-"""DeepSpeed on one rank, where it imports; each run in a process of its own."""
+"""DeepSpeed on one rank, if it can be imported; each run is a separate process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKER = Path(__file__).with_name("gpu_deepspeed_worker.py")
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(2, "no"), (2, "bf16"), (3, "bf16")])
-def test_a_run_is_that_of_plain_torch(
+def test_losses_match_plain_torch(
     device: torch.device, stage: int, precision: str, record_property: Any
 ) -> None:
     seen = subprocess.run(
@@ -28,7 +28,9 @@ def test_a_run_is_that_of_plain_torch(
         check=False,
     )
     if seen.returncode:
-        pytest.skip(f"deepspeed does not import: {(seen.stderr.strip() or '?').splitlines()[-1]}")
+        pytest.skip(
+            f"deepspeed cannot be imported: {(seen.stderr.strip() or '?').splitlines()[-1]}"
+        )
     record_property("deepspeed", seen.stdout.strip().splitlines()[-1])
     if device.type == "cpu" and precision != "no":
         pytest.skip("one precision is enough for a rehearsal")

@@ -1,4 +1,4 @@
-"""Batches reach the device on a stream of their own, while it works on the ones before."""
+"""Batches are copied to the device on a separate stream while it processes the previous ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIDE = 8192  # of a square batch in half precision: 128 MiB
 
 
 class Given(IterableDataset[torch.Tensor]):
-    """Hands out the tensors it was given, without copies."""
+    """Yields the given tensors without copying them."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
@@ -31,7 +31,7 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def test_batches_arrive_whole_and_in_order(device: torch.device, on_cpu: bool) -> None:
+def test_batches_arrive_complete_and_in_order(device: torch.device, on_cpu: bool) -> None:
     given = [torch.full((256, 256), float(number)) for number in range(30)]
     weight = torch.eye(256, device=device)
     with accelerate(on_cpu) as accelerator:
@@ -39,7 +39,7 @@ def test_batches_arrive_whole_and_in_order(device: torch.device, on_cpu: bool) -
         sums = []
         for batch in loader:
             assert batch.device == device
-            for _ in range(10):  # the next ones are copied meanwhile, and must not land in this one
+            for _ in range(10):  # meanwhile the next batches are copied; this one must not change
                 batch = batch @ weight
             sums.append(batch.sum())
             del batch
@@ -52,7 +52,7 @@ def test_copying_and_computing_overlap(device: torch.device, record_property: Ca
     weight = torch.zeros(SIDE, SIDE, dtype=torch.float16, device=device)
     there = given[0].to(device)
     for _ in range(3):
-        _ = there @ weight  # warm
+        _ = there @ weight  # warm up
     copying = min(seconds(lambda: given[0].to(device, non_blocking=True)) for _ in range(5))
     product = min(seconds(lambda: there @ weight) for _ in range(5))
     products = max(1, round(copying / product))
@@ -71,9 +71,9 @@ def test_copying_and_computing_overlap(device: torch.device, record_property: Ca
                 for _ in range(products):
                     _ = batch @ weight
 
-        fed()  # the allocator has its memory then
+        fed()  # warm up the allocator
         ours, plain = min(seconds(fed) for _ in range(3)), seconds(one_after_the_other)
     record_property("copy", f"{copying * 1e3:.2f} ms")
     record_property("compute", f"{products * product * 1e3:.2f} ms")
-    record_property("of one after the other", f"{ours / plain:.2f}")
-    assert ours < 0.85 * plain, "0.5 is perfect where copying takes as long as computing"
+    record_property("time, relative to no overlap", f"{ours / plain:.2f}")
+    assert ours < 0.85 * plain, "copying takes as long as computing, so the optimum is 0.5"

@@ -1,4 +1,4 @@
-"""fp8 by torchao beside bf16, without emulation where the device has fp8; compiled and not."""
+"""fp8 with torchao compared with bf16, compiled and eager, emulated only on devices without fp8."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from accelerate_core.utils import AORecipeKwargs
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_losses_are_those_of_bf16(
-    device: torch.device, on_cpu: bool, recipe: str, compiled: bool
-) -> None:
+def test_losses_match_bf16(device: torch.device, on_cpu: bool, recipe: str, compiled: bool) -> None:
     pytest.importorskip("torchao", reason="torchao is not installed")
     losses = {}
     for name in ("bf16", "fp8"):

@@ -1,4 +1,4 @@
-"""FSDP2 on one rank: sharded parameters train, clip, save and load as plain ones."""
+"""FSDP2 on one rank: training, clipping, saving and loading of sharded parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from accelerate_core.utils import FullyShardedDataParallelPlugin
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["on the device", "offloaded"])
-def test_a_run_is_that_of_plain_torch(device: torch.device, on_cpu: bool, offload: bool) -> None:
+def test_losses_and_weights_match_plain_torch(
+    device: torch.device, on_cpu: bool, offload: bool
+) -> None:
     if offload and on_cpu:
         pytest.skip("a rehearsal has nothing to offload from")
     expected = net(device)
@@ -30,7 +32,7 @@ def test_a_run_is_that_of_plain_torch(device: torch.device, on_cpu: bool, offloa
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-def test_a_run_goes_on_where_it_was_saved(
+def test_a_run_resumes_from_a_checkpoint(
     device: torch.device, on_cpu: bool, tmp_path: Path, precision: str, record_property: Any
 ) -> None:
     def run(**arguments: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""A process group of one rank with the device's own backend: NCCL on CUDA."""
+"""A process group of one rank with the device's backend: NCCL on CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate_ddp import DDPBackend
 
 
 class WithGroup(DDPBackend):
-    """DDP that opens its group and wraps models for one process, too."""
+    """DDP that opens its group and wraps models even with one process."""
 
     name = "with_group"
     needs_group = True
@@ -23,7 +23,9 @@ class WithGroup(DDPBackend):
         return DistributedDataParallel(model)
 
 
-def test_collectives_of_one_rank(device: torch.device, on_cpu: bool, record_property: Any) -> None:
+def test_collectives_work_with_one_rank(
+    device: torch.device, on_cpu: bool, record_property: Any
+) -> None:
     with accelerate(on_cpu, backend=WithGroup) as accelerator:
         record_property("backend", dist.get_backend())
         assert dist.get_backend() == ("nccl" if device.type == "cuda" else dist.get_backend())
@@ -38,7 +40,7 @@ def test_collectives_of_one_rank(device: torch.device, on_cpu: bool, record_prop
         assert torch.equal(gathered["b"][1], nested["b"][1])
 
 
-def test_ddp_of_one_rank_trains_as_plain_torch(device: torch.device, on_cpu: bool) -> None:
+def test_ddp_with_one_rank_trains_like_plain_torch(device: torch.device, on_cpu: bool) -> None:
     expected = net(device)
     losses = plain(expected, batches(device), clip=0.5)
     with accelerate(on_cpu, backend=WithGroup) as accelerator:

@@ -1,4 +1,4 @@
-"""Megatron on one rank, where it imports; each run in a process of its own."""
+"""Megatron on one rank, if it can be imported; each run is a separate process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VERSIONS = (
 
 @functools.cache
 def seen() -> tuple[bool, str]:
-    """Tell whether megatron-core imports, with its version or why not."""
+    """Return whether megatron-core can be imported, and its version or the error."""
     done = subprocess.run(
         [sys.executable, "-c", VERSIONS], capture_output=True, text=True, timeout=120, check=False
     )
@@ -31,12 +31,12 @@ def seen() -> tuple[bool, str]:
 @pytest.mark.parametrize(
     ("distributed", "precision"), [("no", "no"), ("no", "bf16"), ("yes", "fp16")]
 )
-def test_a_run_is_that_of_plain_transformers(
+def test_losses_match_plain_transformers(
     device: torch.device, distributed: str, precision: str, record_property: Any
 ) -> None:
     imports, said = seen()
     if not imports:
-        pytest.skip(f"it does not import: {said}")
+        pytest.skip(f"megatron-core cannot be imported: {said}")
     record_property("megatron-core and transformers", said)
     done = subprocess.run(
         [sys.executable, str(WORKER), distributed, precision, str(device)],

@@ -1,4 +1,4 @@
-"""Memory of the device: what does not fit is found out, and what is freed is given back."""
+"""The device's memory: a batch size that fits is found, and freed memory is released."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accelerate_core import find_executable_batch_size
 pytestmark = pytest.mark.device
 
 
-def test_the_batch_size_that_fits_is_found(device: torch.device, record_property: Any) -> None:
+def test_a_batch_size_that_fits_is_found(device: torch.device, record_property: Any) -> None:
     tried: list[int] = []
 
     @find_executable_batch_size(starting_batch_size=4096)
@@ -28,10 +28,10 @@ def test_the_batch_size_that_fits_is_found(device: torch.device, record_property
     assert found < 4096
 
 
-def test_freed_memory_is_given_back(device: torch.device) -> None:
+def test_freed_memory_is_released(device: torch.device) -> None:
     module: Any = torch.get_device_module(device)
     if not hasattr(module, "memory_reserved"):
-        pytest.skip(f"torch.{device.type} does not tell what it has reserved")
+        pytest.skip(f"torch.{device.type} cannot report its reserved memory")
     before = module.memory_reserved()
     with accelerate(False) as accelerator:
         model = net()

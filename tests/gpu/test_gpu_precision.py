@@ -1,4 +1,4 @@
-"""Mixed precision with a real scaler, beside the loop that torch's documentation shows."""
+"""Mixed precision with a real scaler, compared with the loop in torch's documentation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def by_hand(device: torch.device, dtype: torch.dtype, clip: float) -> tuple[nn.Module, float]:
-    """Train with torch.amp alone; return the model and the scale at the end."""
+    """Train with only torch.amp; return the model and the final scale."""
     model = net(device)
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
@@ -26,7 +26,7 @@ def by_hand(device: torch.device, dtype: torch.dtype, clip: float) -> tuple[nn.M
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-def test_a_run_is_that_of_torch(
+def test_mixed_precision_matches_torch_amp(
     device: torch.device, on_cpu: bool, name: str, dtype: torch.dtype
 ) -> None:
     expected, scale = by_hand(device, dtype, clip=0.5)

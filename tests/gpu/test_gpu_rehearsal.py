@@ -1,4 +1,4 @@
-"""The harness itself: what runs on the CPU is rehearsed there, and the table is written."""
+"""Tests of the harness itself: the rehearsal on the CPU, and the table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(report: Path, *arguments: str, **variables: str) -> subprocess.Completed
     )
 
 
-def test_what_runs_on_a_cpu_is_rehearsed_by_paths_alone(tmp_path: Path) -> None:
+def test_the_rehearsal_needs_only_the_paths(tmp_path: Path) -> None:
     paths = os.pathsep.join(make_importable(tmp_path / "metadata"))
     report = tmp_path / "made" / "gpu.md"
     chosen = "precision or device_feed or groups or big or checkpoints or memory"
@@ -35,7 +35,7 @@ def test_what_runs_on_a_cpu_is_rehearsed_by_paths_alone(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-4000:]
     text = report.read_text()
     assert text in done.stdout
-    assert "| precision: a run is that of torch[fp16-dtype0] | passed |" in text
+    assert "| precision: mixed precision matches torch amp[fp16-dtype0] | passed |" in text
     assert "| device feed: copying and computing overlap | skipped |" in text
     assert " 0 failed" in text
 
@@ -46,7 +46,7 @@ def test_the_time_is_limited(tmp_path: Path) -> None:
     assert "| skipped | 0.0 | 0 seconds are over |" in (tmp_path / "gpu.md").read_text()
 
 
-def test_without_a_device_everything_says_so(tmp_path: Path) -> None:
+def test_without_a_device_every_test_is_skipped(tmp_path: Path) -> None:
     done = run(tmp_path / "gpu.md", CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
     text = (tmp_path / "gpu.md").read_text()
     if "torch finds no accelerator" not in text:

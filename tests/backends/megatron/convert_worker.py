@@ -1,4 +1,4 @@
-"""Models of Transformers under megatron-core and back, on two ranks and on four."""
+"""Convert models of Transformers to megatron-core and back, on two and on four ranks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ MODELS = {
         attention_bias=True,
         mlp_bias=True,
         tie_word_embeddings=True,
-        pad_token_id=int(tokens(33)[0, 3]),  # its row is trained by the head alone
+        pad_token_id=int(tokens(33)[0, 3]),  # only the head trains its row
         head_dim=8,
         rope_parameters=LLAMA3 | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192},
     ),
@@ -88,7 +88,7 @@ MODELS = {
 
 
 def made(name: str) -> Any:
-    """Return the model with random values everywhere, biases and norms too."""
+    """Return the model with random values everywhere, also in biases and norms."""
     torch.manual_seed(3)
     model = MODELS[name]()
     with torch.no_grad():
@@ -104,7 +104,7 @@ def layout(tp: int = 1, pp: int = 1, vp: int = 1) -> Iterator[None]:
     imported("tensor_parallel.random").model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     try:
         with warnings.catch_warnings():
-            # megatron-core 0.16 calls collectives by names that torch 2.13 is about to drop.
+            # megatron-core 0.16 calls collectives by names that torch 2.13 has deprecated.
             warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
             yield
     finally:
@@ -112,7 +112,7 @@ def layout(tp: int = 1, pp: int = 1, vp: int = 1) -> Iterator[None]:
 
 
 def build(conversion: Conversion, tp: int, pp: int = 1, vp: int = 1, **more: Any) -> list[Any]:
-    """Return this rank's chunks, whose values nobody has set."""
+    """Return this rank's chunks, with uninitialized values."""
     more = {"use_cpu_initialization": True, "perform_initialization": False} | more
     parallel = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
     if vp > 1:
@@ -181,7 +181,7 @@ def compare(name: str, tp: int, **more: Any) -> None:
         whole = parallel.gather_from_tensor_model_parallel_region(logits.detach())
         assert whole.size(-1) == conversion.model["vocab_size"]
         torch.testing.assert_close(whole[..., :size], wanted.detach(), rtol=0, atol=1e-5)
-        for parameter in model.parameters():  # as megatron does at the end of a step
+        for parameter in model.parameters():  # megatron does the same at the end of a step
             if getattr(parameter, "sequence_parallel", False):
                 dist.all_reduce(parameter.grad, group=model.tp_group)
         gradients = export([model], conversion, master=gradient)
@@ -197,26 +197,26 @@ def compare(name: str, tp: int, **more: Any) -> None:
 
 
 @case
-def logits_and_gradients_on_one_rank() -> None:
+def one_rank_computes_the_same_logits_and_gradients() -> None:
     for name in MODELS:
         compare(name, tp=1)
 
 
 @case
-def logits_and_gradients_under_tensor_parallelism() -> None:
-    # On four ranks more than there are groups of heads, which then share a group's rows.
+def tensor_parallel_ranks_compute_the_same_logits_and_gradients() -> None:
+    # Four ranks are more than there are groups of heads, so they share a group's rows.
     for name in MODELS if SIZE == 2 else ["llama, one group, linear"]:
         compare(name, tp=SIZE)
 
 
 @case
-def logits_and_gradients_under_sequence_parallelism() -> None:
+def sequence_parallel_ranks_compute_the_same_logits_and_gradients() -> None:
     for name in ("gpt2", "llama, biases, tied, llama3"):
         compare(name, tp=2, sequence_parallel=True)
 
 
 @case
-def weights_come_back_bit_for_bit() -> None:
+def exported_weights_are_identical() -> None:
     layouts = {2: [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 2)], 4: [(2, 2, 1), (2, 2, 2)]}[SIZE]
     for name in MODELS:
         plain = made(name).state_dict()
@@ -282,7 +282,7 @@ def a_rank_reads_only_its_shard_of_a_saved_model() -> None:
 
 
 @case
-def weights_that_do_not_fit_are_named() -> None:
+def errors_name_the_weights_that_do_not_match() -> None:
     conversion = conversion_of(made("llama"), 1)
     with layout():
         chunks = build(conversion, 1)
@@ -293,13 +293,13 @@ def weights_that_do_not_fit_are_named() -> None:
                 one: value for one, value in state.items() if one != name
             },
             r"has the shape \(8, 16\).* 16 rows": {**state, name: state[name][:8]},
-            r"gives \(.*, 8\) where \(.*, 16\)": {**state, name: state[name][:, :8]},
+            r"shape \(.*, 8\) where \(.*, 16\)": {**state, name: state[name][:, :8]},
             "meta": made("llama").to("meta").state_dict(),
         }
         for text, given in wrong.items():
             with pytest.raises(ConfigurationError, match=text):
                 load(chunks, conversion, reader(given, ExitStack()))
-        with pytest.raises(ConfigurationError, match="no parameter"):
+        with pytest.raises(ConfigurationError, match="is not a parameter"):
             conversion.weight("decoder.layers.4.mlp.linear_fc1.weight")
 
 

@@ -1,7 +1,7 @@
-"""megatron-core without a GPU: the names of torch.cuda that it uses, with their meaning on the CPU.
+"""Run megatron-core without a GPU: give the names of torch.cuda that it uses a meaning on the CPU.
 
-No algorithm is replaced: process groups, sharded layers, schedules, optimizers and checkpoints run as
-they are, over gloo. What does not run: streams and their overlap, NCCL, fused kernels.
+No algorithm is replaced: process groups, sharded layers, schedules, optimizers and checkpoints run
+unchanged, over gloo. Streams and their overlap, NCCL and fused kernels do not run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils import _device
 
 
 class _Stream:
-    """A stream, or an event on it, whose work is done by the time anyone asks."""
+    """A stream, or an event on it, whose work is always finished."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -30,13 +30,13 @@ class _Stream:
 
 
 def install() -> None:
-    """Give the names their CPU meaning; to be called before megatron is imported."""
+    """Give the names a meaning on the CPU. Call it before megatron is imported."""
     cuda: Any = torch.cuda
     if cuda.is_available() or cuda.Stream is _Stream:
         return
     stream = _Stream()
-    # Megatron fuses parts of experts and norms with torch.compile, which takes longer here than all else
-    # and keeps each model it has seen.
+    # Megatron fuses parts of experts and norms with torch.compile, which takes longer here than
+    # everything else together and keeps each model it has seen.
     torch._dynamo.config.disable = True
     # A device for factories, and a key for the generators.
     cuda.current_device = lambda: "cpu"
@@ -49,14 +49,14 @@ def install() -> None:
     cuda.current_stream = cuda.default_stream = lambda device=None: stream
     cuda.stream = nullcontext
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment, method-assign]
-    # Optimizers tell parameters apart by 'torch.cuda.FloatTensor' and its like.
+    # Optimizers distinguish parameters by names such as 'torch.cuda.FloatTensor'.
     torch.Tensor.type = _named_cuda(torch.Tensor.type)  # type: ignore[assignment, method-assign]
-    _device._device_constructors()  # `with torch.device(...)` knows them by what they are now
+    _device._device_constructors()  # `with torch.device(...)` records the original functions
     for name in ("empty", "ones", "tensor", "zeros"):
         setattr(torch, name, _made_on_cpu(getattr(torch, name)))
-    # Numbers of tokens that experts are sent, which come to the host as lists.
+    # The numbers of tokens sent to experts, which the host needs as lists.
     dist.all_to_all_single = _splits_as_lists(dist.all_to_all_single)
-    # Its tracker's fork draws from the CPU's generator here, and says so each time.
+    # The fork of megatron's tracker draws from the CPU's generator here, and warns each time.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )

@@ -1,4 +1,4 @@
-"""Every file of a checkpoint of shards, damaged in four ways, under two tensor parallel ranks."""
+"""Damage every file of a sharded checkpoint in three ways, on two tensor parallel ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training under Megatron on four ranks, against plain Transformers in one process."""
+"""Training with megatron on four ranks, compared with plain Transformers in one process."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def pipeline_and_data() -> None:
 
 
 @case
-def resume_on_any_layout() -> None:
-    training.resume_on_any_layout(
+def a_checkpoint_resumes_on_any_layout() -> None:
+    training.check_resume_on_any_layout(
         [
             {"sizes": {"tp": 2, "pp": 2}, "num_micro_batches": 2},
             {"sizes": {"tp": 2, "dp_shard": 2}, "use_distributed_optimizer": True},
@@ -39,33 +39,33 @@ def resume_on_any_layout() -> None:
 
 
 @case
-def counted_items() -> None:
-    training.counted_items(SIZES)
+def num_items_gives_the_gradients_of_the_whole_batch() -> None:
+    training.check_num_items(SIZES)
 
 
 @case
-def evaluation_and_logits() -> None:
-    training.evaluation_and_logits(SIZES)
+def eval_step_returns_the_logits_of_transformers() -> None:
+    training.check_eval_logits(SIZES)
 
 
 @case
-def a_pipeline_is_not_called() -> None:
-    training.a_pipeline_is_not_called(SIZES)
+def a_pipeline_needs_train_step() -> None:
+    training.check_pipeline_needs_train_step(SIZES)
 
 
 @case
-def a_provider() -> None:
-    training.a_provider(SIZES)
+def a_provider_makes_the_model() -> None:
+    training.check_provider(SIZES)
 
 
 @case
-def there_and_back() -> None:
-    training.there_and_back(SIZES, "gpt2")
-    training.there_and_back(SIZES, "llama")
+def trained_weights_can_be_saved_for_transformers() -> None:
+    training.check_save_pretrained(SIZES, "gpt2")
+    training.check_save_pretrained(SIZES, "llama")
 
 
 @case
-def experts() -> None:
+def expert_parallel() -> None:
     ep = {"expert_model_parallel_size": 2}
     sharded = ep | {"use_distributed_optimizer": True}
     check({"dp_shard": 4}, "mixtral", loop=False, parts=4, **sharded)
@@ -75,9 +75,9 @@ def experts() -> None:
 
 
 @case
-def resume_experts_on_any_layout() -> None:
+def a_checkpoint_of_experts_resumes_on_any_layout() -> None:
     ep = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}
-    training.resume_on_any_layout(
+    training.check_resume_on_any_layout(
         [
             {"sizes": {"tp": 2, "dp_shard": 2}, "sequence_parallelism": True, **ep},
             {"sizes": {"pp": 2, "dp_shard": 2}},

@@ -1,4 +1,4 @@
-"""Indexed data under Megatron: written from text that ships with Python, read, trained on, resumed."""
+"""Indexed data with megatron: written from Python's own source, read, trained on and resumed."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ EOD = 0
 
 
 def documents(module: Any) -> list[list[int]]:
-    """Return a module's paragraphs, of bytes as tokens, each with its end."""
+    """Return a module's paragraphs with bytes as tokens, each followed by its end."""
     texts = inspect.getsource(module).split("\n\n")
     return [[1 + ord(one) % (VOCABULARY - 1) for one in text] + [EOD] for text in texts]
 
 
 def write(accelerator: Any, folder: Path, module: Any = json.decoder, name: str = "") -> str:
     prefix = str(folder / (name or module.__name__))
-    accelerator.wait_for_everyone()  # who reads what is there is done
+    accelerator.wait_for_everyone()  # until no rank reads the old files
     if accelerator.is_main_process:
         indexed = imported("datasets.indexed_dataset")
         builder = indexed.IndexedDatasetBuilder(
@@ -52,8 +52,8 @@ def samples_of(dataset: Any) -> list[list[int]]:
     return [[*one["tokens"].tolist(), int(one["labels"][-1])] for one in dataset]
 
 
-def what_was_written_is_read() -> None:
-    """Each token once, shared out over data ranks in the order of one process."""
+def check_data_is_read_as_written() -> None:
+    """Each token is read once, split over data ranks in the order of a single process."""
     accelerator = made({"dp_replicate": 2})
     path = write(accelerator, scratch("read"))
     written = documents(json.decoder)
@@ -63,7 +63,7 @@ def what_was_written_is_read() -> None:
     assert valid is test is None
     size = sum(map(len, written))
     assert len(train) == (size - 1) // LENGTH
-    # A sample is a piece of documents in a row, so of every pair of tokens inside of one.
+    # A sample is a piece of consecutive documents, so its pairs of tokens occur in a document.
     ends = {tuple(one[-3:]) for one in written}
     inside = {pair for one in written for pair in pairwise(one)}
     for sample, found in zip(train, samples_of(train), strict=True):
@@ -74,12 +74,12 @@ def what_was_written_is_read() -> None:
         assert sample["loss_mask"].tolist() == [float(one != EOD) for one in found[:-1]]
         for at in range(2, LENGTH):
             assert found[at] != EOD or tuple(found[at - 2 : at + 1]) in ends
-    # Read again from the cache, and dealt out.
+    # Read again from the cache, and prepare a loader.
     again = build_datasets(
         accelerator, seq_length=LENGTH, data_path=path, split="1", eod=EOD, eod_mask_loss=True
     )[0]
     assert samples_of(again) == samples_of(train)
-    # A file that is written anew is not read by the index of before.
+    # A file that was written anew is not read with the old index.
     for module in (json.encoder, json.decoder):
         write(accelerator, scratch("read"), module, name=Path(path).name)
         again = build_datasets(accelerator, seq_length=LENGTH, data_path=path, split="1")[0]
@@ -89,7 +89,7 @@ def what_was_written_is_read() -> None:
     told = [batch["tokens"] for batch in DataLoader(train, 8, drop_last=True)]
     assert len(rows) == len(told) > 10
     assert all(torch.equal(a.cpu(), b) for a, b in zip(rows, told, strict=True))
-    # Several files: one pass over each, or by weight as often as it takes.
+    # Several files: one pass over each, or with weights as often as necessary.
     other = write(accelerator, scratch("read"), json.encoder)
     with pytest.warns(UserWarning, match="9999 samples are wanted for train"):
         both = build_datasets(
@@ -113,8 +113,8 @@ def what_was_written_is_read() -> None:
     accelerator.end_training()
 
 
-def documents_do_not_see_each_other() -> None:
-    """Masks and positions begin anew behind an end, and a model computes with them."""
+def check_documents_are_separate() -> None:
+    """Masks and positions start again after the end of a document, and a model uses them."""
     accelerator = made({"tp": 2}, num_micro_batches=2)
     path = write(accelerator, scratch("masks"))
     given = {"eod_mask_loss": True, "reset_attention_mask": True, "reset_position_ids": True}
@@ -124,7 +124,7 @@ def documents_do_not_see_each_other() -> None:
 
         @property
         def pad(self) -> int:
-            raise NotImplementedError  # as megatron's have it
+            raise NotImplementedError  # like megatron's tokenizers
 
     train = build_datasets(
         accelerator, seq_length=LENGTH, data_path=path, split="1", tokenizer=Tokenizer(), **given
@@ -161,7 +161,7 @@ def documents_do_not_see_each_other() -> None:
     accelerator.end_training()
 
 
-def stand_in(path: str, **more: Any) -> MegatronLMDummyDataLoader:
+def placeholder(path: str, **more: Any) -> MegatronLMDummyDataLoader:
     options = {"micro_batch_size": 2, "seq_length": LENGTH, "num_workers": 0}
     return MegatronLMDummyDataLoader(
         **{"data_path": path, "splits_string": "90,5,5", **options, **more}
@@ -185,13 +185,13 @@ def begin(
     )
     set_seed(0)
     model: Any = tiny()
-    rows = stand_in(path, num_workers=workers)
+    rows = placeholder(path, num_workers=workers)
     model, optimizer, *loaders = accelerator.prepare(model, adam(model), rows, rows, rows)
     return accelerator, model, optimizer, loaders
 
 
-def the_three_are_trained_on_and_resumed() -> None:
-    """By next() and by worker processes; going on is bit for bit, on another layout within rounding."""
+def check_resume() -> None:
+    """With next() and worker processes, resuming is bit for bit; on another layout within rounding."""
     folder = scratch("resumed")
     accelerator = made({"dp_shard": 2})
     path = write(accelerator, folder)
@@ -232,11 +232,11 @@ def the_three_are_trained_on_and_resumed() -> None:
         with torch.no_grad():
             assert len(list(valid)) == 5
         accelerator.end_training()
-    the_own_loader_of_a_script(saved, path, told[6:])
+    check_resume_with_own_loader(saved, path, told[6:])
 
 
-def the_own_loader_of_a_script(saved: str, path: str, rest: list[float]) -> None:
-    """The same samples in the same order, and it goes on where the stand-in's loader was."""
+def check_resume_with_own_loader(saved: str, path: str, rest: list[float]) -> None:
+    """The script's own loader continues where the placeholder's loader stopped, in the same order."""
     accelerator = made({"dp_shard": 2}, use_distributed_optimizer=True)
     train = build_datasets(
         accelerator, seq_length=LENGTH, data_path=path, split="90,5,5", samples=(48, 0, 0)
@@ -244,25 +244,25 @@ def the_own_loader_of_a_script(saved: str, path: str, rest: list[float]) -> None
     model: Any = tiny()
     loader: Any = DataLoader(train, 2, drop_last=True)
     model, optimizer, loader = accelerator.prepare(model, adam(model), loader)
-    accelerator.load_state(saved)  # loaders are matched in their order
+    accelerator.load_state(saved)  # loaders are matched by their order
     assert [step(accelerator, model, optimizer, batch) for batch in loader] == rest
     accelerator.end_training()
 
 
-def what_the_plugin_says_of_the_data() -> None:
-    """Samples used up, datasets of the script's own, masked ends; the numbers of the scheduler."""
+def check_plugin_options() -> None:
+    """Consumed samples, the script's own datasets, masked ends, and the scheduler's numbers."""
     accelerator = made({"dp_shard": 2})
     path = write(accelerator, scratch("said"))
     accelerator.end_training()
-    whole = stand_in(path, train_data_path=path, data_path=None, splits_string="1")
+    whole = placeholder(path, train_data_path=path, data_path=None, splits_string="1")
     accelerator = made(
         {"dp_shard": 2}, num_micro_batches=2, consumed_samples=[16], eod_mask_loss=True
     )
     with pytest.raises(ConfigurationError, match="which token ends a document"):
         accelerator.prepare(whole)
-    with pytest.raises(ConfigurationError, match="labels behind the ends"):
+    with pytest.raises(ConfigurationError, match="the labels after the ends"):
         accelerator.prepare(DataLoader([1, 2]))
-    whole = stand_in(path, eod=EOD)
+    whole = placeholder(path, eod=EOD)
     late = accelerator.prepare(whole)
     with torch.no_grad():
         rows, again = ([accelerator.gather(batch["tokens"]) for batch in late] for _ in range(2))
@@ -285,7 +285,7 @@ def what_the_plugin_says_of_the_data() -> None:
     model = tiny()
     optimizer = adam(model)
     schedule = MegatronLMDummyScheduler(optimizer, total_num_steps=8)
-    rows = stand_in(path)
+    rows = placeholder(path)
     _, _, train, valid, test, _ = accelerator.prepare(model, optimizer, rows, rows, rows, schedule)
     assert asked == [[16, 18, 6]]
     assert (len(train), len(valid), test) == (8, 9, None)
@@ -294,25 +294,27 @@ def what_the_plugin_says_of_the_data() -> None:
     with pytest.raises(PrepareError, match="4 times"):
         accelerator.prepare(rows, rows, rows, rows)
     accelerator.end_training()
-    # Counted in samples, which a batch of the stand-in's has once, whatever multiplies others.
+    # Samples are counted once: multiply_batch does not apply to the placeholder's batches.
     accelerator = made(
         {"dp_shard": 2}, train_samples=64, eval_iters=1, num_micro_batches=2, multiply_batch=True
     )
     model = tiny()
     optimizer = adam(model)
     schedule = MegatronLMDummyScheduler(optimizer)
-    _, _, train, schedule = accelerator.prepare(model, optimizer, stand_in(path), schedule)
+    _, _, train, schedule = accelerator.prepare(model, optimizer, placeholder(path), schedule)
     schedule.scheduler.step()
     assert (len(train), schedule.scheduler.state_dict()["num_steps"]) == (8, 16)
     accelerator.end_training()
     accelerator = made({"tp": 2}, consumed_samples=[3])
-    with pytest.raises(ConfigurationError, match=r"consumed_samples=3 for train: a multiple of 2"):
-        accelerator.prepare(stand_in(path))
+    with pytest.raises(
+        ConfigurationError, match="consumed_samples=3 for train must be a multiple of 2"
+    ):
+        accelerator.prepare(placeholder(path))
     accelerator.end_training()
 
 
-def a_rank_that_fails_holds_up_nobody() -> None:
-    """What is not there, not to be written, or not to be read is an error on all ranks."""
+def check_errors_are_raised_on_all_ranks() -> None:
+    """A file that is missing, unwritable or unreadable on one rank is an error on all."""
     folder = scratch("fails")
     accelerator = made({"dp_shard": 2})
     path = write(accelerator, folder)
@@ -321,7 +323,7 @@ def a_rank_that_fails_holds_up_nobody() -> None:
     def build(**more: Any) -> Any:
         return build_datasets(accelerator, **{"data_path": path, **given, **more})
 
-    with pytest.raises(ConfigurationError, match=r"There is no .*json.decode.idx.*Did you mean"):
+    with pytest.raises(ConfigurationError, match=r"json.decode.idx does not exist.*Did you mean"):
         build(data_path=path[:-1])
     file = Path(f"{path}.idx")
     with pytest.raises(ConfigurationError, match=r"Rank 0 could not build .*FileExistsError"):
@@ -337,9 +339,9 @@ def a_rank_that_fails_holds_up_nobody() -> None:
         for one in cached:
             one.write_bytes(pickle.dumps("a third-party"))
     accelerator.wait_for_everyone()
-    with pytest.raises(ConfigurationError, match="no array of numbers: delete it"):
+    with pytest.raises(ConfigurationError, match="is not an array of numbers: delete it"):
         build()
-    # A cache that only rank 0 can see.
+    # A cache that each rank would have for itself.
     with pytest.raises(ConfigurationError, match=r"Rank 1 could not read .*No such file"):
         build(data_cache_path=folder / f"of-rank-{RANK}")
     with warnings.catch_warnings():

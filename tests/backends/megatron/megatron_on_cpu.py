@@ -1,4 +1,4 @@
-"""A prelude of the author's suite: megatron-core where there is no GPU."""
+"""A prelude for the backend test suite: run megatron-core without a GPU."""
 
 import cuda_on_cpu
 

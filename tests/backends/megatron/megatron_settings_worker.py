@@ -1,4 +1,4 @@
-"""What the settings are to megatron-core itself, and its schedule, on one rank."""
+"""Compare the settings and the schedule with megatron-core itself, on one rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from accelerate_megatron.scheduler import (  # noqa: E402
     MegatronScheduler,
     build_scheduler,
 )
-from accelerate_megatron.settings import _SAID_BY, MegatronLMPlugin  # noqa: E402
+from accelerate_megatron.settings import _SET_BY, MegatronLMPlugin  # noqa: E402
 
 CPU = not torch.cuda.is_available()
 SMALL = {"num_layers": 4, "num_attention_heads": 4, "hidden_size": 32}
@@ -38,7 +38,7 @@ def config(**options):
 
 
 @case
-def its_config_takes_what_the_plugin_says() -> None:
+def the_plugin_sets_megatrons_config() -> None:
     plugin = MegatronLMPlugin(
         tp_degree=2, pp_degree=2, sequence_parallelism=True, recompute_granularity="full",
         attention_backend="auto", attention_dropout=0.0, hidden_dropout=0.25,
@@ -63,9 +63,9 @@ def its_config_takes_what_the_plugin_says() -> None:
 
 
 @case
-def further_options_are_its_fields_or_are_refused() -> None:
+def unknown_options_are_rejected() -> None:
     fields = imported("transformer.transformer_config").TransformerConfig.__dataclass_fields__
-    assert fields.keys() >= _SAID_BY.keys()
+    assert fields.keys() >= _SET_BY.keys()
     for given, said in {
         "qk_layernrom": "Did you mean 'qk_layernorm'",
         "vocab_size": "passed to prepare",
@@ -97,7 +97,7 @@ def rates(plugin, dummy=None, steps=4, **more) -> tuple[list[list[float]], Megat
 
 
 @case
-def each_group_falls_from_its_own_rate() -> None:
+def each_group_decays_from_its_own_learning_rate() -> None:
     seen, _ = rates(MegatronLMPlugin(train_iters=4))
     assert seen == [[1.0, 0.5], [0.75, 0.375], [0.5, 0.25], [0.25, 0.125], [0.0, 0.0]]
     seen, _ = rates(MegatronLMPlugin(train_iters=4, lr_warmup_iters=2, min_lr=0.25))
@@ -113,7 +113,7 @@ def each_group_falls_from_its_own_rate() -> None:
 
 
 @case
-def samples_and_the_scripts_numbers_count_too() -> None:
+def the_schedule_can_count_samples_or_the_scripts_steps() -> None:
     plugin = MegatronLMPlugin(train_samples=64, lr_warmup_samples=32)
     seen, _ = rates(plugin, samples_per_step=16)
     assert [row[0] for row in seen] == [0.0, 0.5, 1.0, 0.5, 0.0]
@@ -125,7 +125,7 @@ def samples_and_the_scripts_numbers_count_too() -> None:
 
 
 @case
-def weight_decay_grows_where_a_group_has_one() -> None:
+def weight_decay_increases_in_groups_that_have_one() -> None:
     _, scheduler = rates(MegatronLMPlugin(train_iters=4), steps=2)
     groups = scheduler.optimizer.param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
@@ -141,7 +141,7 @@ def weight_decay_grows_where_a_group_has_one() -> None:
 
 
 @case
-def a_schedule_goes_on_where_it_was_saved() -> None:
+def a_schedule_continues_from_its_saved_state() -> None:
     plugin = MegatronLMPlugin(train_iters=8, lr_warmup_iters=2)
     seen, first = rates(plugin, steps=5)
     _, second = rates(plugin, steps=3)
@@ -153,29 +153,33 @@ def a_schedule_goes_on_where_it_was_saved() -> None:
     second.step()
     assert second.get_last_lr() == first.get_last_lr()
     other = build_scheduler(MegatronLMPlugin(train_iters=16), adam())
-    with pytest.warns(UserWarning, match="lr_decay_steps 16 is 8"):
+    with pytest.warns(UserWarning, match="lr_decay_steps is 8 instead of 16"):
         other.load_state_dict(first.state_dict())
     assert other.get_last_lr() == first.get_last_lr()
     assert all(isinstance(value, int | float | str) for value in first.state_dict().values())
 
 
 @case
-def schedules_that_cannot_be_are_refused() -> None:
+def invalid_schedules_are_rejected() -> None:
     eight = MegatronLMDummyScheduler(adam(), total_num_steps=8)
     for plugin, dummy, said in (
-        (MegatronLMPlugin(), None, "How long"),
-        (MegatronLMPlugin(), MegatronLMDummyScheduler(adam()), "How long"),
-        (MegatronLMPlugin(lr_decay_style="constant", lr_warmup_fraction=0.5), None, "How long"),
-        (MegatronLMPlugin(train_iters=4, lr_warmup_samples=8), None, "use one kind"),
-        (MegatronLMPlugin(train_samples=4), None, "how many a step takes"),
-        (MegatronLMPlugin(train_samples=4), eight, "leave one of them out"),
+        (MegatronLMPlugin(), None, "length of the schedule"),
+        (MegatronLMPlugin(), MegatronLMDummyScheduler(adam()), "length of the schedule"),
+        (
+            MegatronLMPlugin(lr_decay_style="constant", lr_warmup_fraction=0.5),
+            None,
+            "length of the schedule",
+        ),
+        (MegatronLMPlugin(train_iters=4, lr_warmup_samples=8), None, "Use only one kind"),
+        (MegatronLMPlugin(train_samples=4), None, "the number of samples per step is unknown"),
+        (MegatronLMPlugin(train_samples=4), eight, "Leave one of them out"),
         (MegatronLMPlugin(train_iters=5), eight, "train_iters=5 .* which is 8 steps"),
-        (MegatronLMPlugin(train_iters=4, lr_warmup_iters=4), None, "has to be shorter"),
-        (MegatronLMPlugin(train_iters=4, min_lr=0.75), None, "min_lr=0.75 is above"),
+        (MegatronLMPlugin(train_iters=4, lr_warmup_iters=4), None, "must be shorter"),
+        (MegatronLMPlugin(train_iters=4, min_lr=0.75), None, "min_lr=0.75 is greater than"),
         (
             MegatronLMPlugin(train_iters=4, lr_warmup_iters=1, lr_warmup_fraction=0.5),
             None,
-            "both said",
+            "both set",
         ),
         (MegatronLMPlugin(train_iters=4, start_weight_decay=0.1), None, "differ"),
         (MegatronLMPlugin(train_iters=4, weight_decay_incr_style="linear"), None, "needs start_"),
@@ -185,7 +189,7 @@ def schedules_that_cannot_be_are_refused() -> None:
                 end_weight_decay=0.1,
             ),
             None,
-            "only grows",
+            "can only increase",
         ),
     ):  # fmt: skip
         with pytest.raises(ConfigurationError, match=said):
@@ -195,7 +199,7 @@ def schedules_that_cannot_be_are_refused() -> None:
 
 
 @case
-def the_drop_in_calls_and_counts_as_the_peer_does() -> None:
+def the_drop_in_runs_the_step_and_counts_batches_like_accelerate() -> None:
     import accelerate_drop_in
 
     accelerate_drop_in.install()
@@ -216,8 +220,8 @@ def the_drop_in_calls_and_counts_as_the_peer_does() -> None:
 
 
 @case
-def the_drop_in_reads_indexed_data_as_the_peer_does() -> None:
-    """Accelerate's own script: three times the stand-in, next(), model(**batch)."""
+def the_drop_in_reads_indexed_data_like_accelerate() -> None:
+    """Like Accelerate's own script: the placeholder passed three times, next(), model(**batch)."""
     import accelerate_drop_in
 
     accelerate_drop_in.install()

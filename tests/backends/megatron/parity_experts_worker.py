@@ -1,4 +1,4 @@
-"""As `parity_worker.py`, of a Mixtral, whose routers also add a loss for each half of a batch."""
+"""Like `parity_worker.py`, with a Mixtral, whose routers also add a loss for each half of a batch."""
 
 from parity_worker import main
 

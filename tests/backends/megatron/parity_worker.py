@@ -1,7 +1,7 @@
 """Eight optimizer steps of a GPT-2 with accumulation and clipping; rank 0 writes losses and norms.
 
-Arguments: sizes of the mesh and options of `training.made` (both JSON), where the JSON goes. Sizes
-`null` are plain Transformers in one process.
+Arguments: the sizes of the mesh and the options of `training.made` (both JSON), and the output file.
+With the sizes `null`, plain Transformers trains in one process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""One run over several starts: each trains from where the last one saved, until it is killed or done.
+"""A run that is started several times, each time from the last checkpoint, until killed or finished.
 
-Arguments: a layout (sizes and plugin options, JSON), project folder, micro-batches in all, and after
-how many rank 1 kills itself in the middle of saving (0: never); rank 0 appends the losses to a file.
+Arguments: the layout (sizes and plugin options, JSON), the project folder, the total number of
+micro-batches, and the micro-batch after which rank 1 kills itself while saving (0: never). Rank 0
+appends the losses to a file.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ cuda_on_cpu.install()
 
 
 class Counter:
-    """How many micro-batches have been trained."""
+    """Counts the trained micro-batches."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -84,7 +85,7 @@ def main(layout: dict[str, Any], folder: Path, until: int, kill: int) -> None:
             if counter.batches == kill and RANK == 1:
                 checkpoint.save = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
             if counter.batches % 5 == 0 or counter.batches in (kill, until):
-                accelerator.save_state()  # also in the middle of a cycle
+                accelerator.save_state()  # sometimes in the middle of an accumulation cycle
             if counter.batches == until:
                 break
     accelerator.end_training()

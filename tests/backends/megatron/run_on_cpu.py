@@ -1,4 +1,4 @@
-"""Run a script with megatron-core where there is no GPU: `run_on_cpu.py SCRIPT ARGUMENTS`."""
+"""Run a script with megatron-core without a GPU: `run_on_cpu.py SCRIPT ARGUMENTS`."""
 
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""Which models of Transformers become models of megatron-core, and that they compute the same."""
+"""Models of Transformers that are converted for megatron-core compute the same."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from accelerate_megatron.models import (
 )
 
 WORKER = Path(__file__).parent / "convert_worker.py"
-#: What pipelines of tensor parallel ranks, and more ranks than groups of heads, make another of.
+#: Cases that differ with pipelines of tensor parallel ranks, or with more ranks than groups of heads.
 ON_FOUR = [
-    "logits_and_gradients_under_tensor_parallelism",
-    "weights_come_back_bit_for_bit",
+    "tensor_parallel_ranks_compute_the_same_logits_and_gradients",
+    "exported_weights_are_identical",
     "a_rank_reads_only_its_shard_of_a_saved_model",
 ]
 CASES = {2: case_names(WORKER), 4: ON_FOUR}
@@ -59,7 +59,7 @@ def small(kind: str, **given: Any) -> Any:
     return config(**{**SMALL, "max_position_embeddings": 64, **given})
 
 
-def test_what_is_convertible() -> None:
+def test_only_known_model_classes_are_convertible() -> None:
     class Own(transformers.LlamaForCausalLM):
         pass
 
@@ -95,7 +95,7 @@ REFUSED = [
     ("GPT2Config", {"activation_function": "gelu_neu"}, "Did you mean 'gelu_new'"),
     ("LlamaConfig", {"attention_bias": True}, r"attention_bias=True.*mlp_bias=False"),
     ("LlamaConfig", {"mlp_bias": True}, r"attention_bias=False.*mlp_bias=True"),
-    ("LlamaConfig", {"num_key_value_heads": 3}, "4 / 3 leaves 1"),
+    ("LlamaConfig", {"num_key_value_heads": 3}, "4 is not divisible by 3"),
     ("LlamaConfig", {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized"),
     ("LlamaConfig", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'llama3'"),
     (
@@ -116,24 +116,34 @@ REFUSED = [
         },
         "original_max_position_embeddings=8192",
     ),
-    ("MistralConfig", {"sliding_window": 32}, r"sliding_window=32.*64 tokens.*at most 32.*None"),
+    ("MistralConfig", {"sliding_window": 32}, r"sliding_window=32.*64 tokens.*more than 32.*None"),
     ("MistralConfig", {"hidden_act": "tanh"}, "hidden_act='tanh'"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "given", "text"), REFUSED, ids=[one[2][:30] for one in REFUSED])
-def test_refused(kind: str, given: dict[str, Any], text: str) -> None:
+def test_unsupported_configs_are_rejected(kind: str, given: dict[str, Any], text: str) -> None:
     config = small(kind, **given)
     with pytest.raises(ConfigurationError, match=text):
         conversion_of(config)
-    assert is_convertible(config)  # of a known family: the error says what is in the way
+    assert is_convertible(config)  # the family is known; the error names the setting
 
 
 @pytest.mark.parametrize(
     ("kind", "given", "tp", "text"),
     [
-        ("GPT2Config", {}, 3, r"n_head=4 leaves 1, n_inner=64 leaves 1.*divide it: 1, 2, 4\."),
-        ("LlamaConfig", {"intermediate_size": 18}, 4, r"intermediate_size=18 leaves 2.*: 1, 2\."),
+        (
+            "GPT2Config",
+            {},
+            3,
+            r"n_head=4 is not divisible by 3, n_inner=64 is not.*sizes: 1, 2, 4\.",
+        ),
+        (
+            "LlamaConfig",
+            {"intermediate_size": 18},
+            4,
+            r"intermediate_size=18 is not divisible by 4.*: 1, 2\.",
+        ),
         (
             "MistralConfig",
             {"num_attention_heads": 12, "hidden_size": 48, "num_key_value_heads": 4},
@@ -142,12 +152,14 @@ def test_refused(kind: str, given: dict[str, Any], text: str) -> None:
         ),
     ],
 )
-def test_sizes_that_do_not_divide(kind: str, given: dict[str, Any], tp: int, text: str) -> None:
+def test_indivisible_sizes_are_rejected(
+    kind: str, given: dict[str, Any], tp: int, text: str
+) -> None:
     with pytest.raises(ConfigurationError, match=text):
         conversion_of(small(kind, **given), tp)
 
 
-def test_vocabularies_are_padded() -> None:
+def test_the_vocabulary_is_padded() -> None:
     conversion = conversion_of(transformers.GPT2Config(), 4)
     assert (conversion.vocab_size, conversion.model["vocab_size"]) == (50257, 50260)
     assert [conversion.padded(rank) for rank in range(4)] == [0, 0, 0, 3]
@@ -158,7 +170,7 @@ def test_vocabularies_are_padded() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ["GPT2Config", "LlamaConfig", "MistralConfig"])
-def test_every_parameter_has_a_name(kind: str, tied: bool) -> None:
+def test_every_parameter_has_a_name_in_megatron(kind: str, tied: bool) -> None:
     config = small(kind, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)

@@ -1,4 +1,4 @@
-"""Going on under Megatron after a kill, on other layouts, and beside damaged files."""
+"""Resume with megatron after a kill, with another layout, and from damaged files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def straight(tmp_path_factory):
 
 
 @pytest.mark.timeout(400)
-def test_a_run_killed_while_saving_ends_as_if_it_never_was(tmp_path, straight):
+def test_a_run_killed_while_saving_resumes_with_the_same_losses(tmp_path, straight):
     killed = start(tmp_path, TP, 14, kill=7)
     assert killed.returncode != 0
     start(tmp_path, TP, 14).checked()
@@ -44,7 +44,7 @@ def test_a_run_killed_while_saving_ends_as_if_it_never_was(tmp_path, straight):
 
 
 @pytest.mark.timeout(400)
-def test_a_run_goes_on_on_other_layouts(tmp_path, straight):
+def test_a_run_resumes_on_other_layouts(tmp_path, straight):
     for until, layout in ((6, TP), (10, PP), (14, SHARDED)):
         start(tmp_path, layout, until).checked()
     found = losses(tmp_path)
@@ -54,7 +54,7 @@ def test_a_run_goes_on_on_other_layouts(tmp_path, straight):
 
 
 @pytest.mark.timeout(400)
-def test_gradients_of_a_cycle_are_refused_on_another_layout(tmp_path):
+def test_another_layout_cannot_load_accumulated_gradients(tmp_path):
     start(tmp_path, TP, 5).checked()
     refused = start(tmp_path, PP, 10)
     assert not refused.ok
@@ -63,7 +63,7 @@ def test_gradients_of_a_cycle_are_refused_on_another_layout(tmp_path):
 
 
 @pytest.mark.timeout(400)
-def test_damage_to_every_file_is_refused(tmp_path):
+def test_every_damaged_file_is_rejected(tmp_path):
     start(tmp_path, TP, 5).checked()
     arguments = [json.dumps(TP), tmp_path]
     worker = HERE / "damage_worker.py"

@@ -1,4 +1,4 @@
-"""`MegatronLMPlugin`: Accelerate's names from every source, what is refused, and what does not divide."""
+"""`MegatronLMPlugin`: Accelerate's names from every source, invalid values, and indivisible sizes."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_with_megatron_core(run, case):
     check_case(run, case)
 
 
-def test_each_field_of_the_peer_is_there_in_its_place():
+def test_accelerates_fields_are_supported_in_the_same_order():
     told = json.loads(RECORD.read_text())["utils.dataclasses.MegatronLMPlugin"]["()"]
     shown = [f"{field.name}={field.default!r}" for field in FIELDS]
     assert shown == [*told, "forward_runs_step=False", "multiply_batch=False"]
 
 
-#: Field -> a text and its value; all that Accelerate's launcher passes on.
+#: Field -> a text and its value, for every field that Accelerate's launcher passes on.
 TEXTS = {
     "tp_degree": ("2", 2), "pp_degree": ("2", 2), "num_micro_batches": ("4", 4),
     "use_custom_fsdp": ("False", False), "no_load_optim": ("True", True),
@@ -66,7 +66,7 @@ TEXTS = {
 }  # fmt: skip
 
 
-def test_each_option_of_the_peers_launcher_is_a_variable_a_key_and_an_option(tmp_path):
+def test_options_of_accelerates_launcher_are_variables_keys_and_options(tmp_path):
     environ = {f"MEGATRON_LM_{name.upper()}": text for name, (text, _) in TEXTS.items()}
     file = tmp_path / "c.yaml"
     lines = [f"  megatron_lm_{name}: {text}" for name, (text, _) in TEXTS.items()]
@@ -88,11 +88,11 @@ def test_each_option_of_the_peers_launcher_is_a_variable_a_key_and_an_option(tmp
     assert re.search(r"MEGATRON_LM_TP_DEGREE\W+2\b", result.output)
 
 
-def test_nothing_said_is_nothing_done():
+def test_the_defaults_change_nothing():
     plugin = MegatronLMPlugin()
     assert plugin.sizes() == Sizes() == plugin.sizes(num_layers=4)
     assert plugin.num_micro_batches is None
-    assert set(plugin.transformer_options().values()) == {1}  # sizes alone
+    assert set(plugin.transformer_options().values()) == {1}  # only sizes
     assert plugin.optimizer_options() == {"clip_grad": 0.0, "use_distributed_optimizer": False}
     assert (plugin.forward_runs_step, plugin.multiply_batch) == (False, False)
 
@@ -122,12 +122,12 @@ def test_nothing_said_is_nothing_done():
         ({"expert_model_parallel_size": 2}, {"expert_model_parallel_size": 2}),
     ],
 )
-def test_what_becomes_of_a_field(given, made):
+def test_fields_become_options_of_megatron(given, made):
     options = MegatronLMPlugin(**given).transformer_options()
     assert made.items() <= options.items()
 
 
-def test_other_fields_have_their_meaning():
+def test_fields_become_options_of_the_optimizer_and_of_data_parallelism():
     plugin = MegatronLMPlugin(
         gradient_clipping=0.5, use_distributed_optimizer=True, attention_backend=False
     )  # fmt: skip
@@ -136,16 +136,16 @@ def test_other_fields_have_their_meaning():
     assert plugin.attention_backend == "unfused"
 
 
-def test_interleaving_is_set_up_so_that_messages_are_not_mixed_up():
+def test_interleaving_does_not_batch_messages():
     plugin = MegatronLMPlugin(pp_degree=2, num_layers_per_virtual_pipeline_stage=2)
     sizes = plugin.sizes(num_layers=8)
     assert (sizes.pp, sizes.vp, plugin.sizes().vp) == (2, 2, 1)
     options = plugin.transformer_options(sizes)
     assert options["virtual_pipeline_model_parallel_size"] == 2
     assert (options["overlap_p2p_comm"], options["batch_p2p_comm"]) == (True, False)
-    with pytest.raises(ConfigurationError, match=r"9 layers / \(2 stages x 2\) = 2.25"):
+    with pytest.raises(ConfigurationError, match=r"9 layers / \(2 stages x .* 2\) = 2.25"):
         plugin.sizes(num_layers=9)
-    with pytest.raises(ConfigurationError, match="there is none"):
+    with pytest.raises(ConfigurationError, match="pp_degree is 1"):
         plugin.virtual_stages(8, pp=1)
 
 
@@ -156,7 +156,7 @@ def test_interleaving_is_set_up_so_that_messages_are_not_mixed_up():
         ({"tp_degree": 0}, "greater than or equal to 1"),
         ({"use_custom_fsdp": True}, "backend='fsdp2'"),
         ({"consumed_samples": [1, 2, 3, 4]}, "up to three"),
-        ({"consumed_samples": [-1]}, "from 0 on"),
+        ({"consumed_samples": [-1]}, "at least 0"),
         ({"optimizer_cpu_offload": True}, "'deepspeed'"),
         ({"overlap_cpu_optimizer_d2h_h2d": True}, "'deepspeed'"),
         ({"use_precision_aware_optimizer": True}, "use_distributed_optimizer"),
@@ -169,25 +169,25 @@ def test_interleaving_is_set_up_so_that_messages_are_not_mixed_up():
         ({"no_wd_decay_cond": len}, "weight_decay=0"),
         ({"scale_lr_cond": len}, "its own lr"),
         ({"lr_mult": 2.0}, "its own lr"),
-        ({"custom_prepare_model_function": len}, "passed to it"),
+        ({"custom_prepare_model_function": len}, "Pass that function to prepare"),
         ({"custom_loss_function": 3}, "must be a function"),
         ({"custom_train_step_kwargs": {"a": 1}}, "custom_train_step_class"),
         ({"attention_backend": "flesh"}, "Did you mean 'flash'"),
         ({"attention_backend": "flash"}, "Transformer Engine"),
         ({"context_parallel_size": 2}, r"ParallelismConfig\(cp_size=2\)"),
         ({"recompute_granularity": "ful"}, "'full' or 'selective'"),
-        ({"recompute_granularity": "full", "recompute_activations": True}, "leave one"),
+        ({"recompute_granularity": "full", "recompute_activations": True}, "Leave one"),
         ({"recompute_granularity": "selective", "recompute_num_layers": 2}, "'full'"),
         ({"recompute_activations": False, "recompute_method": "block"}, "'full'"),
         (
             {"decoder_last_pipeline_num_layers": 1, "num_layers_per_virtual_pipeline_stage": 1},
-            "leave one",
+            "Leave one",
         ),
         ({"lr_decay_style": "linnear"}, "Did you mean 'linear'"),
         ({"gradient_clipping": -1}, "greater than or equal to 0"),
     ],
 )
-def test_what_cannot_be_says_what_can(given, text):
+def test_errors_for_invalid_fields_name_the_alternative(given, text):
     with pytest.raises(ConfigurationError, match=text):
         MegatronLMPlugin(**given)
 
@@ -197,21 +197,21 @@ def test_what_cannot_be_says_what_can(given, text):
     [
         ({"seq_lenght": 8}, "'seq_lenght'.*Did you mean 'seq_length'"),
         ({"train_iters": 8}, "a field of MegatronLMPlugin"),
-        ({"seq_length": None}, r"seq_length=None\): it needs a whole number"),
-        ({"micro_batch_size": 0}, r"micro_batch_size=0\): it needs"),
+        ({"seq_length": None}, r"seq_length=None\): pass an integer greater than 0"),
+        ({"micro_batch_size": 0}, r"micro_batch_size=0\): pass"),
         ({"mock_data": True}, "IndexedDatasetBuilder"),
         ({"data_args_path": "x"}, "read_text"),
         ({"tokenizer_type": "GPT2BPETokenizer"}, "tokenizer=AutoTokenizer"),
         ({"mask_prob": 0.1}, "custom_megatron_datasets_provider_function"),
         ({"dataloader_type": "cyclic"}, "shuffle=True"),
-        ({"split": "1", "splits_string": "2"}, "leave one out"),
+        ({"split": "1", "splits_string": "2"}, "Leave one of them out"),
         (
             {"reset_attention_mask": True, "create_attention_mask_in_dataloader": False},
-            "leave one of them out",
+            "Leave one of them out",
         ),
     ],
 )
-def test_what_a_stand_in_for_loaders_does_not_take(given, text):
+def test_the_placeholder_for_loaders_rejects_invalid_arguments(given, text):
     with pytest.raises(ConfigurationError, match=text):
         MegatronLMDummyDataLoader(**{"seq_length": 8, "micro_batch_size": 2, **given})
 
@@ -219,33 +219,33 @@ def test_what_a_stand_in_for_loaders_does_not_take(given, text):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({}, "give the first, or some of the others"),
-        ({"data_path": "a", "test_data_path": "b"}, "give the first, or some of the others"),
-        ({"data_path": ["a", 0.5, "b"]}, "weights and paths in turns"),
-        ({"data_path": [0.5]}, "weights and paths in turns"),
-        ({"data_path": [0, "a", 1, "b"]}, "above 0"),
-        ({"data_path": [1, "a", 1, "b"]}, r"say samples=\(\.\.\.\)"),
+        ({}, "Pass either data_path, .* or some of"),
+        ({"data_path": "a", "test_data_path": "b"}, "Pass either data_path, .* or some of"),
+        ({"data_path": ["a", 0.5, "b"]}, "alternating weights and paths"),
+        ({"data_path": [0.5]}, "alternating weights and paths"),
+        ({"data_path": [0, "a", 1, "b"]}, "greater than 0"),
+        ({"data_path": [1, "a", 1, "b"]}, r"pass samples=\(\.\.\.\)"),
         ({"data_path": "a", "split": "1,x"}, "up to three numbers"),
         ({"data_path": "a", "split": "0,0"}, "up to three numbers"),
         ({"data_path": "a", "samples": [1]}, "three numbers, for 'train'"),
         ({"data_path": "a", "reset_position_ids": True}, r"tokenizer=\.\.\. or eod="),
     ],
 )
-def test_which_datasets_cannot_be_is_said_before_any_is_built(given, text):
+def test_invalid_datasets_are_rejected_before_any_is_built(given, text):
     with pytest.raises(ConfigurationError, match=text):
         build_datasets(None, seq_length=8, **given)
 
 
-def test_a_stand_in_for_loaders_has_what_it_was_given():
+def test_the_placeholder_for_loaders_keeps_its_arguments():
     given = {"seq_length": 8, "micro_batch_size": 2, "data_path": "a", "mask_prob": None}
     assert MegatronLMDummyDataLoader(**given).dataset_args == given
 
 
-def test_with_transformer_engine_its_features_are_taken(monkeypatch):
+def test_transformer_engine_enables_its_attention_but_not_context_parallelism(monkeypatch):
     spec = importlib.machinery.ModuleSpec("transformer_engine", None)
     monkeypatch.setattr(ours.importlib.util, "find_spec", lambda name: spec)
     assert MegatronLMPlugin(attention_backend="Flash").attention_backend == "flash"
-    with pytest.raises(ConfigurationError, match="with Transformer Engine either"):
+    with pytest.raises(ConfigurationError, match="not even with Transformer Engine"):
         MegatronLMPlugin(context_parallel_size=2)
 
 
@@ -254,13 +254,13 @@ def test_with_transformer_engine_its_features_are_taken(monkeypatch):
     [
         ({}, Sizes(tp=2, pp=2), r"tp 2 x pp 2 = 4 .* 6 ranks / 4 = 1\.5"),
         ({}, Sizes(ep=4), r"ep 4 x etp 1 x pp 1 = 4 .* 6 ranks / 4 = 1\.5"),
-        ({"expert_tensor_parallel_size": 1}, Sizes(tp=2), "some tensor parallel ranks out"),
-        ({"sequence_parallelism": True}, Sizes(pp=2), "of which there is one"),
-        ({"decoder_last_pipeline_num_layers": 1}, Sizes(), "there is none"),
-        ({"num_layers_per_virtual_pipeline_stage": 1}, Sizes(), "there is none"),
+        ({"expert_tensor_parallel_size": 1}, Sizes(tp=2), "ignore the experts' gradients"),
+        ({"sequence_parallelism": True}, Sizes(pp=2), "tp_degree is 1"),
+        ({"decoder_last_pipeline_num_layers": 1}, Sizes(), "pp_degree is 1"),
+        ({"num_layers_per_virtual_pipeline_stage": 1}, Sizes(), "pp_degree is 1"),
     ],
 )
-def test_sizes_that_do_not_fit_the_ranks(given, sizes, text):
+def test_sizes_that_do_not_match_the_ranks_are_rejected(given, sizes, text):
     with pytest.raises(ConfigurationError, match=text):
         check_sizes(MegatronLMPlugin(**given), sizes, 6)
 
@@ -281,18 +281,18 @@ SMALL = {"num_layers": 4, "num_attention_heads": 6, "num_query_groups": 2, "hidd
             Sizes(pp=4),
             r"\(4 layers - 2\) / \(4 stages - 1\)",
         ),
-        ({"num_layers_in_last_pipeline_stage": 4}, Sizes(pp=2), "above 0"),
+        ({"num_layers_in_last_pipeline_stage": 4}, Sizes(pp=2), "greater than 0"),
         ({"num_moe_experts": 4}, Sizes(ep=3), r"num_moe_experts 4 / ep 3 = 1\.33"),
         ({}, Sizes(ep=2), "the model has none"),
         ({"num_moe_experts": 4}, Sizes(tp=2), "sequence_parallelism=True"),
     ],
 )
-def test_sizes_that_do_not_divide_a_model(more, sizes, text):
+def test_sizes_that_do_not_divide_the_model_are_rejected(more, sizes, text):
     with pytest.raises(ConfigurationError, match=text):
         check_model({**SMALL, **more}, sizes)
 
 
-def test_sizes_that_do():
+def test_divisible_sizes_are_accepted():
     assert check_sizes(MegatronLMPlugin(), Sizes(tp=2, pp=2), 8) == 2
     check_model(SMALL, Sizes(tp=2, pp=2, vp=2))
     check_model({**SMALL, "num_layers_in_last_pipeline_stage": 1}, Sizes(pp=4))
@@ -303,23 +303,23 @@ def test_sizes_that_do():
         check_batch(6, 3, Sizes(pp=2, vp=2))
 
 
-def test_positions_are_the_models():
+def test_rotary_positions_must_match_the_model():
     plugin = MegatronLMPlugin(use_rotary_position_embeddings=True)
     plugin.check_positions(rotary=True, model="Llama")
     MegatronLMPlugin().check_positions(rotary=False, model="GPT-2")
-    with pytest.raises(ConfigurationError, match="GPT-2 are learned"):
+    with pytest.raises(ConfigurationError, match="GPT-2 has learned positions"):
         plugin.check_positions(rotary=False, model="GPT-2")
 
 
 @pytest.mark.parametrize(
     "given", [{"seq_length": 8}, {"decoder_seq_length": 8}, {"is_train_batch_min": False}]
 )
-def test_what_has_no_effect_says_so(given):
+def test_a_field_without_effect_warns(given):
     with pytest.warns(UserWarning, match=f"{next(iter(given))} has no effect"):
         MegatronLMPlugin(**given)
 
 
-def test_no_field_is_taken_without_anyone_reading_it():
+def test_every_supported_field_is_used():
     package = {path.name: path.read_text() for path in Path(ours.__file__).parent.glob("*.py")}
     own = package.pop("settings.py")
     others = "\n".join(package.values())

@@ -1,4 +1,4 @@
-"""A step costs what the raw library's own loop costs."""
+"""A step costs as much as one of the library's own loop."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.mark.timeout(240)
-def test_a_step_is_as_cheap_as_the_raw_loop(tmp_path: Path) -> None:
+def test_step_is_as_cheap_as_the_raw_loop(tmp_path: Path) -> None:
     check_counts(tmp_path, "megatron")

@@ -1,4 +1,4 @@
-"""Training under Megatron on two ranks and on four: the cases are in the worker beside."""
+"""Training with megatron on two and on four ranks; the cases are in `two_ranks.py`, `four_ranks.py`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_case(runs, ranks, case):
     check_case(runs[ranks], case)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
-def test_without_a_cuda_device_it_says_what_trains():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_the_error_without_a_cuda_device_names_an_alternative():
     script = "from accelerate_core import Accelerator; Accelerator(backend='megatron', cpu=True)"
     done = subprocess.run(
         [sys.executable, "-c", script],

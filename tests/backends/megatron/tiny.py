@@ -1,4 +1,4 @@
-"""Small models of Transformers with random weights, and text that ships with Python."""
+"""Small models of Transformers with random weights, and text from Python's own source."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 EXPERTS, CHOSEN = 4, 2
-VOCABULARY, LENGTH = 65, 16  # a vocabulary that no tensor parallel size divides
+VOCABULARY, LENGTH = 65, 16  # no tensor parallel size divides the vocabulary
 
 
 def tiny(family: str = "gpt2", layers: int = 4) -> Any:
@@ -40,14 +40,14 @@ def tiny(family: str = "gpt2", layers: int = 4) -> Any:
     }
     if family == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shared))
-    # A provider pads no vocabulary.
+    # A provider does not pad the vocabulary.
     shared |= {"vocab_size": VOCABULARY + 1, "pad_token_id": None, "router_aux_loss_coef": 0.0}
     shared |= {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "num_hidden_layers": 2}
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**shared))
 
 
 def batches(count: int) -> list[dict[str, torch.Tensor]]:
-    """Return `count` samples: rows of characters, which are their own labels."""
+    """Return `count` samples: rows of characters, with the same row as labels."""
     source = inspect.getsource(json.decoder)
     numbers = [min(max(ord(one) - 32, 0), VOCABULARY - 1) for one in source]
     rows = torch.tensor(numbers[: count * LENGTH]).view(count, LENGTH)

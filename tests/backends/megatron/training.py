@@ -1,4 +1,4 @@
-"""What the workers of Megatron share: training, and plain Transformers in this process beside it."""
+"""Shared by the megatron workers: training, and plain Transformers in one process to compare with."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ from accelerate_megatron.models.norms import layer_spec
 cuda_on_cpu.install()
 
 STEPS, CYCLE, BATCH = 8, 2, 8
-#: How much megatron's routers add to the loss.
+#: The coefficient of the loss that megatron's routers add.
 EVEN = 0.05
 CPU = not torch.cuda.is_available()
 
 
-#: The Accelerator that is not ended yet.
+#: The Accelerator on which `end_training` has not been called yet.
 _made: list[Accelerator] = []
 
 
 def made(sizes: dict[str, int], steps: int = CYCLE, **more: Any) -> Accelerator:
     options = {name: more.pop(name) for name in ("mixed_precision", "project_dir") if name in more}
-    # Megatron-core's calls of torch.
+    # megatron-core calls deprecated functions of torch.
     warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*")
     for one in _made:
-        one.end_training()  # a case failed before it did
+        one.end_training()  # the previous case failed before it called this
     _made[:] = []
-    gc.collect()  # groups live as long as models do that know them, and so do their threads
+    gc.collect()  # process groups and their threads live as long as the models that refer to them
     sizes = {f"{name}_size": size for name, size in sizes.items()}
     accelerator = Accelerator(
         cpu=CPU,
@@ -70,7 +70,7 @@ def made(sizes: dict[str, int], steps: int = CYCLE, **more: Any) -> Accelerator:
 
 
 def adam(model: Any, rate: float = 1e-2) -> Any:
-    """Make an optimizer with two groups that differ in the learning rate alone."""
+    """Make an optimizer with two groups that differ only in the learning rate."""
     biases = [p for p in model.parameters() if p.dim() == 1]
     others = [p for p in model.parameters() if p.dim() != 1]
     return torch.optim.AdamW([{"params": others}, {"params": biases, "lr": 2 * rate}], lr=rate)
@@ -78,10 +78,10 @@ def adam(model: Any, rate: float = 1e-2) -> Any:
 
 @cache
 def plain(family: str, rate: float, parts: int = 1) -> tuple[list[float], list[float], Any]:
-    """Train in this process alone.
+    """Train in a single process.
 
     Args:
-        parts: of a batch, in each of which a mixture's experts are to be even.
+        parts: the number of parts of a batch; the load of the experts is balanced within each.
     """
     set_seed(0)
     model = tiny(family)
@@ -102,7 +102,7 @@ def plain(family: str, rate: float, parts: int = 1) -> tuple[list[float], list[f
 
 
 def uneven(told: Any, parts: int) -> torch.Tensor | float:
-    """Return what megatron adds to the loss of a mixture: of each layer, by Transformers' formula."""
+    """Return what megatron adds to the loss of a mixture, computed by Transformers' formula."""
     balance = mixtral.load_balancing_loss_func
     losses = [
         balance((part,), EXPERTS, CHOSEN) * EVEN / CHOSEN / parts
@@ -113,7 +113,7 @@ def uneven(told: Any, parts: int) -> torch.Tensor | float:
 
 
 def mixture(accelerator: Accelerator) -> Any:
-    """Return a provider of what `tiny("mixtral")` is."""
+    """Return a provider of the same model as `tiny("mixtral")`."""
     source = tiny("mixtral")
     plugin, mesh = accelerator.state.megatron_lm_plugin, accelerator.parallelism_config
     tp = mesh.size("tp")
@@ -135,7 +135,7 @@ def mixture(accelerator: Accelerator) -> Any:
         "moe_router_topk": CHOSEN,
         "moe_router_dtype": "fp32",
         "moe_aux_loss_coeff": EVEN,
-        # The other one gathers parts of unlike sizes then, which gloo does not.
+        # With etp 1, allgather would gather parts of different sizes, which gloo does not support.
         "moe_token_dispatcher_type": "alltoall" if etp == 1 else "allgather",
         "tensor_model_parallel_size": tp,
         "sequence_parallel": tp > 1,
@@ -162,12 +162,12 @@ def mixture(accelerator: Accelerator) -> Any:
 
 @torch.no_grad()
 def fill(model: Any, state: dict[str, torch.Tensor], conversion: Any) -> None:
-    """Give a rank's part of a mixture its weights."""
+    """Fill a rank's part of a mixture with its weights."""
     groups = imported("parallel_state")
     ep, etp = groups.get_expert_model_parallel_group(), groups.get_expert_tensor_parallel_group()
     tp = groups.get_tensor_model_parallel_group()
     for name, parameter in parameters_of([model]):
-        if name.endswith(".bias"):  # such as only megatron's have, 0 at first
+        if name.endswith(".bias"):  # only megatron's model has biases; they are initially 0
             continue
         if ".mlp." not in name:
             weight = conversion.weight(name)
@@ -223,7 +223,7 @@ def run(
 
 
 def check(sizes: dict[str, int], family: str = "gpt2", *, loop: bool = True, **more: Any) -> None:
-    """Compare losses, norms and the exported weights with those of one process."""
+    """Compare the losses, norms and exported weights with those of a single process."""
     limit = more.pop("limit", 1e-5)
     rate = more.pop("rate", 1e-2)
     losses, norms, reference = plain(family, rate, more.pop("parts", 1))
@@ -237,7 +237,7 @@ def check(sizes: dict[str, int], family: str = "gpt2", *, loop: bool = True, **m
         )
         worst = max(abs(a - b) / b for a, b in zip(found[1], norms, strict=True))
         assert worst <= 10 * limit, (found[1], norms)
-        if family == "mixtral":  # it is put together again by nobody
+        if family == "mixtral":  # a mixture cannot be exported
             accelerator.end_training()
             continue
         state = accelerator.get_state_dict(model)
@@ -246,7 +246,7 @@ def check(sizes: dict[str, int], family: str = "gpt2", *, loop: bool = True, **m
             told = reference.state_dict()
             assert state.keys() == told.keys()
             for name, value in state.items():
-                # Adam divides by the root of what may be almost 0: few elements differ more.
+                # Adam divides by roots of values close to 0, so a few elements differ more.
                 torch.testing.assert_close(value, told[name], atol=2e-3, rtol=0)
         accelerator.end_training()
 
@@ -261,8 +261,8 @@ def step(accelerator: Accelerator, model: Any, optimizer: Any, batch: Any) -> fl
     return float(accelerator.reduce(loss, "mean"))
 
 
-def resume_on_any_layout(layouts: list[dict[str, Any]], family: str = "llama") -> None:
-    """Save in the middle; the same layout goes on bit for bit, another one within rounding."""
+def check_resume_on_any_layout(layouts: list[dict[str, Any]], family: str = "llama") -> None:
+    """Save in the middle; the same layout resumes bit for bit, another one within rounding."""
     for number, layout in enumerate(layouts):
         folder = scratch(f"saved{number}")
         options = dict(layout)
@@ -281,7 +281,7 @@ def resume_on_any_layout(layouts: list[dict[str, Any]], family: str = "llama") -
             accelerator = made(options.pop("sizes"), project_dir=str(folder), **options)
             model, optimizer, loader = start(accelerator, family)
             for parameter in model.parameters():
-                parameter.data.add_(1.0)  # what is loaded is to be seen
+                parameter.data.add_(1.0)  # so that a missing load would be noticed
             accelerator.load_state(str(folder / "state"))
             again = []
             for batch in loader:
@@ -296,8 +296,8 @@ def resume_on_any_layout(layouts: list[dict[str, Any]], family: str = "llama") -
                 assert worst <= 1e-5, (layout, other, again, told[6:])
 
 
-def biases_of_experts() -> None:
-    """Ranks of one tensor group, which hold other experts, do not add their biases' gradients up."""
+def check_biases_of_experts() -> None:
+    """Ranks of one tensor group have different experts, so their biases' gradients are not summed."""
     told = []
     for sizes in ({"tp": 2}, {"dp_replicate": 2}):
         more: dict[str, Any] = {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}
@@ -316,20 +316,20 @@ def biases_of_experts() -> None:
         assert max(abs(a - b) for a, b in zip(one, other, strict=True)) <= 1e-5, told
 
 
-def experts_that_do_not_fit() -> None:
+def check_unsupported_experts() -> None:
     accelerator = made({"dp_replicate": 2})
     provider = mixture(accelerator)
     accelerator.end_training()
     accelerator = made({"dp_replicate": 2}, expert_model_parallel_size=2)
-    with pytest.raises(PrepareError, match="expert_model_parallel_size=1, and the run has 2"):
+    with pytest.raises(PrepareError, match="expert_model_parallel_size=1, but the run has 2"):
         accelerator.prepare(provider)
     with pytest.raises(ConfigurationError, match="the model has none"):
         accelerator.prepare(tiny("llama"))
     accelerator.end_training()
 
 
-def counted_items(sizes: dict[str, int]) -> None:
-    """Losses that are sums give the gradients of one batch, however it is cut."""
+def check_num_items(sizes: dict[str, int]) -> None:
+    """With `num_items`, the gradients equal those of one whole batch, however it is split."""
     accelerator = made(sizes, num_micro_batches=2)
     model, _, _ = start(accelerator)
     set_seed(0)
@@ -352,7 +352,7 @@ def counted_items(sizes: dict[str, int]) -> None:
     accelerator.end_training()
 
 
-def evaluation_and_logits(sizes: dict[str, int]) -> None:
+def check_eval_logits(sizes: dict[str, int]) -> None:
     accelerator = made(sizes, num_micro_batches=2, return_logits=True)
     set_seed(0)
     model, reference = tiny(), tiny()
@@ -371,7 +371,7 @@ def evaluation_and_logits(sizes: dict[str, int]) -> None:
     accelerator.end_training()
 
 
-def a_pipeline_is_not_called(sizes: dict[str, int]) -> None:
+def check_pipeline_needs_train_step(sizes: dict[str, int]) -> None:
     accelerator = made(sizes, num_micro_batches=3)
     model, _, loader = start(accelerator)
     batch = next(iter(loader))
@@ -384,8 +384,8 @@ def a_pipeline_is_not_called(sizes: dict[str, int]) -> None:
     accelerator.end_training()
 
 
-def a_provider(sizes: dict[str, int]) -> None:
-    """A model of megatron-core made by the script, its optimizer made afterwards."""
+def check_provider(sizes: dict[str, int]) -> None:
+    """The script makes a model of megatron-core, and its optimizer after `prepare`."""
     accelerator = made(sizes, num_micro_batches=2)
     config = imported("transformer.transformer_config").TransformerConfig(
         num_layers=2,
@@ -424,8 +424,8 @@ def a_provider(sizes: dict[str, int]) -> None:
     accelerator.end_training()
 
 
-def there_and_back(sizes: dict[str, int], family: str) -> None:
-    """Read from a folder, train, write to a folder: what plain Transformers would have written."""
+def check_save_pretrained(sizes: dict[str, int], family: str) -> None:
+    """Read weights from a folder, train, save: Transformers trains and saves the same."""
     begin, end = scratch(f"{family}-begin"), scratch(f"{family}-end")
     reference = plain(family, 1e-3)[2]
     kind = type(reference)
@@ -448,12 +448,12 @@ def there_and_back(sizes: dict[str, int], family: str) -> None:
     if accelerator.is_main_process:
         last = kind.from_pretrained(end)(**batch).logits
         torch.testing.assert_close(last, reference(**batch).logits, atol=1e-4, rtol=0)
-        assert (last - found).abs().max() > 1e-2, "it was not trained"
+        assert (last - found).abs().max() > 1e-2, "the model was not trained"
     accelerator.end_training()
 
 
-def the_form_of_the_peer() -> None:
-    """Calling the model runs the step, on a batch of all micro-batches; backward does nothing."""
+def check_accelerates_form_of_the_loop() -> None:
+    """Calling the model runs the step on a batch of all micro-batches; backward does nothing."""
     losses, _, _ = plain("gpt2", 1e-2)
     options = {"forward_runs_step": True, "multiply_batch": True, "gradient_clipping": 0.5}
     accelerator = made({"pp": 2}, num_micro_batches=2, **options)
@@ -482,8 +482,8 @@ def the_form_of_the_peer() -> None:
     accelerator.end_training()
 
 
-def a_step_of_the_script() -> None:
-    """A loss function and a step class of the script's own are what train."""
+def check_custom_steps() -> None:
+    """The script's own loss function and step class are used in training."""
 
     def weighted(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, dict[str, Any]]:
         return 3 * (output.float() * loss_mask).sum() / loss_mask.sum(), {}
@@ -507,8 +507,8 @@ def a_step_of_the_script() -> None:
     assert max(abs(one - 3 * told[0]) for one in told[1:]) <= 1e-5, told
 
 
-def what_cannot_be() -> None:
-    """Bad input is one clear error."""
+def check_invalid_input() -> None:
+    """Invalid input is one clear error."""
     accelerator = made({"tp": 2})
     linear = torch.nn.Linear(2, 2)
     with pytest.raises(PrepareError, match="provider"):
@@ -534,14 +534,14 @@ def what_cannot_be() -> None:
     accelerator.gradient_accumulation_steps = 1
     accelerator.train_step(batch)
     some = list(model.parameters())[:2]
-    with pytest.raises(ConfigurationError, match="as a whole"):
+    with pytest.raises(ConfigurationError, match="can only clip a whole model"):
         accelerator.clip_grad_norm_(some, 1.0)
     optimizer.step()
     with pytest.raises(ConfigurationError, match="zero_grad"):
         accelerator.train_step(batch)
     optimizer.zero_grad()
     accelerator.train_step(batch)
-    # Megatron lets every torch.load unpickle classes of its own; ours takes that back.
+    # Importing megatron allows every torch.load to unpickle its classes; the backend undoes that.
     assert not [one for one in torch.serialization.get_safe_globals() if "megatron" in str(one)]
     _made.clear()
     with pytest.raises(RuntimeConflictError, match="parallel_state"):
@@ -552,7 +552,7 @@ def what_cannot_be() -> None:
     with pytest.raises(ConfigurationError, match="AdamW"):
         accelerator.prepare(model, torch.optim.Adam(model.parameters()))
     accelerator.end_training()
-    # Whole modules take any optimizer, and a checkpoint has to hold what it keeps.
+    # With whole modules any optimizer works, but a checkpoint must be able to hold its state.
     accelerator = made({"dp_shard": 2}, steps=1, return_logits=True)
     model = tiny()
     model, optimizer = accelerator.prepare(model, torch.optim.Adafactor(model.parameters()))
@@ -569,8 +569,8 @@ def what_cannot_be() -> None:
     accelerator.end_training()
 
 
-def what_a_batch_says() -> None:
-    """Masks, labels and weights mean on TP 2 what they mean to Transformers, or are refused."""
+def check_masks_and_labels() -> None:
+    """With TP 2, masks, labels and weights mean the same as in Transformers, or are rejected."""
     accelerator = made({"tp": 2}, steps=1)
     set_seed(0)
     model, reference = tiny("llama"), tiny("llama")
@@ -605,8 +605,8 @@ def what_a_batch_says() -> None:
     assert loss(**given) == pytest.approx(weighted, abs=1e-5)
     assert loss(input_ids=tokens, labels=torch.full_like(labels, -100)) == 0.0
     wrong = {
-        "the label 70, and the vocabulary 65": {"labels": labels.masked_fill(mask == 0, 70)},
-        "the token 10[0-9][0-9], and the vocabulary 65": {"input_ids": tokens + 1000},
+        "the label 70, but the vocabulary has 65": {"labels": labels.masked_fill(mask == 0, 70)},
+        "the token 10[0-9][0-9], but the vocabulary has 65": {"input_ids": tokens + 1000},
         r"attention_mask has the shape \[8, 16, 16\]": {"attention_mask": whole[:, 0]},
     }
     if device.type == "cpu":
@@ -616,14 +616,16 @@ def what_a_batch_says() -> None:
     accelerator.end_training()
 
 
-def models_that_are_taken_or_not() -> None:
-    """A config is made into its model; what would be lost in silence is refused."""
+def check_supported_models() -> None:
+    """A config becomes its model; settings that would be lost silently are rejected."""
     accelerator = made({"tp": 2}, steps=1, sequence_parallelism=True)
     model = accelerator.prepare(tiny().config)
     assert model.config.vocab_size == VOCABULARY
     rows = next(iter(DataLoader(batches(4), 4)))
     short = {name: value[:, :15].to(accelerator.device) for name, value in rows.items()}
-    with pytest.raises(ConfigurationError, match="15 tokens do not divide over the 2 ranks"):
+    with pytest.raises(
+        ConfigurationError, match="length of 15 tokens is not divisible by tp_degree=2"
+    ):
         model(**short)
     set_seed(0)
     other = tiny()
@@ -631,7 +633,7 @@ def models_that_are_taken_or_not() -> None:
     with pytest.raises(PrepareError, match="gradient checkpointing enabled"):
         accelerator.prepare(other)
     torch.manual_seed(accelerator.process_index)
-    with pytest.raises(PrepareError, match=r"has other values here than on rank [01]"):
+    with pytest.raises(PrepareError, match=r"differs from rank [01]"):
         accelerator.prepare(tiny())
     accelerator.end_training()
     accelerator = made({"pp": 2}, steps=1, other_megatron_args={"num_layers": 1})
@@ -646,19 +648,21 @@ def models_that_are_taken_or_not() -> None:
     with pytest.raises(PrepareError, match="is frozen and tied to its head"):
         accelerator.prepare(frozen)
     accelerator.end_training()
-    with pytest.raises(ConfigurationError, match=r"num_micro_batches 3 / 2 = 1\.5 is not whole"):
+    with pytest.raises(
+        ConfigurationError, match=r"num_micro_batches 3 / 2 = 1\.5 is not an integer"
+    ):
         made({"pp": 2}, num_micro_batches=3, num_layers_per_virtual_pipeline_stage=1)
     recomputes = {"recompute_granularity": "full", "recompute_method": "uniform"}
     accelerator = made({"tp": 2}, recompute_num_layers=3, **recomputes)
     set_seed(0)
     with pytest.raises(
-        ConfigurationError, match="recompute_num_layers=3 does not divide the 4 layers"
+        ConfigurationError, match="4 layers, which is not divisible by recompute_num_layers=3"
     ):
         accelerator.prepare(tiny())
     accelerator.end_training()
     accelerator = made({"pp": 2}, steps=1, num_micro_batches=2)
     set_seed(0)
-    # A stage that is frozen whole, positions for all samples, and labels that do not count.
+    # One stage is entirely frozen, positions apply to all samples, and some labels are ignored.
     model = tiny("llama")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.2" in name or "layers.3" in name or "lm_head" in name)
@@ -682,8 +686,8 @@ def models_that_are_taken_or_not() -> None:
     accelerator.end_training()
 
 
-def checkpoints_of_other_models(folder: Path) -> None:
-    """Another vocabulary, whose padding hides it, and weights that nobody takes."""
+def check_checkpoint_of_another_model(folder: Path) -> None:
+    """Another vocabulary that has the same size when padded, and weights without a parameter."""
     accelerator = made({"tp": 2}, steps=1)
     set_seed(0)
     accelerator.prepare(tiny())
@@ -694,14 +698,14 @@ def checkpoints_of_other_models(folder: Path) -> None:
         config = tiny().config
         config.update(change)
         accelerator.prepare(config)
-        said = "vocabulary of 65 tokens" if "vocab_size" in change else "is in no model here"
+        said = "vocabulary of 65 tokens" if "vocab_size" in change else "but in no model"
         with pytest.raises(CheckpointError, match=said):
             accelerator.load_state(str(folder / "state"))
         accelerator.end_training()
 
 
-def what_belongs_to_modules() -> None:
-    """A model on meta is read from its folder; `zero_grad` reaches megatron's buffers; plain modules step."""
+def check_meta_models_and_plain_modules() -> None:
+    """Meta models are read from their folder; `model.zero_grad` clears buffers; plain modules train."""
     folder = scratch("pretrained")
     set_seed(0)
     reference = tiny("llama")

@@ -1,4 +1,4 @@
-"""Training under Megatron on two ranks, against plain Transformers in one process."""
+"""Training with megatron on two ranks, compared with plain Transformers in one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pipeline() -> None:
 
 
 @case
-def interleaved() -> None:
+def interleaved_pipeline() -> None:
     options = {"num_micro_batches": 4, "num_layers_per_virtual_pipeline_stage": 1}
     check({"pp": 2}, loop=False, **options)
 
@@ -63,8 +63,8 @@ def half_precision() -> None:
 
 
 @case
-def resume_on_any_layout() -> None:
-    training.resume_on_any_layout(
+def a_checkpoint_resumes_on_any_layout() -> None:
+    training.check_resume_on_any_layout(
         [
             {"sizes": {"tp": 2}},
             {"sizes": {"pp": 2}, "num_micro_batches": 2},
@@ -74,99 +74,99 @@ def resume_on_any_layout() -> None:
 
 
 @case
-def counted_items() -> None:
-    training.counted_items(SIZES)
+def num_items_gives_the_gradients_of_the_whole_batch() -> None:
+    training.check_num_items(SIZES)
 
 
 @case
-def evaluation_and_logits() -> None:
-    training.evaluation_and_logits(SIZES)
+def eval_step_returns_the_logits_of_transformers() -> None:
+    training.check_eval_logits(SIZES)
 
 
 @case
-def a_pipeline_is_not_called() -> None:
-    training.a_pipeline_is_not_called(SIZES)
+def a_pipeline_needs_train_step() -> None:
+    training.check_pipeline_needs_train_step(SIZES)
 
 
 @case
-def what_a_batch_says() -> None:
-    training.what_a_batch_says()
+def masks_and_labels_mean_the_same_as_in_transformers() -> None:
+    training.check_masks_and_labels()
 
 
 @case
-def models_that_are_taken_or_not() -> None:
-    training.models_that_are_taken_or_not()
+def unsupported_models_are_rejected() -> None:
+    training.check_supported_models()
 
 
 @case
-def checkpoints_of_other_models() -> None:
-    training.checkpoints_of_other_models(scratch("other_models"))
+def a_checkpoint_of_another_model_is_rejected() -> None:
+    training.check_checkpoint_of_another_model(scratch("other_models"))
 
 
 @case
-def what_belongs_to_modules() -> None:
-    training.what_belongs_to_modules()
+def meta_models_and_plain_modules_train() -> None:
+    training.check_meta_models_and_plain_modules()
 
 
 @case
-def a_provider() -> None:
-    training.a_provider(SIZES)
+def a_provider_makes_the_model() -> None:
+    training.check_provider(SIZES)
 
 
 @case
-def the_form_of_the_peer() -> None:
-    training.the_form_of_the_peer()
+def accelerates_form_of_the_loop_trains() -> None:
+    training.check_accelerates_form_of_the_loop()
 
 
 @case
-def a_step_of_the_script() -> None:
-    training.a_step_of_the_script()
+def a_custom_loss_or_step_is_used() -> None:
+    training.check_custom_steps()
 
 
 @case
-def indexed_data_is_what_was_written() -> None:
-    indexed.what_was_written_is_read()
+def indexed_data_is_read_as_written() -> None:
+    indexed.check_data_is_read_as_written()
 
 
 @case
-def indexed_documents_do_not_see_each_other() -> None:
-    indexed.documents_do_not_see_each_other()
+def indexed_documents_do_not_attend_to_each_other() -> None:
+    indexed.check_documents_are_separate()
 
 
 @case
-def indexed_data_is_resumed() -> None:
-    indexed.the_three_are_trained_on_and_resumed()
+def training_on_indexed_data_resumes() -> None:
+    indexed.check_resume()
 
 
 @case
-def indexed_data_by_the_plugin() -> None:
-    indexed.what_the_plugin_says_of_the_data()
+def the_plugin_configures_indexed_data() -> None:
+    indexed.check_plugin_options()
 
 
 @case
-def indexed_data_that_cannot_be_built() -> None:
-    indexed.a_rank_that_fails_holds_up_nobody()
+def an_error_in_indexed_data_is_raised_on_all_ranks() -> None:
+    indexed.check_errors_are_raised_on_all_ranks()
 
 
 @case
-def what_cannot_be() -> None:
-    training.what_cannot_be()
+def invalid_input_is_rejected() -> None:
+    training.check_invalid_input()
 
 
 @case
-def experts() -> None:
+def expert_parallel() -> None:
     options = {"expert_model_parallel_size": 2, "parts": 2}
     check({"dp_replicate": 2}, "mixtral", **options)
     check({"dp_shard": 2}, "mixtral", loop=False, use_distributed_optimizer=True, **options)
     options |= {"num_micro_batches": 2, "sequence_parallelism": True}
     check({"tp": 2}, "mixtral", loop=False, expert_tensor_parallel_size=1, **options)
-    training.biases_of_experts()
-    training.experts_that_do_not_fit()
+    training.check_biases_of_experts()
+    training.check_unsupported_experts()
 
 
 @case
-def resume_experts_on_any_layout() -> None:
-    training.resume_on_any_layout(
+def a_checkpoint_of_experts_resumes_on_any_layout() -> None:
+    training.check_resume_on_any_layout(
         [
             {"sizes": {"dp_shard": 2}, "expert_model_parallel_size": 2},
             {"sizes": {"dp_shard": 2}, "use_distributed_optimizer": True},

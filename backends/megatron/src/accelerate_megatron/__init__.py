@@ -1,4 +1,4 @@
-"""Megatron for accelerate-core. Importing this does not import megatron."""
+"""Megatron for accelerate-core. Importing this package doesn't import megatron."""
 
 from accelerate_megatron.backend import MegatronBackend
 from accelerate_megatron.data import MegatronLMDummyDataLoader, build_datasets

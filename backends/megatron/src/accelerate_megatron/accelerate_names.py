@@ -1,4 +1,4 @@
-"""Names of Hugging Face Accelerate's Megatron module: what they mean here, or what to write instead."""
+"""Names of Hugging Face Accelerate's Megatron module. Unsupported ones say what to use instead."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from accelerate_core.plugin import AcceleratedOptimizer, AcceleratedScheduler, C
 from accelerate_megatron.library import imported
 from accelerate_megatron.module import MegatronModel
 
-#: What `prepare` returns, by the names that user code compares classes with.
+#: Classes that `prepare` returns, under Accelerate's names for isinstance checks.
 MegatronEngine = MegatronModel
 MegatronLMOptimizerWrapper = AcceleratedOptimizer
 MegatronLMSchedulerWrapper = AcceleratedScheduler
 
 
 def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the means over the data parallel ranks of some losses, 1-d."""
+    """Return each loss averaged over the data parallel ranks, as a 1-d tensor."""
     group = imported("parallel_state").get_data_parallel_group()
     averaged = torch.stack([loss.detach().reshape(()) for loss in losses])
     dist.all_reduce(averaged, group=group)
@@ -28,7 +28,7 @@ def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> tor
 
 
 def gather_across_data_parallel_groups(tensor: Any) -> Any:
-    """Return tensors of all data parallel ranks, one after the other along the first dimension."""
+    """Return the tensors of all data parallel ranks, concatenated along the first dimension."""
     if isinstance(tensor, dict):
         return {name: gather_across_data_parallel_groups(one) for name, one in tensor.items()}
     if isinstance(tensor, list | tuple):
@@ -42,38 +42,38 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
 
 def _refuse(name: str) -> NoReturn:
     raise ConfigurationError(
-        f"{name}() is not offered: Accelerator(megatron_lm_plugin=MegatronLMPlugin(...)) and "
-        "accelerator.prepare(model, optimizer, loader, scheduler) do it."
+        f"{name}() is not supported. Use Accelerator(megatron_lm_plugin=MegatronLMPlugin(...)) and "
+        "accelerator.prepare(model, optimizer, loader, scheduler) instead."
     )
 
 
 def megatron_lm_initialize(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse: the Accelerator starts megatron-core."""
+    """Raise an error. The Accelerator starts megatron-core."""
     _refuse("megatron_lm_initialize")
 
 
 def megatron_lm_prepare_data_loader(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse: `prepare` shares out loaders."""
+    """Raise an error. Use `prepare` instead."""
     _refuse("megatron_lm_prepare_data_loader")
 
 
 def megatron_lm_prepare_model_optimizer_scheduler(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse: `prepare` makes them."""
+    """Raise an error. Use `prepare` instead."""
     _refuse("megatron_lm_prepare_model_optimizer_scheduler")
 
 
 def megatron_lm_prepare_optimizer(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse: `prepare` makes it."""
+    """Raise an error. Use `prepare` instead."""
     _refuse("megatron_lm_prepare_optimizer")
 
 
 def megatron_lm_prepare_scheduler(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse: `prepare` makes it."""
+    """Raise an error. Use `prepare` instead."""
     _refuse("megatron_lm_prepare_scheduler")
 
 
 def add_model_config_to_megatron_parser(model_type: str) -> NoReturn:
-    """Refuse: models of other families come from a provider.
+    """Raise an error. Create models of other families in a provider function.
 
     Args:
         model_type: name of the family.
@@ -82,6 +82,7 @@ def add_model_config_to_megatron_parser(model_type: str) -> NoReturn:
         ConfigurationError: always.
     """
     raise ConfigurationError(
-        f"add_model_config_to_megatron_parser({model_type!r}): megatron's arguments are not parsed "
-        "here. Models of other families come from a provider, a function passed to prepare()."
+        f"add_model_config_to_megatron_parser({model_type!r}) is not supported, because megatron's "
+        "arguments are not parsed here. Create models of other families in a provider function and "
+        "pass it to prepare()."
     )

@@ -1,4 +1,4 @@
-"""The backend: megatron-core's tensor and pipeline parallelism, its schedules and its optimizers."""
+"""The megatron backend: megatron-core's tensor and pipeline parallelism, schedules and optimizers."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ from accelerate_megatron.settings import MegatronLMPlugin, Sizes, check_sizes
 from accelerate_megatron.step import own_step
 
 _OPTIONS = {"load_optimizer", "save_optimizer", "strict"}
-#: Picks parameters that train in C: clipping asks in every step.
+#: Filters trainable parameters in C, because clipping does it in every step.
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class MegatronBackend(Backend):
-    """Trains GPT models over tensor, pipeline and data parallel ranks."""
+    """Train GPT models over tensor, pipeline and data parallel ranks."""
 
     name = "megatron"
     api_version = (1, 0)
@@ -85,7 +85,7 @@ class MegatronBackend(Backend):
         self.plugin: MegatronLMPlugin = self.settings
         self.sizes: Sizes = self.plugin.sizes()
         self.engines: list[Engine] = []
-        #: Id of a prepared inner optimizer -> the engine that holds it, and steps by it.
+        #: Id of a prepared optimizer of torch -> the engine that steps it.
         self._stepped_by: dict[int, Engine] = {}
         self._step: Any = None
         self._seed = 0
@@ -93,13 +93,13 @@ class MegatronBackend(Backend):
         self._scaling = given[0] if given else GradScalerKwargs()
         if not self._scaling.enabled:
             raise ConfigurationError(
-                "GradScalerKwargs(enabled=False): megatron's optimizer trains fp16 with a scaled loss "
-                "alone. Leave it out, or use bf16."
+                "GradScalerKwargs(enabled=False) is not supported, because megatron's optimizer always "
+                "scales the loss in fp16. Leave it out, or use bf16."
             )
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
-        """Claim what asks for Megatron, and meshes with a pipeline."""
+        """Claim the run if Megatron or a mesh with a pipeline was requested."""
         if request.arguments.get("megatron_lm_plugin") is not None:
             return Claim(60, "megatron_lm_plugin was passed")
         if request.env_flag("ACCELERATE_USE_MEGATRON_LM"):
@@ -115,7 +115,7 @@ class MegatronBackend(Backend):
         return None
 
     def core_defaults(self) -> Mapping[str, Any]:
-        """Take the mesh from the plugin's degrees; schedulers move once per optimizer step."""
+        """Return the mesh of the plugin's degrees. Schedulers move once per optimizer step."""
         layout = self.plugin.sizes()
         return {
             "parallelism_config": ParallelismConfig(tp_size=layout.tp, pp_size=layout.pp),
@@ -123,16 +123,20 @@ class MegatronBackend(Backend):
         }
 
     def check(self, setup: SetupView) -> None:
-        """Refuse sizes that contradict each other, or that cannot be."""
+        """Compare the plugin's degrees with the sizes of the mesh.
+
+        Raises:
+            ConfigurationError: they contradict each other.
+        """
         sizes = setup.parallelism_config
         assert sizes is not None  # `core_defaults` has one
         wanted = self.plugin.sizes()
         for name in ("tp", "pp"):
-            said = getattr(wanted, name)
-            here = sizes.size(name)
-            if said not in (1, here):
+            degree = getattr(wanted, name)
+            size = sizes.size(name)
+            if degree not in (1, size):
                 raise ConfigurationError(
-                    f"{name}_degree={said} of MegatronLMPlugin contradicts {name}_size={here} of "
+                    f"{name}_degree={degree} of MegatronLMPlugin contradicts {name}_size={size} of "
                     "parallelism_config. Remove one of them."
                 )
         tp = sizes.size("tp")
@@ -140,41 +144,42 @@ class MegatronBackend(Backend):
         self.sizes = wanted._replace(tp=tp, pp=sizes.size("pp"), etp=etp)
 
     def distributed_type(self, accelerator: AcceleratorView) -> str:
-        """`MEGATRON_LM`."""
+        """Return `MEGATRON_LM`."""
         return "MEGATRON_LM"
 
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
-        """Serve the plugin."""
+        """Provide `megatron_lm_plugin`."""
         return {"megatron_lm_plugin": self.plugin}
 
     # --- start --------------------------------------------------------------------------------
 
     def on_start(self, accelerator: AcceleratorView) -> None:
-        """Make megatron's groups.
+        """Create megatron's groups.
 
         Raises:
-            ConfigurationError: the CPU was asked for beside a CUDA device.
+            ConfigurationError: the CPU was requested although there is a CUDA device, or the sizes
+                don't match the number of ranks.
         """
         if accelerator.device.type == "cpu" and torch.cuda.is_available():
             raise ConfigurationError(
-                "megatron-core computes on CUDA devices alone, and the CPU was asked for: leave "
-                "cpu=True out, or use backend='fsdp2'."
+                "megatron-core only supports CUDA devices, but the CPU was requested. Leave cpu=True "
+                "out, or use backend='fsdp2'."
             )
         check_sizes(self.plugin, self.sizes, accelerator.num_processes)
         seed = torch.tensor(torch.initial_seed() % 2**31, device=accelerator.device)
-        torch.distributed.broadcast(seed, 0)  # generators of one tensor group begin alike
+        torch.distributed.broadcast(seed, 0)  # tensor parallel ranks need the same seed
         self._seed = int(seed)
         attention = self.plugin.attention_backend
         library.start(self.sizes, self._seed, accelerator.group_timeout, attention)
         self._step = own_step(accelerator, self.plugin)
 
     def on_free(self, accelerator: AcceleratorView) -> None:
-        """Let go of the models."""
+        """Drop the references to all models."""
         self.engines.clear()
         self._stepped_by.clear()
 
     def on_end(self, accelerator: AcceleratorView) -> None:
-        """Let go of the models; the groups end with the process group."""
+        """Drop the references to all models. Groups are destroyed with the process group."""
         self.engines.clear()
         self._stepped_by.clear()
 
@@ -194,7 +199,10 @@ class MegatronBackend(Backend):
     # --- prepare ------------------------------------------------------------------------------
 
     def classify(self, accelerator: AcceleratorView, obj: Any) -> str | None:
-        """Recognise stand-ins and providers, functions with `pre_process` and `post_process`."""
+        """Recognise placeholders, Transformers configs and providers.
+
+        A provider is a function with parameters `pre_process` and `post_process`.
+        """
         if isinstance(obj, MegatronLMDummyScheduler):
             return "scheduler"
         if isinstance(obj, MegatronLMDummyDataLoader):
@@ -210,7 +218,7 @@ class MegatronBackend(Backend):
         return "model" if {"pre_process", "post_process"} <= names.keys() else None
 
     def make_model(self, accelerator: AcceleratorView, obj: Any) -> nn.Module:
-        """Call a provider for this rank's chunks; make the model of a Transformers config."""
+        """Create a model from a provider or from a Transformers config."""
         if isinstance(obj, nn.Module):
             return obj
         if models.is_config(obj):
@@ -218,7 +226,7 @@ class MegatronBackend(Backend):
         return self._wrapped(accelerator, made_by_provider(obj, self._run(accelerator)))
 
     def prepare(self, accelerator: AcceleratorView, plan: Any) -> None:
-        """Convert models, put them under megatron's data parallelism, and build its optimizers."""
+        """Convert models, add megatron's data parallelism, and create its optimizers."""
         plan.rebind()
         jobs = assign(plan, self.engines)
         for job in jobs:
@@ -233,8 +241,8 @@ class MegatronBackend(Backend):
             others = [one for one in self.engines if one.optimizer is not None]
             if others and accelerator.mixed_precision == "fp16":
                 raise ConfigurationError(
-                    "Under fp16 megatron scales the loss for each optimizer by itself, and one loss "
-                    "cannot be scaled for two: train one model, or use bf16."
+                    "Several trained models are not supported with fp16, because megatron has a "
+                    "separate loss scale for each optimizer. Train one model, or use bf16."
                 )
             options = self.plugin.optimizer_options()
             build_optimizer(job.engine, job.optimizer.value, job.groups(), options, self._scaling)
@@ -246,7 +254,7 @@ class MegatronBackend(Backend):
             self._follow(accelerator, plan, entry)
 
     def _follow(self, accelerator: AcceleratorView, plan: Any, entry: Any) -> None:
-        """Let a scheduler follow its optimizer; put megatron's in the place of its stand-in."""
+        """Connect a scheduler with its prepared optimizer, and replace a placeholder by megatron's."""
         scheduler = entry.value
         meant = getattr(scheduler, "optimizer", None)
         for one in plan.of_kind("optimizer"):
@@ -255,14 +263,14 @@ class MegatronBackend(Backend):
         mine += [one for one in accelerator.optimizers if meant in (one, one.optimizer)]
         if not mine:
             raise PrepareError(
-                f"The {type(scheduler).__name__} is for an optimizer that is not prepared: pass both "
-                "in one call of prepare."
+                f"The {type(scheduler).__name__} belongs to an optimizer that is not prepared. Pass "
+                "both in the same call of prepare."
             )
         if isinstance(scheduler, MegatronLMDummyScheduler):
             if accelerator.scheduler_steps == "per_process":
                 raise ConfigurationError(
-                    "scheduler_steps='per_process' is for schedulers of torch: megatron's own, which "
-                    "MegatronLMDummyScheduler stands for, counts samples. Leave scheduler_steps out."
+                    "scheduler_steps='per_process' is only supported for torch's schedulers, not for "
+                    "megatron's, which MegatronLMDummyScheduler represents. Leave scheduler_steps out."
                 )
             _, count = accelerator.hooks.data_shard()
             scheduler = build_scheduler(
@@ -280,10 +288,10 @@ class MegatronBackend(Backend):
         return multiplied(loader, self.plugin.num_micro_batches or 1)
 
     def _samples(self, accelerator: AcceleratorView, plan: Any, ranks: int) -> int | None:
-        """Return the samples of one optimizer step on all ranks; None if no loader says."""
+        """Return the number of samples per optimizer step on all ranks, or None if unknown."""
         parts = 1 if accelerator.split_batches else ranks
         for loader in [*plan.values("loader"), *accelerator.loaders]:
-            whole = getattr(loader, "total_batch_size", None)  # of one that is prepared
+            whole = getattr(loader, "total_batch_size", None)  # only prepared loaders have it
             if whole is None and getattr(loader, "batch_size", None) is not None:
                 whole = loader.batch_size * parts
             if whole is not None:
@@ -303,7 +311,7 @@ class MegatronBackend(Backend):
         return model
 
     def _forward(self, accelerator: AcceleratorView, reference: Any, batch: Any) -> CausalLMOutput:
-        """Run a whole step where the model is called, as Hugging Face Accelerate does."""
+        """Run a whole step when the model is called, like Hugging Face Accelerate."""
         model = reference()
         cycle = accelerator.gradient_accumulation_steps
         training = model.training and torch.is_grad_enabled()
@@ -314,7 +322,7 @@ class MegatronBackend(Backend):
         return CausalLMOutput(result.loss, None, logits=result.outputs)
 
     def unwrap_model(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
-        """Return a plain module; a converted or provided model stays what it is, a part."""
+        """Return the original plain module. Converted models and provider's models are unchanged."""
         if isinstance(model, MegatronModel) and model.engine.plain:
             plain: nn.Module = model.engine.modules[0]
             return plain
@@ -325,19 +333,19 @@ class MegatronBackend(Backend):
     def autocast(
         self, accelerator: AcceleratorView, model: nn.Module | None, settings: Any
     ) -> AbstractContextManager[Any]:
-        """Do nothing: parameters have the precision."""
+        """Return an empty context, because parameters already have the precision."""
         return nullcontext()
 
     def backward(
         self, accelerator: AcceleratorView, loss: torch.Tensor, kwargs: dict[str, Any]
     ) -> None:
-        """Run backward; gradients go into megatron's buffers, which no rank has reduced yet."""
+        """Run backward. Gradients are accumulated in megatron's buffers and not reduced yet."""
         if self.plugin.forward_runs_step:
             return
         if self.sizes.pp > 1:
             raise ConfigurationError(
-                f"With {self.sizes.pp} pipeline ranks accelerator.train_step(batch) runs forward and "
-                "backward together; leave accelerator.backward(loss) out."
+                f"accelerator.backward(loss) is not supported with {self.sizes.pp} pipeline ranks. "
+                "accelerator.train_step(batch) runs forward and backward together, so leave it out."
             )
         for engine in self.engines:
             engine.begin()
@@ -354,14 +362,14 @@ class MegatronBackend(Backend):
     def scale_gradients(
         self, accelerator: AcceleratorView, models: Sequence[nn.Module], factor: torch.Tensor
     ) -> None:
-        """Multiply what the buffers have accumulated."""
+        """Multiply the accumulated gradients by `factor`."""
         for model in models:
             if isinstance(model, MegatronModel):
                 if model.engine.balances:
                     raise ConfigurationError(
-                        "num_items divides gradients by numbers of tokens, and losses that routers "
-                        "add (moe_aux_loss_coeff, moe_z_loss_coeff) are means already: leave "
-                        "num_items or the two coefficients out."
+                        "num_items divides gradients by the number of tokens, but the losses of "
+                        "routers (moe_aux_loss_coeff, moe_z_loss_coeff) are already means. Leave "
+                        "num_items out, or both coefficients."
                     )
                 model.engine.scale(factor)
 
@@ -373,7 +381,7 @@ class MegatronBackend(Backend):
         norm_type: float,
         clip_value: float | None,
     ) -> Any:
-        """Clip by the norm over all parts of the model."""
+        """Clip gradients by the norm over all parts of the model, or by value."""
         engine = self._engine_of(parameters)
         if not accelerator.gradient_state.sync_gradients:
             return None if clip_value is not None else torch.zeros(())
@@ -385,39 +393,45 @@ class MegatronBackend(Backend):
     def _engine_of(self, parameters: Sequence[torch.Tensor]) -> Engine:
         given = set(map(id, parameters))
         for engine in self.engines:
-            # A stage of a pipeline may be frozen whole, and takes part in the norm all the same.
+            # A pipeline stage may be entirely frozen, but must still take part in the norm.
             own = list(filter(_REQUIRES_GRAD, engine.listed)) or engine.listed
             here = len(given.intersection(map(id, own)))
             if here and here < len(own):
                 raise ConfigurationError(
-                    f"Clipping got {here} of {len(own)} parameters, and megatron clips a model as a "
-                    "whole: pass model.parameters()."
+                    f"Clipping received {here} of {len(own)} parameters, but megatron can only clip a "
+                    "whole model. Pass model.parameters()."
                 )
             if here:
                 if engine.optimizer is None:
-                    raise ConfigurationError("Clipping needs the model's optimizer to be prepared.")
+                    raise ConfigurationError(
+                        "Clipping needs the model's optimizer. Pass it to prepare too."
+                    )
                 return engine
         raise ConfigurationError(
-            "Clipping got none of the prepared model's parameters; pass model.parameters() of what "
-            "prepare returned."
+            "Clipping received no parameter of a prepared model. Pass model.parameters() of the model "
+            "that prepare returned."
         )
 
     def optimizer_step(
         self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
-        """Reduce gradients, if clipping has not, and step; False if they overflowed."""
+        """Reduce gradients, unless clipping did, and step. Returns False if gradients overflowed."""
         engine = self._stepped_by.get(id(optimizer))
         if engine is None:
             return super().optimizer_step(accelerator, optimizer, closure)
         if closure is not None:
-            raise ConfigurationError("A closure cannot be used with Megatron.")
+            raise ConfigurationError(
+                "optimizer.step(closure) is not supported with Megatron. Call backward before step."
+            )
         if not engine.begun:
-            accelerator.warn_once("optimizer.step() without a backward before it does nothing.")
+            accelerator.warn_once(
+                "optimizer.step() has no effect, because there was no backward since the last step."
+            )
             return True
         return engine.step()
 
     def zero_grad(self, accelerator: AcceleratorView, optimizer: Any, set_to_none: bool) -> None:
-        """Clear megatron's buffers."""
+        """Clear megatron's gradient buffers."""
         engine = self._stepped_by.get(id(optimizer))
         if engine is None:
             super().zero_grad(accelerator, optimizer, set_to_none)
@@ -427,25 +441,29 @@ class MegatronBackend(Backend):
     def run_schedule(
         self, accelerator: AcceleratorView, model: nn.Module, batch: Any, step: ScheduleStep
     ) -> ScheduleResult:
-        """Run a batch in `num_micro_batches` parts through megatron's schedule."""
+        """Split a batch into `num_micro_batches` parts and run megatron's schedule."""
         if not isinstance(model, MegatronModel):
-            raise ConfigurationError("train_step takes a model that prepare returned.")
+            raise ConfigurationError(
+                f"train_step received a {type(model).__name__}. Pass a model that prepare returned."
+            )
         if step.training and model.engine.optimizer is None:
-            raise ConfigurationError("train_step needs the model's optimizer to be prepared.")
+            raise ConfigurationError(
+                "train_step needs the model's optimizer. Pass it to prepare too."
+            )
         count = self.plugin.num_micro_batches or 1
         keep = bool(self.plugin.return_logits)
         return run(model, batch, step, count, keep_logits=keep, own_step=self._step)
 
-    # --- keep ---------------------------------------------------------------------------------
+    # --- checkpoints --------------------------------------------------------------------------
 
     def save_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any], later: bool
     ) -> Callable[[], None] | None:
-        """Write every rank's parts."""
+        """Write the parts of all ranks."""
         if later:
             accelerator.warn_once(
-                "The backend megatron writes its checkpoints while training waits: blocking=False "
-                "has no effect on them."
+                "blocking=False has no effect on checkpoints of the backend megatron, which cannot be "
+                "written in the background."
             )
         _known("save_state", options)
         optimizers = options.get("save_optimizer", not self.plugin.no_save_optim)
@@ -455,7 +473,7 @@ class MegatronBackend(Backend):
     def load_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
     ) -> None:
-        """Read what `save_state` wrote, on any layout."""
+        """Read a checkpoint, which may have been saved with another layout."""
         _known("load_state", options)
         for engine in self.engines:
             engine.clear()
@@ -485,13 +503,13 @@ class MegatronBackend(Backend):
             super().load_pending_gradients(accelerator, model, gradients, factor)
 
     def consolidate(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
-        """Return the whole state dict, a converted model's with Transformers' names, on rank 0."""
+        """Return the whole state dict on rank 0. Converted models have Transformers' names."""
         if not isinstance(model, MegatronModel) or model.engine.plain:
             return super().consolidate(accelerator, model)
         if not isinstance(model, GPT) or model.conversion is None:
             raise PrepareError(
-                "Only models converted from Transformers are put together again; a provider's is "
-                "kept by save_state()."
+                "Only the weights of models converted from Transformers can be gathered. Save a "
+                "provider's model with accelerator.save_state."
             )
         return dict(models.export(model.engine.modules, model.conversion))
 
@@ -500,6 +518,7 @@ def _known(what: str, options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in _OPTIONS:
             raise ConfigurationError(
-                f"{what} got {name!r}; with Megatron it takes {listing(sorted(_OPTIONS))}."
+                f"{what}({name}=...) is not supported with Megatron. It supports "
+                f"{listing(sorted(_OPTIONS))}."
                 f"{did_you_mean(name, _OPTIONS)}"
             )

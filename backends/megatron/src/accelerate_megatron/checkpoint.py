@@ -1,8 +1,8 @@
-"""Checkpoints in shards: torch.distributed.checkpoint inside the core's atomic directory.
+"""Sharded checkpoints: torch.distributed.checkpoint inside the core's atomic directory.
 
-Each rank gives what it holds, as shards of whole tensors, so that any layout reads what another one
-wrote. Megatron's own writer is not used: it pickles, and starts a process that runs the main script
-again.
+Each rank writes what it holds as shards of whole tensors, so any layout can read what another one
+wrote. Megatron's own writer is not used because it pickles, and starts a process that runs the main
+script again.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _PLAIN = "plain.json"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _PartShard(TensorShard):
-    """A run of a tensor in memory, and the shard of a stored tensor that it is."""
+    """A range of a tensor in memory, and the shard of a stored tensor to which it corresponds."""
 
     part: Part
 
 
 def save(engines: list[Engine], directory: Path, *, optimizers: bool) -> None:
-    """Write models and optimizers of all ranks into `directory`."""
+    """Write the models and optimizers of all ranks to `directory`."""
     found = [shard for number, engine in enumerate(engines) for shard in _model(number, engine)]
     plain: list[Any] = []
     if optimizers:
@@ -57,10 +57,10 @@ def save(engines: list[Engine], directory: Path, *, optimizers: bool) -> None:
 
 
 def load(engines: list[Engine], directory: Path, *, optimizers: bool, strict: bool) -> None:
-    """Read what any layout wrote.
+    """Read a checkpoint, whatever layout wrote it.
 
     Raises:
-        CheckpointError: something is missing or does not fit, and nothing has been changed; or a
+        CheckpointError: something is missing or does not match, and nothing has been changed; or a
             file cannot be read.
     """
     metadata = read_metadata(directory)
@@ -72,12 +72,12 @@ def load(engines: list[Engine], directory: Path, *, optimizers: bool, strict: bo
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory / _PLAIN} cannot be read: {error}") from error
     _compare(directory, shards, stored, strict)
-    # Embeddings are padded as a layout needs it, so their shapes do not tell.
+    # Each layout pads embeddings differently, so their shapes say nothing.
     for number, (there, engine) in enumerate(zip(vocab_sizes, engines, strict=False)):
         if there != engine.vocab_size:
             raise CheckpointError(
-                f"{directory}: model {number} had a vocabulary of {there} tokens when it was saved, and "
-                f"has one of {engine.vocab_size}."
+                f"The checkpoint {directory} has a vocabulary of {there} tokens for model {number}, "
+                f"but in this run the vocabulary has {engine.vocab_size} tokens."
             )
     shards = [shard for shard in shards if shard.key in stored]
     if not optimizers:
@@ -86,8 +86,8 @@ def load(engines: list[Engine], directory: Path, *, optimizers: bool, strict: bo
         if len(plain) != len(engines):
             said = "without optimizers" if not plain else f"with {len(plain)} models"
             raise CheckpointError(
-                f"{directory} was saved {said}, and here are {len(engines)} models. "
-                "load_state(load_optimizer=False) reads models alone."
+                f"{directory} was saved {said}, but this run has {len(engines)} models. To load "
+                "only the models, call load_state(load_optimizer=False)."
             )
         for engine, there in zip(engines, plain, strict=True):
             _check_groups(engine, there, directory)
@@ -111,7 +111,7 @@ def load(engines: list[Engine], directory: Path, *, optimizers: bool, strict: bo
             engine.optimizer.reload_model_params()
 
 
-# --- what there is ------------------------------------------------------------------------------
+# --- what is saved ------------------------------------------------------------------------------
 
 
 def _model(number: int, engine: Engine) -> Iterator[_PartShard]:
@@ -142,10 +142,10 @@ def _optimizer(
     states: dict[torch.Tensor, dict[str, torch.Tensor]] | None = None,
     names: list[str] | None = None,
 ) -> Iterator[_PartShard]:
-    """Yield what the optimizer keeps of each parameter: its fp32 copy, and its state.
+    """Yield what the optimizer keeps for each parameter: its fp32 copy and its state.
 
     Args:
-        states: in the place of the optimizer's own.
+        states: use these instead of the optimizer's own.
     """
     if engine.optimizer is None:
         return
@@ -168,14 +168,14 @@ def _kept(engine: Engine, parameter: Any, held: torch.Tensor) -> dict[str, torch
         for name, value in state.items()
         if isinstance(value, torch.Tensor) and value.shape == held.shape
     }
-    # A shard of the distributed optimizer in fp32 is a view of the parameter.
+    # In fp32, a shard of the distributed optimizer is a view of the parameter.
     if held is not parameter and held.dtype != parameter.dtype:
         kept["param"] = held
     return kept
 
 
 def _plain(engine: Engine) -> Any:
-    """Return what is no tensor of a parameter's shape, the same on every rank."""
+    """Return what is not a tensor of a parameter's shape; it is the same on every rank."""
     if engine.inner is None:
         return None
     steps: dict[str, float] = {}
@@ -188,9 +188,9 @@ def _plain(engine: Engine) -> Any:
                 continue
             if not isinstance(value, int | float) and getattr(value, "numel", lambda: 0)() != 1:
                 raise CheckpointError(
-                    f"{type(engine.inner).__name__} keeps {name!r} of {engine.name(parameter)}, which "
-                    "is neither a number nor of the parameter's shape, and a checkpoint of this "
-                    "backend cannot hold it. Use AdamW or SGD, or another backend."
+                    f"{type(engine.inner).__name__} keeps {name!r} for {engine.name(parameter)}, which "
+                    "is neither a number nor a tensor of the parameter's shape. The megatron backend "
+                    "cannot save it. Use AdamW or SGD, or another backend."
                 )
             steps[name] = float(value)
     everything: list[Any] = [None] * dist.get_world_size()
@@ -228,37 +228,45 @@ def _compare(directory: Path, shards: list[_PartShard], stored: Any, strict: boo
     for shard in shards:
         entry = stored.get(shard.key)
         if not isinstance(entry, TensorStorageMetadata):
-            wrong += [f"{shard.key} is missing there"] if strict else []
+            wrong += [f"{shard.key} is missing in the checkpoint"] if strict else []
         elif tuple(entry.size) != shard.part.size and not shard.part.padded:
             wrong.append(
-                f"{shard.key} has shape {list(entry.size)} there and {list(shard.part.size)} here"
+                f"{shard.key} has shape {list(entry.size)} in the checkpoint and "
+                f"{list(shard.part.size)} in this run"
             )
     keys: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(keys, {shard.key for shard in shards})
     known = set().union(*keys)
     lost = [key for key in stored if key.startswith("model.") and key not in known]
-    wrong += [f"{key} is in no model here" for key in lost] if strict else []
+    wrong += [f"{key} is in the checkpoint but in no model" for key in lost] if strict else []
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-        raise CheckpointError(f"{directory} does not fit: {'; '.join(wrong[:3])}{more}.")
+        raise CheckpointError(
+            f"The checkpoint {directory} does not match this run: {'; '.join(wrong[:3])}{more}."
+        )
 
 
 def _check_groups(engine: Engine, there: Any, directory: Path) -> None:
     if (there is None) != (engine.inner is None):
         raise CheckpointError(
-            f"{directory} was saved {'without' if there is None else 'with'} an optimizer."
+            f"The checkpoint {directory} was saved {'without' if there is None else 'with'} an "
+            f"optimizer, but this run has {'one' if there is None else 'none'}."
         )
     if there is None or engine.inner is None:
         return
     kind = type(engine.inner).__name__
     if there["class"] != kind:
-        raise CheckpointError(f"{directory}: a {there['class']} was saved, and here is a {kind}.")
-    # Another layout lists them in another order.
+        raise CheckpointError(
+            f"The checkpoint {directory} has a {there['class']}, but the optimizer of this run is a "
+            f"{kind}."
+        )
+    # The order depends on the layout.
     groups = [sorted(group["params"]) for group in there["groups"]]
     if groups != [sorted(names) for names in engine.group_names]:
         raise CheckpointError(
-            f"{directory}: the optimizer's groups hold other parameters than when it was saved: "
-            f"{[len(g) for g in groups]} there, {[len(g) for g in engine.group_names]} here."
+            f"The checkpoint {directory} has other parameters in the optimizer's groups: "
+            f"{[len(g) for g in groups]} parameters in the checkpoint, "
+            f"{[len(g) for g in engine.group_names]} in this run."
         )
 
 
@@ -276,11 +284,11 @@ def _allocate(engine: Engine, names: list[str]) -> dict[torch.Tensor, dict[str, 
 
 
 def _put(engine: Engine, there: Any, states: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
-    """Give the optimizer what was read."""
+    """Load what was read into the optimizer."""
     inner, optimizer = engine.inner, engine.optimizer
     if inner is None:
         return
-    if "param" not in there["keys"]:  # saved in fp32: the copies are made of the parameters
+    if "param" not in there["keys"]:  # saved in fp32: the copies are made from the parameters
         optimizer.reload_model_params()
     inner.state.clear()
     for held, kept in states.items():

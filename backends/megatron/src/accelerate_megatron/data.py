@@ -1,4 +1,4 @@
-"""megatron-core's indexed datasets (.bin, .idx): as samples of a model, and as loaders of a script."""
+"""megatron-core's indexed datasets (.bin, .idx), as samples for a model and loaders for a script."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from accelerate_megatron.settings import MegatronLMPlugin
 
 SPLITS = ("train", "valid", "test")
 T = TypeVar("T")
-#: Prefixes of files, and the weight of each where they are weighted.
+#: Path prefixes of files, and the weight of each if they are weighted.
 Blend = tuple[list[str], list[float] | None]
 
 
 class IndexedSamples(Dataset[dict[str, torch.Tensor]]):
-    """The first `size` samples of one of megatron-core's datasets, as a model takes them.
+    """The first `size` samples of one of megatron-core's datasets, in the form a model takes.
 
     Args:
-        dataset: gives mappings.
-        size: how many of them.
-        names: what is kept of each; None: all but the number of the dataset in its blend.
+        dataset: its samples are mappings.
+        size: the number of samples.
+        names: the entries to keep of each sample; None: all except the dataset's number in its blend.
     """
 
     def __init__(self, dataset: Any, size: int, names: Sequence[str] | None = None) -> None:
@@ -54,7 +54,7 @@ class IndexedSamples(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < self.size:
-            raise IndexError(f"Sample {index} of {self.size}.")
+            raise IndexError(f"Sample {index} does not exist; there are {self.size} samples.")
         sample = self.dataset[index]
         names = [name for name in sample if name != "dataset_id"]
         return {name: sample[name] for name in self.names or names}
@@ -82,68 +82,74 @@ def build_datasets(
     mid_level_dataset_surplus: float = 0.005,
     allow_ambiguous_pad_tokens: bool = False,
 ) -> tuple[IndexedSamples | None, ...]:
-    """Return datasets for training, validation and test; None where there is nothing for one.
+    """Return the datasets for training, validation and test; None for one that has no data.
 
-    All ranks call it. Rank 0 builds the indices and writes them to the cache, then the others read
-    them; an error of one is an error on all. A sample has `tokens`, `labels` (the next tokens) and
-    `loss_mask`, each of `seq_length`. They are shuffled by `seed`, so a loader need not shuffle.
+    Every rank must call it. Rank 0 builds the indices and writes them to the cache, then the others
+    read them; an error on one rank is raised on all. A sample has `tokens`, `labels` (the next
+    tokens) and `loss_mask`, each of length `seq_length`. The samples are shuffled with `seed`, so a
+    loader need not shuffle.
 
     Args:
         accelerator: the Accelerator.
-        seq_length: tokens of a sample; documents follow each other in it.
-        samples: how many for each of the three: the documents are passed as often as that takes,
-            and shuffled anew each time. None: one pass. 0: none are built.
-        data_path: the files' path without `.bin` and `.idx`, a list of such, or weights and paths
-            in turns, `[0.3, "a", 0.7, "b"]`; `split` shares their documents out.
-        split: parts of the three.
-        train_data_path, valid_data_path, test_data_path: files of each, instead.
-        seed: of the order.
-        tokenizer: whose `eos_token_id` (or `eod`) ends a document, and whose `pad_token_id` (or
-            `pad`) counts for no loss.
-        eod: the token that ends a document, without a tokenizer.
-        eod_mask_loss: what follows an end of document counts for no loss.
-        reset_attention_mask: nothing attends to what was before an end of document; samples have
-            an `attention_mask`, of `seq_length` x `seq_length`.
-        reset_position_ids: positions begin anew behind it; samples have `position_ids`. Models
-            with learned positions only.
-        data_cache_path: folder of the indices, which all machines share; None: beside the data.
-        mmap_bin_files: map files into memory rather than read from them.
-        num_dataset_builder_threads: build so many files' indices at a time.
-        mid_level_dataset_surplus: by what part more samples of each file are built for a blend.
-        allow_ambiguous_pad_tokens: a token that pads counts for no loss, even if it ends documents.
+        seq_length: the number of tokens in a sample, which may span several documents.
+        samples: the number of samples for each of the three datasets: the documents are read as
+            often as necessary, and shuffled anew each time. None: one pass. 0: none are built.
+        data_path: the path of the files without `.bin` and `.idx`, a list of such paths, or
+            alternating weights and paths, `[0.3, "a", 0.7, "b"]`; `split` divides their documents.
+        split: the shares of the three datasets.
+        train_data_path, valid_data_path, test_data_path: the files of each dataset, instead.
+        seed: the seed of the order.
+        tokenizer: its `eos_token_id` (or `eod`) ends a document, and its `pad_token_id` (or `pad`)
+            is left out of the loss.
+        eod: the token that ends a document, if there is no tokenizer.
+        eod_mask_loss: leave the token after the end of a document out of the loss.
+        reset_attention_mask: no token attends to earlier documents; samples have an
+            `attention_mask` of `seq_length` x `seq_length`.
+        reset_position_ids: positions start again after the end of a document; samples have
+            `position_ids`. Only for models with learned positions.
+        data_cache_path: the folder of the indices, shared by all machines; None: next to the data.
+        mmap_bin_files: map the files into memory instead of reading from them.
+        num_dataset_builder_threads: the number of files whose indices are built at the same time.
+        mid_level_dataset_surplus: the fraction of extra samples built of each file for a blend.
+        allow_ambiguous_pad_tokens: leave the padding token out of the loss even if it also ends
+            documents.
 
     Raises:
-        ConfigurationError: arguments that cannot be or files that are not there; a rank failed.
+        ConfigurationError: an argument is invalid, a file does not exist, or a rank failed.
     """
     eod = _token(tokenizer, "eod", "eos_token_id") if eod is None else eod
     pad = _token(tokenizer, "pad", "pad_token_id")
     if eod is None and (eod_mask_loss or reset_attention_mask or reset_position_ids):
         raise ConfigurationError(
             "eod_mask_loss, reset_attention_mask and reset_position_ids need to know which token "
-            "ends a document: say tokenizer=... or eod=..."
+            "ends a document: pass tokenizer=... or eod=..."
         )
     given = {"train_data_path": train_data_path, "valid_data_path": valid_data_path}
     own = [_blend(n, v) for n, v in {**given, "test_data_path": test_data_path}.items()]
     shared = _blend("data_path", data_path)
     if (shared is None) == (own == [None] * 3):
         raise ConfigurationError(
-            "Documents come from data_path, shared out by split, or from train_data_path, "
-            "valid_data_path and test_data_path: give the first, or some of the others."
+            "Pass either data_path, whose documents are divided by split, or some of "
+            "train_data_path, valid_data_path and test_data_path."
         )
     there = [part > 0 for part in _shares(split)] if shared else [one is not None for one in own]
     if seq_length < 1:
-        raise ConfigurationError(f"seq_length={seq_length}: a sample has one token at least.")
+        raise ConfigurationError(f"seq_length={seq_length} must be at least 1.")
     if len(samples) == 3 and any(count is not None and count < 0 for count in samples):
-        raise ConfigurationError(f"samples={samples!r}: none can be below 0; None is one pass.")
+        raise ConfigurationError(
+            f"samples={samples!r}: the numbers must be at least 0; None means one pass."
+        )
     if len(samples) != 3:
-        raise ConfigurationError(f"samples={samples!r}: three numbers, for {listing(SPLITS)}.")
+        raise ConfigurationError(
+            f"samples={samples!r} must be three numbers, for {listing(SPLITS)}."
+        )
     wanted = [count if here else 0 for count, here in zip(samples, there, strict=True)]
     own = [one if count != 0 else None for one, count in zip(own, wanted, strict=True)]
     each = [shared] * 3 if shared else own
     if any(n is None and one and one[1] for n, one in zip(wanted, each, strict=True)):
         raise ConfigurationError(
-            "Weights of paths need to know how many samples are wanted: say samples=(...), or "
-            "train_iters of MegatronLMPlugin. Without weights it is one pass over all documents."
+            "If paths have weights, the number of samples must be known: pass samples=(...), or "
+            "train_iters of MegatronLMPlugin. Without weights, the data is read once."
         )
     if wanted == [0, 0, 0]:
         return None, None, None
@@ -161,7 +167,7 @@ def build_datasets(
             eod_mask_loss=eod_mask_loss,
             reset_attention_mask=reset_attention_mask,
             reset_position_ids=reset_position_ids,
-            create_attention_mask=reset_attention_mask,  # without one attention is causal
+            create_attention_mask=reset_attention_mask,  # without a mask, attention is causal
             mmap_bin_files=mmap_bin_files,
             num_dataset_builder_threads=num_dataset_builder_threads,
             mid_level_dataset_surplus=mid_level_dataset_surplus,
@@ -187,8 +193,8 @@ def _as_wanted(
             continue
         if count is not None and len(dataset) < count:
             warn(
-                f"{count} samples are wanted for {name}, and the data has {len(dataset)}: files "
-                "without weights are passed once."
+                f"{count} samples are wanted for {name}, but the data has only {len(dataset)}: "
+                "files without weights are read once."
             )
         size = len(dataset) if count is None else min(count, len(dataset))
         made.append(IndexedSamples(dataset, size, names))
@@ -196,11 +202,11 @@ def _as_wanted(
 
 
 def _token(tokenizer: Any, *names: str) -> int | None:
-    """Return a special token by megatron's name for it or by that of Transformers."""
+    """Return a special token by its name in megatron or in Transformers."""
     for name in names:
         try:
             found = getattr(tokenizer, name, None)
-        except NotImplementedError:  # megatron's tokenizers say so that they have none
+        except NotImplementedError:  # megatron's tokenizers raise it if they have none
             continue
         if isinstance(found, int):
             return found
@@ -208,10 +214,10 @@ def _token(tokenizer: Any, *names: str) -> int | None:
 
 
 def _blend(name: str, given: Any) -> Blend | None:
-    """Read paths, or weights and paths in turns.
+    """Read paths, or alternating weights and paths.
 
     Raises:
-        ConfigurationError: neither of the two.
+        ConfigurationError: it is neither.
     """
     if given is None:
         return None
@@ -222,11 +228,11 @@ def _blend(name: str, given: Any) -> Blend | None:
     paths = parts[1::2] if weights else parts
     if not paths or not all(isinstance(one, str | os.PathLike) for one in paths):
         raise ConfigurationError(
-            f"{name}={given!r}: a path without .bin and .idx, a list of such, or weights and paths in "
-            "turns, [0.3, 'a', 0.7, 'b']."
+            f"{name}={given!r} must be a path without .bin and .idx, a list of such paths, or "
+            "alternating weights and paths, [0.3, 'a', 0.7, 'b']."
         )
     if any(weight is not None and weight <= 0 for weight in weights):
-        raise ConfigurationError(f"{name}={given!r}: weights have to be above 0.")
+        raise ConfigurationError(f"{name}={given!r}: weights must be greater than 0.")
     weighted = [weight for weight in weights if weight is not None] if len(paths) > 1 else None
     return [os.fspath(one) for one in paths], weighted or None
 
@@ -239,37 +245,39 @@ def _number(given: Any) -> float | None:
 
 
 def _shares(split: str) -> list[float]:
-    """Return the three parts of a split.
+    """Return the three shares of a split.
 
     Raises:
-        ConfigurationError: it has others.
+        ConfigurationError: `split` is invalid.
     """
     found = [_number(one) for one in str(split).split(",")]
     parts = [part for part in found if part is not None and part >= 0]
     if len(parts) != len(found) or len(parts) > 3 or not sum(parts):
         raise ConfigurationError(
-            f"split={split!r}: up to three numbers, the parts of {listing(SPLITS)}, as '969,30,1'."
+            f"split={split!r} must be up to three numbers, the shares of {listing(SPLITS)}, for "
+            "example '969,30,1'."
         )
     return parts + [0.0] * (3 - len(parts))
 
 
 class _Tokens:
-    """What megatron-core asks a tokenizer: two tokens, and what a cached index depends on.
+    """What megatron-core asks a tokenizer for: two tokens, and what a cached index depends on.
 
-    What their indices hold belongs to it: a cached index of files that were written anew is not read.
+    It depends on the content of the data's indices as well: after files have been written anew, the
+    index that was cached for the old ones is not read.
     """
 
     vocab_size = None
 
     def __init__(self, eod: int | None, pad: int | None, files: list[str]) -> None:
-        self.eod = -2 if eod is None else eod  # -1 stands for padding, as long as nothing else does
+        self.eod = -2 if eod is None else eod  # -1 is the padding token, unless `pad` is set
         if pad is not None:
             self.pad = pad
         self.unique_identifiers = {"eod": eod, "pad": pad, "files": files}
 
 
 def _identities(prefixes: Sequence[str]) -> list[str]:
-    """Return what tells an index from another; indices of samples are cached under it."""
+    """Return what distinguishes the files' indices; the indices of samples are cached under it."""
     found = []
     for prefix in prefixes:
         for suffix in (".idx", ".bin"):
@@ -277,8 +285,8 @@ def _identities(prefixes: Sequence[str]) -> list[str]:
                 folder = Path(prefix).parent
                 there = sorted(str(one.with_suffix("")) for one in folder.glob("*.idx"))
                 raise ConfigurationError(
-                    f"There is no {prefix + suffix}. A path of indexed data is without .bin and .idx, "
-                    f"and {folder} has {listing(there)}.{did_you_mean(prefix, there)}"
+                    f"{prefix + suffix} does not exist. Pass the path of indexed data without .bin "
+                    f"and .idx; {folder} has {listing(there)}.{did_you_mean(prefix, there)}"
                 )
         index = Path(prefix + ".idx").read_bytes()
         found.append(hashlib.sha256(index).hexdigest())
@@ -290,28 +298,28 @@ def _check_whole(prefix: str) -> None:
     """Compare a file of tokens with its index.
 
     Raises:
-        ConfigurationError: it is shorter, or the index is none.
+        ConfigurationError: it is shorter than the index says, or the index is invalid.
     """
     dataset = imported("datasets.indexed_dataset")
     try:
         index = dataset._IndexReader(prefix + ".idx", False)
         ends = index.sequence_pointers[-1:] + index.sequence_lengths[-1:] * index.dtype_size
     except Exception as error:
-        raise ConfigurationError(f"{prefix}.idx is no index of megatron's: {error}") from error
+        raise ConfigurationError(f"{prefix}.idx is not an index of megatron: {error}") from error
     size = os.path.getsize(prefix + ".bin")
     wanted = int(ends.sum())
     if size < wanted:
         raise ConfigurationError(
-            f"{prefix}.bin has {size} bytes, and its index says {wanted}: the copy is not whole."
+            f"{prefix}.bin has {size} bytes, but its index says {wanted}: the file is incomplete."
         )
 
 
 def _check_cache(folder: Path) -> None:
-    """Refuse files that numpy, as megatron-core calls it, would unpickle."""
+    """Reject files that numpy, called as megatron-core calls it, would unpickle."""
     for file in folder.glob("*.npy"):
         with file.open("rb") as opened:
             if opened.read(6) != b"\x93NUMPY":
-                raise ConfigurationError(f"{file} is no array of numbers: delete it.")
+                raise ConfigurationError(f"{file} is not an array of numbers: delete it.")
 
 
 def _gpt_dataset() -> Any:
@@ -320,9 +328,9 @@ def _gpt_dataset() -> Any:
 
 @cache
 def _builder() -> Any:
-    """Return megatron-core's builder without its barriers: the ranks wait in `_in_turn`.
+    """Return megatron-core's builder without its barriers: the ranks wait in `_in_turn` instead.
 
-    In a barrier they would wait for ever for one that failed.
+    In a barrier they would wait forever for a rank that failed.
     """
     base: Any = imported("datasets.blended_megatron_dataset_builder").BlendedMegatronDatasetBuilder
 
@@ -337,11 +345,11 @@ def _builder() -> Any:
             tokens = int(data.sequence_lengths[documents].sum())
             length = config.sequence_length
             if not tokens or (size is None and tokens <= length):
-                # Counting its passes megatron-core would not come to an end.
+                # megatron-core would count passes forever.
                 raise ConfigurationError(
                     f"{path} has {tokens} tokens for {split.name}, in {len(documents)} of "
-                    f"{len(data)} documents, and a sample takes seq_length + 1 = {length + 1}: change "
-                    "split, or do without that dataset."
+                    f"{len(data)} documents, but a sample needs seq_length + 1 = {length + 1}: "
+                    "change split, or leave that dataset out."
                 )
             return kind(*args)
 
@@ -349,7 +357,7 @@ def _builder() -> Any:
             self, prefixes: list[str], split: Any, sizes: list[Any]
         ) -> list[list[Any]]:
             with ThreadPoolExecutor(self.config.num_dataset_builder_threads) as pool:
-                # Without weights it asks for a pass also where nothing is wanted.
+                # Without weights it asks for one pass even if no samples are wanted.
                 each = [
                     [0 if wanted == 0 else own for own, wanted in zip(one, self.sizes, strict=True)]
                     for one in sizes
@@ -362,10 +370,10 @@ def _builder() -> Any:
 
 
 def _in_turn(accelerator: AcceleratorView, build: Callable[[], T]) -> T:
-    """Call `build` on rank 0, then on the others.
+    """Call `build` on rank 0, then on the other ranks.
 
     Raises:
-        ConfigurationError: on all ranks, if it failed on one.
+        ConfigurationError: on all ranks, if the call failed on one.
     """
     made: list[T] = []
     for of_main in (True, False):
@@ -378,8 +386,8 @@ def _in_turn(accelerator: AcceleratorView, build: Callable[[], T]) -> T:
             except Exception as error:
                 trouble = ConfigurationError(
                     f"Rank {accelerator.process_index} could not {'build' if of_main else 'read'} the "
-                    f"indices of the data, {type(error).__name__}: {error}. Rank 0 writes them to the "
-                    "folder data_cache_path, from which all ranks read them."
+                    f"indices of the data ({type(error).__name__}: {error}). Rank 0 writes them to "
+                    "the folder data_cache_path, and the other ranks read them from there."
                 )
                 trouble.__cause__ = error
         said = accelerator.communicator.gather_object("" if trouble is None else str(trouble))
@@ -394,24 +402,26 @@ def _in_turn(accelerator: AcceleratorView, build: Callable[[], T]) -> T:
 
 
 class MegatronLMDummyDataLoader:
-    """Holds the place of the loaders for training, validation and test, as Megatron has them.
+    """A placeholder for Megatron's loaders for training, validation and test.
 
-    `prepare` is given it three times and returns the three, in this order; once, the first alone.
-    Their batches are asked for by `next(loader)` or a `for` loop, have `micro_batch_size` x
-    `num_micro_batches` samples for each data rank, and stand where `load_state` or
-    `consumed_samples` of the plugin put them.
+    Pass it to `prepare` three times to get the three loaders, in this order; once, to get only the
+    first. Get their batches with `next(loader)` or a `for` loop. A batch has `micro_batch_size` x
+    `num_micro_batches` samples for each data rank. The loaders start where `load_state` or
+    `consumed_samples` of the plugin positioned them.
 
-    How many samples there are follows from `MegatronLMPlugin`: `train_iters` (or the scheduler's
-    number) or `train_samples` for training, `eval_iters` for each of `train_iters // eval_interval
-    + 1` validations, `eval_iters` for the test; one pass over the documents where no length is said.
+    `MegatronLMPlugin` determines the number of samples: `train_iters` (or the number in the
+    scheduler) or `train_samples` for training, `eval_iters` for each of `train_iters //
+    eval_interval + 1` validations, and `eval_iters` for the test; without any length, one pass
+    over the documents.
 
     Args:
-        dataset_kwargs: `micro_batch_size`, what `build_datasets` takes (`seq_length`, `data_path`,
-            `split` or `splits_string`, ...), and `num_workers` (2), `eval_iters`, `eval_interval`
-            (those of the plugin), `full_validation` (validate over one pass).
+        dataset_kwargs: `micro_batch_size`, the arguments of `build_datasets` (`seq_length`,
+            `data_path`, `split` or `splits_string`, ...), and `num_workers` (2), `eval_iters` and
+            `eval_interval` (default: those of the plugin), `full_validation` (validate over one
+            pass).
 
     Raises:
-        ConfigurationError: an argument that is not known, is missing or has another place here.
+        ConfigurationError: an argument is unknown, missing, or has to be set elsewhere.
     """
 
     def __init__(self, **dataset_kwargs: Any) -> None:
@@ -422,28 +432,29 @@ class MegatronLMDummyDataLoader:
                 raise ConfigurationError(f"MegatronLMDummyDataLoader({name}=...): {way}.")
         if options.pop("dataloader_type", "single") != "single":
             raise ConfigurationError(
-                "MegatronLMDummyDataLoader reads in the order of the index (dataloader_type='single'). "
-                "For another one pass prepare DataLoader(accelerate_megatron.build_datasets(...)[0], "
-                "..., shuffle=True)."
+                "MegatronLMDummyDataLoader supports only the order of the index "
+                "(dataloader_type='single'). For a different order, pass "
+                "DataLoader(accelerate_megatron.build_datasets(...)[0], ..., shuffle=True) to prepare."
             )
         if not options.pop("create_attention_mask_in_dataloader", True) and options.get(
             "reset_attention_mask"
         ):
             raise ConfigurationError(
-                "reset_attention_mask=True is a mask of each sample, and "
-                "create_attention_mask_in_dataloader=False says there is none: leave one of them out."
+                "reset_attention_mask=True needs a mask for each sample, but "
+                "create_attention_mask_in_dataloader=False turns masks off. Leave one of them out."
             )
         named = options.pop("splits_string", None)
         if named is not None and options.setdefault("split", named) != named:
             raise ConfigurationError(
-                f"split={options['split']!r} and splits_string={named!r} are one thing: leave one out."
+                f"split={options['split']!r} and splits_string={named!r} set the same option. Leave "
+                "one of them out."
             )
         known = {*inspect.signature(build_datasets).parameters} - {"accelerator", "samples"}
         takes = sorted({"micro_batch_size", *_OF_LOADERS, *known})
         for name in options.keys() - set(takes):
             of_plugin = name in MegatronLMPlugin.__dataclass_fields__
             raise ConfigurationError(
-                f"MegatronLMDummyDataLoader got {name!r}, and takes {listing(takes)}."
+                f"MegatronLMDummyDataLoader has no argument {name!r}; it takes {listing(takes)}."
                 + (
                     " It is a field of MegatronLMPlugin."
                     if of_plugin
@@ -453,8 +464,8 @@ class MegatronLMDummyDataLoader:
         for name in ("micro_batch_size", "seq_length"):
             if not isinstance(options.get(name), int) or options[name] < 1:
                 raise ConfigurationError(
-                    f"MegatronLMDummyDataLoader({name}={options.get(name)!r}): it needs a whole number "
-                    "above 0."
+                    f"MegatronLMDummyDataLoader({name}={options.get(name)!r}): pass an integer greater "
+                    "than 0."
                 )
         self.micro_batch_size: int = options.pop("micro_batch_size")
         self._own = {name: options.pop(name, value) for name, value in _OF_LOADERS.items()}
@@ -467,11 +478,11 @@ class MegatronLMDummyDataLoader:
         steps: int | None,
         on_device: Sequence[bool],
     ) -> Iterator[IndexedLoader | None]:
-        """Yield as many of the three as `on_device` has entries; None where there is no data for one.
+        """Yield a loader for each entry of `on_device`, up to three; None for one without data.
 
         Args:
-            steps: optimizer steps of the training, if the plugin has no `train_samples`.
-            on_device: whether the batches of each are moved to the device.
+            steps: the optimizer steps of the training, if the plugin has no `train_samples`.
+            on_device: for each loader, whether its batches are moved to the device.
         """
         rank, ranks = accelerator.hooks.data_shard()
         batch = self.micro_batch_size * (plugin.num_micro_batches or 1)
@@ -519,8 +530,8 @@ class MegatronLMDummyDataLoader:
         """Return how many samples are wanted; None: one pass.
 
         Args:
-            whole: samples of a batch of all ranks.
-            accumulated: batches of an optimizer step.
+            whole: the samples of a batch, over all ranks.
+            accumulated: the batches of an optimizer step.
         """
         train = plugin.train_samples
         if train is None and steps is not None:
@@ -537,12 +548,12 @@ class MegatronLMDummyDataLoader:
 
 
 class IndexedLoader(DataLoaderShard):
-    """A prepared loader whose batches can be asked for one by one, with `next`."""
+    """A prepared loader that also supports `next`, to get its batches one by one."""
 
     _running: Iterator[Any] | None = None
 
     def __next__(self) -> Any:
-        """Return the next batch of this rank; after the last one the next call begins anew."""
+        """Return this rank's next batch; after the last batch, the next call starts again."""
         if self._running is None:
             self._running = iter(self)
         try:
@@ -552,7 +563,7 @@ class IndexedLoader(DataLoaderShard):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken, at the next batch."""
+        """Continue with the batch after the one at which `state_dict` was taken."""
         self._running = None
         super().load_state_dict(state_dict)
 
@@ -564,17 +575,17 @@ class IndexedLoader(DataLoaderShard):
         return rest
 
     def begin_at(self, samples: int, name: str) -> None:
-        """Begin behind so many samples, as if they had been handed out.
+        """Skip the first `samples` samples, as if the loader had already returned them.
 
         Raises:
-            ConfigurationError: they are no whole batches, or all there are.
+            ConfigurationError: they are not whole batches, or nothing would be left.
         """
         whole = self.total_batch_size or 1
         there = self.total_dataset_length
         if samples % whole or samples >= there:
             raise ConfigurationError(
-                f"consumed_samples={samples} for {name}: a multiple of {whole}, the samples of a batch "
-                f"of all ranks, below {there}, the samples there are."
+                f"consumed_samples={samples} for {name} must be a multiple of {whole}, the samples of "
+                f"a batch over all ranks, and less than {there}, the number of samples."
             )
         state = self.state_dict()
         batches = samples // state["batch_size"]
@@ -582,11 +593,11 @@ class IndexedLoader(DataLoaderShard):
 
 
 def place_loaders(accelerator: AcceleratorView, plan: Any, plugin: MegatronLMPlugin) -> None:
-    """Put loaders in the place of their stand-ins.
+    """Replace the placeholders with loaders.
 
     Raises:
-        ConfigurationError: what the plugin says of indexed data cannot be done with another loader.
-        PrepareError: more than three are asked for.
+        ConfigurationError: a setting of the plugin for indexed data does not apply to another loader.
+        PrepareError: the same placeholder was passed more than three times.
     """
     entries: dict[int, list[Any]] = {}
     for entry in plan.of_kind("loader"):
@@ -594,14 +605,14 @@ def place_loaders(accelerator: AcceleratorView, plan: Any, plugin: MegatronLMPlu
             entries.setdefault(id(entry.value), []).append(entry)
         elif plugin.eod_mask_loss:
             raise ConfigurationError(
-                "eod_mask_loss=True is of MegatronLMDummyDataLoader. For another loader set the labels "
-                "behind the ends of documents to -100, which no loss counts."
+                "eod_mask_loss=True applies only to MegatronLMDummyDataLoader. For other loaders, set "
+                "the labels after the ends of documents to -100, which the loss ignores."
             )
     for same in entries.values():
         if len(same) > 3:
             raise PrepareError(
-                f"prepare got a MegatronLMDummyDataLoader {len(same)} times; it stands for "
-                f"{listing(SPLITS)}, in this order."
+                f"prepare() got a MegatronLMDummyDataLoader {len(same)} times. Pass it at most three "
+                f"times, for {listing(SPLITS)}, in this order."
             )
         steps = _steps(accelerator, plan, plugin)
         moved = [entry.on_device for entry in same]
@@ -609,11 +620,11 @@ def place_loaders(accelerator: AcceleratorView, plan: Any, plugin: MegatronLMPlu
         for entry, loader in zip(same, made, strict=True):
             entry.value = loader
             if loader is None:
-                entry.kind = "other"  # nothing to prepare: the script gets None
+                entry.kind = "other"  # there is nothing to prepare: the script gets None
 
 
 def _steps(accelerator: AcceleratorView, plan: Any, plugin: MegatronLMPlugin) -> int | None:
-    """Return the optimizer steps of the training, None if nobody says."""
+    """Return the optimizer steps of the training; None if unknown."""
     if plugin.train_iters is not None:
         return plugin.train_iters
     _, ranks = accelerator.hooks.data_shard()
@@ -623,7 +634,7 @@ def _steps(accelerator: AcceleratorView, plan: Any, plugin: MegatronLMPlugin) ->
     return None
 
 
-#: What the stand-in takes beside the options of `build_datasets`; None: as the plugin says.
+#: What the placeholder takes besides the options of `build_datasets`; None: as in the plugin.
 _OF_LOADERS: Mapping[str, Any] = {
     "num_workers": 2,
     "eval_iters": None,
@@ -634,27 +645,30 @@ _FILES = "files on a disk that all machines share"
 #: Data options of Accelerate that are not options here, and what to write instead.
 _ELSEWHERE: Mapping[str, str] = {
     "mock_data": "write documents with IndexedDatasetBuilder of megatron.core.datasets.indexed_dataset",
-    "data_args_path": "data_path=Path(...).read_text().split()",
-    "per_split_data_args_path": "train_data_path, valid_data_path and test_data_path, read by the script",
-    "object_storage_cache_path": f"indexed data are {_FILES}",
+    "data_args_path": "pass data_path=Path(...).read_text().split()",
+    "per_split_data_args_path": (
+        "read the file in the script and pass train_data_path, valid_data_path and test_data_path"
+    ),
+    "object_storage_cache_path": f"indexed data must be {_FILES}",
     "per_dataset_sequences_path": f"the numbers are read from the .idx files, {_FILES}",
-    "multiple_validation_sets": "accelerate_megatron.build_datasets(...) for each of them",
-    "test_mode": "it is the script's loop",
-    "skip_train": "it is the script's loop",
+    "multiple_validation_sets": "call accelerate_megatron.build_datasets(...) for each of them",
+    "test_mode": "the script has the loop",
+    "skip_train": "the script has the loop",
     **dict.fromkeys(
         ("encoder_seq_length", "decoder_seq_length"), "seq_length is the length of a sample"
     ),
     **dict.fromkeys(
         ("retriever_seq_length", "sample_rate", "mask_prob", "short_seq_prob"),
-        "samples of other models come from custom_megatron_datasets_provider_function of "
+        "provide the samples of other models with custom_megatron_datasets_provider_function of "
         "MegatronLMPlugin",
     ),
     **dict.fromkeys(
         ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"),
-        "tokenizer=AutoTokenizer.from_pretrained(...), or eod=..., the token that ends a document",
+        "pass tokenizer=AutoTokenizer.from_pretrained(...), or eod=..., the token that ends a "
+        "document",
     ),
     **dict.fromkeys(
         ("dataloader_fast_cache_load", "dataloader_defer_npy_index_mmap"),
-        "indices are built where they are missing and read where they are not",
+        "indices that exist are read, and missing ones are built",
     ),
 }

@@ -1,4 +1,4 @@
-"""One model under megatron: its chunks, their gradients, and the optimizer that steps them."""
+"""One model under megatron: its chunks, their gradients, and the optimizer that updates them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from accelerate_megatron.library import imported
 from accelerate_megatron.settings import Sizes
 from accelerate_megatron.shards import Part, parts_of, parts_of_plain
 
-#: Megatron stores norms under the layers that Transformer Engine would have them in.
+#: Megatron stores norms under the names of the layers that contain them in Transformer Engine.
 _STORED_AS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
@@ -32,16 +32,16 @@ _STORED_AS = {
 
 @dataclass(eq=False)
 class Engine:
-    """A model's chunks under megatron's data parallelism, and its optimizer once it is prepared.
+    """A model's chunks wrapped in megatron's data parallelism, and its optimizer once prepared.
 
-    Gradients are accumulated in megatron's buffers by every backward, reduced once per step, when
-    they are clipped or stepped, and cleared by `zero_grad`.
+    Every backward accumulates gradients in megatron's buffers. Clipping or the optimizer step
+    reduces them, once per step, and `zero_grad` clears them.
 
     Attributes:
         modules: this rank's parts of the model, one for each virtual stage.
-        chunks: the same under megatron's data parallelism.
+        chunks: the same parts, wrapped in megatron's data parallelism.
         config: megatron's `TransformerConfig` of the model.
-        plain: a module that is no megatron model, held whole.
+        plain: whether the module is not a megatron model; then every rank holds all of it.
     """
 
     modules: list[Any]
@@ -49,30 +49,30 @@ class Engine:
     config: Any
     sizes: Sizes
     plain: bool
-    #: Tokens of the vocabulary, without padding; 0 if nobody says.
+    #: Size of the vocabulary, without padding; 0 if unknown.
     vocab_size: int = 0
     optimizer: Any = None
     inner: torch.optim.Optimizer | None = None
     #: Global names of each group's parameters.
     group_names: list[list[str]] = field(default_factory=list)
-    #: Parameters of this rank that the optimizer holds.
+    #: The parameters of this rank that the optimizer holds.
     stepped: set[nn.Parameter] = field(default_factory=set)
-    #: Norm to which gradients are clipped when the script does not clip.
+    #: The norm to which gradients are clipped if the script does not clip them.
     clip: float | None = None
-    #: The model was called, with gradients, since the last backward.
+    #: The model has been called, with gradients enabled, since the last backward.
     called: bool = False
-    #: A backward has run since gradients were cleared.
+    #: A backward has run since the gradients were cleared.
     begun: bool = False
-    #: Gradients are those of all ranks, unscaled, and where the optimizer reads them.
+    #: The gradients are reduced over all ranks, unscaled, and where the optimizer reads them.
     ready: bool = False
-    #: They overflowed (fp16).
+    #: The gradients overflowed (fp16).
     overflowed: bool = False
     clipped: bool = False
     _parts: dict[torch.Tensor, list[Part]] | None = None
 
     @property
     def parts(self) -> dict[torch.Tensor, list[Part]]:
-        """Which part of which whole tensor each of this rank's parameters is, and buffers."""
+        """Which part of which whole tensor each parameter and buffer of this rank is."""
         if self._parts is None:
             if self.plain:
                 rank = dist.get_rank(imported("parallel_state").get_data_parallel_group())
@@ -85,7 +85,7 @@ class Engine:
         """Return the global name of one of this rank's parameters."""
         part = self.parts[parameter][0]
         name = part.key
-        if len(part.size) > parameter.dim():  # one of the experts, which are stored as one tensor
+        if len(part.size) > parameter.dim():  # an expert: all experts are stored as one tensor
             name = name.replace(".experts.", f".experts.{part.offset[0]}.")
         for stored, called in _STORED_AS.items():
             name = name.replace(stored, called)
@@ -98,31 +98,31 @@ class Engine:
 
     @cached_property
     def listed(self) -> list[nn.Parameter]:
-        """This rank's parameters, for what every step asks: walking a model takes many calls."""
+        """This rank's parameters, cached for the step: walking a model takes many calls."""
         return list(self.parameters())
 
     # --- the step -----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Note that a backward is about to add to the gradients.
+        """Record that a backward is about to add to the gradients.
 
         Raises:
-            ConfigurationError: they have been reduced already.
+            ConfigurationError: the gradients have already been reduced.
         """
         called = self.called
         self.called = False
         if self.ready and not called:
-            return  # it is another model's
+            return  # it is the backward of another model
         if self.ready:
             raise ConfigurationError(
-                "backward() after gradients were reduced, by optimizer.step() or clipping: megatron "
-                "would add those of tied embeddings and norms twice. Call optimizer.zero_grad() "
-                "after each step, and clip once, before it."
+                "backward() was called after the gradients were reduced by optimizer.step() or by "
+                "clipping: megatron would add the gradients of tied embeddings and norms twice. "
+                "Call optimizer.zero_grad() after each step, and clip only once, before the step."
             )
         self.begun = True
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss as its backward is to begin: in fp16 it is scaled."""
+        """Return the loss on which to call backward: in fp16 it is scaled."""
         if self.optimizer is not None and self.config.fp16:
             loss = self.optimizer.scale_loss(loss)
         return loss.reshape(())
@@ -137,14 +137,14 @@ class Engine:
 
     @cached_property
     def balances(self) -> bool:
-        """Whether routers add losses of their own."""
+        """Whether the routers of experts add losses of their own."""
         config = self.config
         even = config.moe_aux_loss_coeff
         even = any(even) if isinstance(even, list) else even
         return config.num_moe_experts is not None and bool(even or config.moe_z_loss_coeff)
 
     def scale_balance(self, factor: torch.Tensor) -> None:
-        """Say by what the losses of routers are multiplied in the next backward."""
+        """Set the factor of the routers' losses in the next backward."""
         scaler = imported("transformer.moe.moe_utils").MoEAuxLossAutoScaler
         scaler.set_loss_scale(self.scaled(factor))
 
@@ -154,7 +154,7 @@ class Engine:
             chunk.scale_gradients(factor)
 
     def flush(self) -> None:
-        """Reduce gradients over the ranks and hand them to the optimizer, once per step."""
+        """Reduce the gradients over the ranks and pass them to the optimizer, once per step."""
         if self.ready:
             return
         self._finalize(self.chunks)
@@ -166,7 +166,7 @@ class Engine:
         norm_of = self._clip_grads.get_grad_norm_fp32
         norms = []
         for group, found in self._gradients():
-            # There may be none, such as on a data rank that steps nothing.
+            # There may be none, for example on a data rank that updates nothing.
             grads = found or [torch.zeros(1, device=self.listed[0].device)]
             norms.append(float(norm_of(grads, norm_type, grad_stats_parallel_group=group)))
         if len(norms) == 1 or norm_type == math.inf:
@@ -174,13 +174,13 @@ class Engine:
         return float(sum(norm**norm_type for norm in norms) ** (1 / norm_type))
 
     def _gradients(self) -> Sequence[tuple[Any, list[torch.Tensor]]]:
-        """Return gradients, each of the model's on one rank, and the group of these ranks."""
+        """Return groups of ranks, with gradients such that each is on one rank of its group only."""
         optimizer = self.optimizer
         if self.sizes.ep == 1:
             group = optimizer.get_grad_stats_parallel_group()
             return ((group, optimizer.get_main_grads_for_grad_norm()),)
         found = []
-        # Experts are divided over other ranks than the rest.
+        # Experts are split over different ranks than the rest.
         state, single = imported("parallel_state"), imported("tensor_parallel")
         whole = (state.get_model_parallel_group, state.get_tensor_model_parallel_group)
         expert = (
@@ -200,7 +200,7 @@ class Engine:
         return found
 
     def clip_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip the gradients by their norm; return it as it was."""
+        """Clip the gradients by their norm; return the norm before clipping."""
         self.flush()
         self.clipped = True
         norm = self.norm(norm_type)
@@ -217,7 +217,7 @@ class Engine:
         torch.nn.utils.clip_grad_value_(held, value)
 
     def step(self) -> bool:
-        """Step; False if gradients overflowed."""
+        """Step; return False if the gradients overflowed."""
         if not self.ready:
             self.flush()
         if self.overflowed:
@@ -239,7 +239,7 @@ class Engine:
         self.called = False
 
     def pending_gradients(self) -> dict[str, torch.Tensor]:
-        """Return megatron's gradient buffers of this rank, if a backward has run since the step."""
+        """Return this rank's gradient buffers of megatron, if a backward has run since the step."""
         if not self.begun:
             return {}
         found = {}
@@ -250,10 +250,10 @@ class Engine:
 
     @torch.no_grad()
     def load_pending_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `pending_gradients` returned.
+        """Restore what `pending_gradients` returned.
 
         Raises:
-            CheckpointError: another layout saved it.
+            CheckpointError: it was saved by a different layout.
         """
         self.begun = True
         here = self.pending_gradients()
@@ -262,9 +262,9 @@ class Engine:
         if sizes != saved:
             self.begun = False
             raise CheckpointError(
-                "The checkpoint was saved in the middle of an accumulation cycle by another layout of "
-                "tensor, pipeline or expert ranks. Load it with that layout, or load a checkpoint "
-                "that was saved after an optimizer step."
+                "The checkpoint was saved in the middle of an accumulation cycle, with a different "
+                "layout of tensor, pipeline or expert ranks. Load it with that layout, or load a "
+                "checkpoint that was saved after an optimizer step."
             )
         for name, buffer in here.items():
             buffer.copy_(gradients[name])
@@ -273,14 +273,14 @@ class Engine:
 
     @property
     def distributed(self) -> bool:
-        """Whether data ranks share the optimizer's state."""
+        """Whether the optimizer's state is split over the data ranks."""
         return hasattr(self.optimizer, "model_param_group_index_map")
 
     def held(self) -> Iterator[tuple[nn.Parameter, torch.Tensor, int, int]]:
-        """Yield what is stepped: parameter, the tensor the optimizer has for it, and its elements.
+        """Yield what the optimizer updates: a parameter, the optimizer's tensor for it, its range.
 
-        The tensor is the parameter itself, its fp32 copy, or with the distributed optimizer this
-        data rank's elements `first` to `end` of it, counted flat.
+        The tensor is the parameter itself, its fp32 copy, or, with the distributed optimizer, this
+        data rank's elements `first` to `end` of the flattened parameter.
         """
         optimizer = self.optimizer
         if self.distributed:
@@ -296,12 +296,12 @@ class Engine:
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
-    """Tell whether it belongs to an expert that not all ranks have."""
+    """Return whether the parameter belongs to an expert that only some ranks have."""
     return not getattr(parameter, "allreduce", True)
 
 
 def cuts(sizes: Sizes) -> bool:
-    """Tell whether a rank holds a part of the model only."""
+    """Return whether a rank holds only a part of the model."""
     return sizes.tp * sizes.pp * sizes.ep > 1
 
 
@@ -312,15 +312,15 @@ def build_optimizer(
     options: Mapping[str, Any],
     scaling: GradScalerKwargs,
 ) -> None:
-    """Put megatron's optimizer around the user's own, which gets this rank's parameters.
+    """Wrap the user's optimizer, which gets this rank's parameters, in megatron's optimizer.
 
     Args:
-        names: global names of the parameters of each group; those of other ranks are passed over.
-        options: `OptimizerConfig`'s keyword arguments.
-        scaling: of losses in fp16.
+        names: global names of the parameters of each group; names of other ranks are ignored.
+        options: keyword arguments of `OptimizerConfig`.
+        scaling: how losses are scaled in fp16.
 
     Raises:
-        ConfigurationError: megatron cannot step by such an optimizer.
+        ConfigurationError: megatron does not support such an optimizer.
         PrepareError: a trainable parameter is in no group, with the distributed optimizer.
     """
     distributed = bool(options.get("use_distributed_optimizer"))
@@ -337,7 +337,9 @@ def build_optimizer(
             f"{type(optimizer).__name__}: freeze them with requires_grad_(False)"
         )
         if distributed:
-            raise PrepareError(f"{text}, or leave use_distributed_optimizer out, which steps all.")
+            raise PrepareError(
+                f"{text}, or leave out use_distributed_optimizer, which updates all parameters."
+            )
         warn(f"{text}.")
     optimizer.state.clear()
     engine.stepped = held
@@ -349,10 +351,10 @@ def build_optimizer(
 def _everywhere(
     names: Sequence[Sequence[str]], own: Collection[str], sizes: Sizes
 ) -> list[list[str]]:
-    """Put the names in all ranks' groups together.
+    """Merge the names in the groups of all ranks.
 
     Raises:
-        PrepareError: the ranks have different groups, or no rank has a parameter of such a name.
+        PrepareError: the ranks have different groups, or no rank has a parameter with that name.
     """
     state = imported("parallel_state")
     group = state.get_pipeline_model_parallel_group()
@@ -368,13 +370,13 @@ def _everywhere(
         if len(stage) != len(merged):
             raise PrepareError(
                 f"The optimizer has {len(merged)} groups on one rank and {len(stage)} on "
-                "another: make the same groups everywhere, also those that stay empty."
+                "another. Create the same groups on every rank, even if some are empty there."
             )
         for into, one in zip(merged, stage, strict=True):
             into.update(dict.fromkeys(one))
             if strange := [name for name in one if name not in there]:
                 raise PrepareError(
-                    f"The optimizer holds {strange[0]!r}, which no rank's part of the model has."
+                    f"The optimizer holds {strange[0]!r}, which is in no rank's part of the model."
                 )
     return [list(one) for one in merged]
 
@@ -386,14 +388,14 @@ def _check_class(optimizer: torch.optim.Optimizer, sizes: Sizes, distributed: bo
     sgd = torch.optim.SGD
     if distributed and not isinstance(optimizer, adamw):
         raise ConfigurationError(
-            f"megatron's distributed optimizer steps by AdamW alone, not by {kind}: use "
+            f"megatron's distributed optimizer supports only AdamW, not {kind}: use "
             "torch.optim.AdamW (with weight_decay=0 it is Adam), or leave "
             "use_distributed_optimizer out."
         )
     if cuts(sizes) and type(optimizer) not in (adam, adamw, sgd):
         raise ConfigurationError(
-            f"{kind} may need whole parameters, and here a rank has parts of them: use Adam, AdamW "
-            "or SGD of torch.optim."
+            f"{kind} may need whole parameters, but here each rank has only parts of them: use "
+            "Adam, AdamW or SGD from torch.optim."
         )
 
 
@@ -428,7 +430,7 @@ def _wrapped(
             scaler,
             None,
             model_chunks=engine.chunks,
-            per_model_buffers=dict(enumerate(kinds)),  # each knows its own data ranks
+            per_model_buffers=dict(enumerate(kinds)),  # each buffer knows its own data ranks
             data_parallel_group=state.get_data_parallel_group(with_context_parallel=True),
             data_parallel_group_gloo=None,
             data_parallel_group_idx=dist.get_rank(state.get_model_parallel_group()),
@@ -438,7 +440,7 @@ def _wrapped(
         made = module.Float16OptimizerWithFloat16Params(optimizer, config, scaler, None)
     else:
         made = module.FP32Optimizer(optimizer, config, None)
-    # None is the world: every rank steps a part of its own, or overflows may be of any rank's experts.
+    # None is the world: each rank updates its own part, or any rank's experts may overflow.
     everyone = config.use_distributed_optimizer or engine.sizes.ep > 1
     made.grad_stats_parallel_group = None if everyone else state.get_model_parallel_group()
     made.tp_group = state.get_tensor_model_parallel_group()

@@ -1,4 +1,4 @@
-"""megatron-core, imported when it is used, and its global state, which a process has once."""
+"""Lazy import of megatron-core, and its process-wide state."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _NVTE = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def imported(name: str) -> Any:
-    """Import a module of megatron-core, without its warnings about libraries it can do without.
+    """Import a module of megatron-core, without its warnings about optional libraries.
 
-    What it lets every later `torch.load` unpickle is taken back.
+    If the import adds classes that `torch.load` may unpickle, they are removed again.
     """
     full = f"megatron.core.{name}"
-    if (there := sys.modules.get(full)) is not None:
-        return there
+    module = sys.modules.get(full)
+    if module is not None:
+        return module
     safe = torch.serialization.get_safe_globals()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -38,14 +39,14 @@ def imported(name: str) -> Any:
 
 
 def start(sizes: Sizes, seed: int, timeout: timedelta | None, attention: str | None = None) -> None:
-    """Make megatron's groups and random generators, which all Accelerators of a process share.
+    """Create megatron's groups and random generators, which all Accelerators of a process share.
 
     Raises:
-        RuntimeConflictError: another Accelerator has made them otherwise.
-        ConfigurationError: somebody else has made them, or there is no CUDA device.
+        RuntimeConflictError: another Accelerator created them with other sizes.
+        ConfigurationError: other code created them, or there is no CUDA device.
     """
     process_global("megatron.parallel_state", sizes, lambda: _start(sizes, seed, timeout), _end)
-    if attention is not None:  # megatron says it to Transformer Engine by variables
+    if attention is not None:  # megatron sets environment variables for Transformer Engine
         process_global("megatron.attention_backend", attention, _variables, _restore)
 
 
@@ -53,19 +54,20 @@ def _start(sizes: Sizes, seed: int, timeout: timedelta | None) -> Any:
     state = imported("parallel_state")
     if state.model_parallel_is_initialized():
         raise ConfigurationError(
-            "megatron's parallel_state is initialised already, not by accelerate-core: leave "
-            "initialize_model_parallel() to the Accelerator."
+            "megatron's parallel_state was already initialised by other code. Remove the call of "
+            "initialize_model_parallel(), because the Accelerator does it."
         )
     try:
         torch.cuda.current_device()
     except (AssertionError, RuntimeError) as error:
         raise ConfigurationError(
-            f"megatron-core needs a CUDA device, and torch finds none ({error}). Without one train by "
-            "backend='fsdp2', which has tensor parallelism, too."
+            f"megatron-core needs a CUDA device, but torch found none ({error}). Without one, use "
+            "backend='fsdp2', which also supports tensor parallelism."
         ) from None
     routing = imported("transformer.moe.moe_utils")
     if not hasattr(routing, "te_general_gemm"):
-        routing.te_general_gemm = None  # 0.16 asks whether it is None, and has it with TE alone
+        # megatron-core 0.16 reads this name, but only defines it with Transformer Engine.
+        routing.te_general_gemm = None
     logging.getLogger("megatron").setLevel(logging.WARNING)
     limit = {}
     if timeout is not None:
@@ -98,18 +100,18 @@ def _end(state: Any) -> None:
 
 
 def interleave(stages: int) -> None:
-    """Tell megatron how many virtual stages each pipeline rank has; its schedules ask for it.
+    """Set the number of virtual stages per pipeline rank, which megatron's schedules read.
 
     Raises:
         ConfigurationError: a model with another number was prepared before.
     """
     state = imported("parallel_state")
-    said = state.get_virtual_pipeline_model_parallel_world_size()
+    before = state.get_virtual_pipeline_model_parallel_world_size()
     wanted = stages if stages > 1 else None
-    if said is not None and said != wanted:
+    if before is not None and before != wanted:
         raise ConfigurationError(
-            f"A model with {said} virtual stages was prepared before, and this one has {stages}: "
-            "megatron-core has one number for all."
+            f"This model has {stages} virtual stages, but a model with {before} was prepared before. "
+            "megatron-core needs the same number for all models."
         )
     if wanted is not None:
         state.set_virtual_pipeline_model_parallel_world_size(wanted)
@@ -117,9 +119,10 @@ def interleave(stages: int) -> None:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed megatron's generators: one all data ranks share, one for each tensor parallel rank.
+    """Seed megatron's generators, and the device's default generator.
 
-    The CPU's generator goes on as it was; the device's default one is seeded, too.
+    One generator is the same on all data ranks, and another differs between tensor parallel ranks.
+    The CPU's generator is not changed.
     """
     kept = torch.get_rng_state()
     imported("tensor_parallel.random").model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

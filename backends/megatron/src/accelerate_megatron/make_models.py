@@ -1,4 +1,4 @@
-"""How models become megatron's: converted or made by a provider, wrapped, matched with optimizers."""
+"""Create megatron's models by conversion or from a provider, and match them with optimizers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ from accelerate_megatron.settings import MegatronLMPlugin, Sizes, check_model
 
 @dataclass
 class Made:
-    """A model that is this rank's part, before data parallelism.
+    """This rank's part of a model, before data parallelism is added.
 
     Attributes:
-        modules: one for each virtual stage.
-        conversion: how it came from Transformers.
-        skeleton: that model without its weights.
-        names: name of a parameter before -> global name now; None: as they are.
+        modules: one module for each virtual stage.
+        sizes: how the run is split.
+        conversion: how the model was converted from Transformers, or None.
+        skeleton: the Transformers model without weights.
+        names: original name of a parameter -> its global name. None keeps the names.
+        plain: whether this is an ordinary module that every rank holds entirely.
+        training: whether the model is in training mode.
     """
 
     modules: list[Any]
@@ -44,10 +47,10 @@ class Made:
 
 @dataclass(frozen=True)
 class Run:
-    """What every model of a run is made with.
+    """The settings with which all models of a run are created.
 
     Attributes:
-        dtype: of the parameters: bf16, fp16, or fp32.
+        dtype: dtype of the parameters: bf16, fp16 or fp32.
     """
 
     accelerator: AcceleratorView
@@ -56,7 +59,7 @@ class Run:
     dtype: torch.dtype
 
     def of(self, num_layers: int | None) -> tuple[Sizes, dict[str, Any]]:
-        """Return sizes and `TransformerConfig` arguments of a model with so many layers."""
+        """Return the sizes and `TransformerConfig` arguments of a model with `num_layers` layers."""
         sizes = self.sizes
         if num_layers is not None:
             sizes = sizes._replace(vp=self.plugin.virtual_stages(num_layers, sizes.pp))
@@ -66,24 +69,24 @@ class Run:
             "pipeline_dtype": self.dtype,
             "bf16": self.dtype == torch.bfloat16,
             "fp16": self.dtype == torch.float16,
-            # Interleaved stages send while they go on, and gloo reads what it sends later.
+            # Interleaved stages continue while they send, and gloo reads the tensors later.
             "deallocate_pipeline_outputs": sizes.vp == 1 or self.accelerator.device.type == "cuda",
         }
 
 
 def built(model: nn.Module, run: Run) -> Made:
-    """Convert a Transformers model, or take any module where each rank holds the whole.
+    """Convert a Transformers model, or use any other module if the run doesn't split models.
 
     Raises:
-        PrepareError: it would have to be cut, and nobody says how.
+        PrepareError: the model would have to be split, but cannot be converted.
     """
     if models.is_convertible(model):
         return converted(model, run)
     if cuts(run.sizes):
         raise PrepareError(
-            f"{type(model).__name__} is cut over tp {run.sizes.tp} x pp {run.sizes.pp} x ep "
-            f"{run.sizes.ep} ranks, and only GPT-2, Llama and Mistral models of Transformers are "
-            "converted by themselves. Pass a provider, a function (pre_process, post_process, "
+            f"{type(model).__name__} cannot be split over tp {run.sizes.tp} x pp {run.sizes.pp} x ep "
+            f"{run.sizes.ep} ranks. Only GPT-2, Llama and Mistral models of Transformers are converted "
+            "automatically. Pass a provider instead, a function (pre_process, post_process, "
             "vp_stage=None) that returns a model of megatron-core."
         )
     names = {name: name for name, _ in model.named_parameters()}
@@ -91,7 +94,11 @@ def built(model: nn.Module, run: Run) -> Made:
 
 
 def converted(model: nn.Module, run: Run) -> Made:
-    """Make this rank's chunks of a Transformers model, with its weights."""
+    """Create this rank's chunks of a Transformers model, with its weights.
+
+    Raises:
+        PrepareError: the model's settings contradict the plugin, or megatron doesn't support them.
+    """
     conversion = models.conversion_of(model, run.sizes.tp)
     sizes, options = run.of(conversion.transformer["num_layers"])
     settings: dict[str, Any] = {**conversion.transformer, **options}
@@ -99,21 +106,22 @@ def converted(model: nn.Module, run: Run) -> Made:
     own = {**others, **{key: conversion.transformer.get(key, others[key]) for key in others}}
     if changed := [key for key in others if own[key] != others[key] and "dropout" not in key]:
         raise PrepareError(
-            f"other_megatron_args sets {changed[0]}={others[changed[0]]!r}, and the "
-            f"{type(model).__name__} has {own[changed[0]]!r}: make the model so, or leave it out."
+            f"other_megatron_args sets {changed[0]}={others[changed[0]]!r}, but the "
+            f"{type(model).__name__} has {own[changed[0]]!r}. Change the model's config, or leave it "
+            "out."
         )
     check_model(settings, sizes)
     _check_alike(model)
     checkpoints = any(getattr(one, "gradient_checkpointing", False) for one in model.modules())
     if checkpoints and run.plugin.recompute_granularity is None:
         raise PrepareError(
-            f"{type(model).__name__} has gradient checkpointing enabled, and layers of megatron-core "
-            "recompute by the plugin: MegatronLMPlugin(recompute_granularity='full', "
-            "recompute_method='uniform', recompute_num_layers=1), or disable it."
+            f"{type(model).__name__} has gradient checkpointing enabled, which has no effect on "
+            "megatron-core's layers. Use MegatronLMPlugin(recompute_granularity='full', "
+            "recompute_method='uniform', recompute_num_layers=1) instead, or disable it."
         )
     rotary = conversion.model.get("position_embedding_type") == "rope"
     run.plugin.check_positions(rotary, type(model).__name__)
-    # What is read over it need not be initialised.
+    # Parameters are not initialised, because the weights are loaded afterwards.
     config = imported("transformer.transformer_config").TransformerConfig(
         perform_initialization=False, use_cpu_initialization=True, **settings
     )
@@ -128,7 +136,7 @@ def converted(model: nn.Module, run: Run) -> Made:
             **conversion.model,
         )
 
-    # What is drawn is read over, and differs from stage to stage.
+    # Random numbers drawn here are not used, and their count differs between stages.
     with torch.random.fork_rng(devices=[]):
         chunks = make_chunks(provider, sizes)
     with ExitStack() as opened:
@@ -139,9 +147,9 @@ def converted(model: nn.Module, run: Run) -> Made:
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     if tied and sizes.pp > 1 and not embeddings.weight.requires_grad:
         raise PrepareError(
-            f"The embedding of {type(model).__name__} is frozen and tied to its head, of which the first "
-            "and the last stage have a copy each, and megatron reduces between them: train it, or run "
-            "without pp."
+            f"The embedding of {type(model).__name__} is frozen and tied to its head. With a pipeline, "
+            "the first and the last stage each have a copy, between which megatron always reduces "
+            "gradients. Train the embedding, or run without pp."
         )
     for name, parameter in models.parameters_of(chunks):
         parameter.requires_grad_(trained.get(name, True))
@@ -149,7 +157,7 @@ def converted(model: nn.Module, run: Run) -> Made:
 
 
 def _check_alike(model: nn.Module) -> None:
-    """Compare some of the ranks' weights: each takes its parts from its own.
+    """Compare some of the ranks' weights, because each rank copies its parts from its own model.
 
     Raises:
         PrepareError: they differ.
@@ -164,9 +172,9 @@ def _check_alike(model: nn.Module) -> None:
     for rank, other in enumerate(everyone):
         if differs := [name for name in sample if sample[name] != other.get(name)]:
             raise PrepareError(
-                f"{differs[0]!r} of {type(model).__name__} has other values here than on rank {rank}, "
-                "and each rank takes its parts from its own. Call set_seed(seed) before the model is "
-                "made, or load the same weights on every rank."
+                f"{differs[0]!r} of {type(model).__name__} differs from rank {rank}, but each rank "
+                "copies its parts from its own model. Call set_seed(seed) before you create the model, "
+                "or load the same weights on every rank."
             )
 
 
@@ -174,7 +182,7 @@ def _trained(model: nn.Module, names: Mapping[str, str]) -> dict[str, bool]:
     """Return which of megatron's parameters are trained, by name.
 
     Raises:
-        PrepareError: of several that become one, some are frozen.
+        PrepareError: only some of the parameters that are merged into one are frozen.
     """
     trained: dict[str, bool] = {}
     for name, parameter in model.named_parameters():
@@ -183,8 +191,9 @@ def _trained(model: nn.Module, names: Mapping[str, str]) -> dict[str, bool]:
             parameter.requires_grad
         ):
             raise PrepareError(
-                f"{name!r} becomes a part of {now!r}, of which another part is "
-                f"{'frozen' if parameter.requires_grad else 'trained'}: freeze all of them or none."
+                f"{name!r} becomes a part of {now!r}, another part of which is "
+                f"{'frozen' if parameter.requires_grad else 'trained'}. Freeze all of its parts, or "
+                "none."
             )
     return trained
 
@@ -193,28 +202,29 @@ def made_by_provider(provider: Callable[..., Any], run: Run) -> Made:
     """Call the user's provider for each of this rank's chunks.
 
     Raises:
-        PrepareError: what it returns is no model of megatron-core, or made for another run.
+        PrepareError: the provider doesn't return a model of megatron-core, or its config contradicts
+            the run.
     """
     layers = getattr(provider, "num_layers", None)
     if run.plugin.num_layers_per_virtual_pipeline_stage is not None and layers is None:
         raise PrepareError(
-            "num_layers_per_virtual_pipeline_stage needs to know how many layers a provider's model "
-            "has: give the provider an attribute num_layers."
+            "num_layers_per_virtual_pipeline_stage needs the number of layers of the provider's model. "
+            "Set it as an attribute of the function: provider.num_layers = ..."
         )
     sizes, options = run.of(layers)
     chunks = make_chunks(provider, sizes)
     for chunk in chunks:
         if not isinstance(chunk, imported("transformer.module").MegatronModule):
             raise PrepareError(
-                f"The provider returned a {type(chunk).__name__}; it returns a MegatronModule, such "
-                "as megatron.core.models.gpt.GPTModel."
+                f"The provider returned a {type(chunk).__name__}, but must return a MegatronModule, "
+                "such as megatron.core.models.gpt.GPTModel."
             )
         _resolve_config(chunk.config, options)
     check_model(vars(chunks[0].config), sizes)
     return Made(chunks, sizes)
 
 
-#: What a provider's config need not say; all else of the plugin's has to be in it.
+#: Options that are set in a provider's config. All others must already match the plugin.
 _OF_THE_RUN = {
     "bf16", "fp16", "pipeline_dtype", "deallocate_pipeline_outputs", "overlap_p2p_comm",
     "batch_p2p_comm", "virtual_pipeline_model_parallel_size",
@@ -222,22 +232,23 @@ _OF_THE_RUN = {
 
 
 def _resolve_config(config: Any, options: Mapping[str, Any]) -> None:
-    """Compare a provider's config with the run's, and set what is the run's to know.
+    """Compare a provider's config with the run, and set the options that only the run determines.
 
     Raises:
-        PrepareError: they contradict each other.
+        PrepareError: the config contradicts the run.
     """
     widths = (options["tensor_model_parallel_size"], options["expert_tensor_parallel_size"])
     if not config.perform_initialization and max(widths) > 1:
         raise PrepareError(
-            "perform_initialization=False leaves parameters unmarked, and megatron then takes norms "
-            "of the first tensor parallel rank's alone: leave it out of the provider's config."
+            "perform_initialization=False in the provider's config is not supported with tensor "
+            "parallelism. Parameters would not be marked as split, so megatron would compute norms "
+            "only from the first rank's part. Leave it out."
         )
     for name in options.keys() - _OF_THE_RUN:
         if getattr(config, name) != options[name]:
             raise PrepareError(
-                f"The provider's TransformerConfig has {name}={getattr(config, name)!r}, and the run "
-                f"has {options[name]!r}: make it with {name}={options[name]!r}."
+                f"The provider's TransformerConfig has {name}={getattr(config, name)!r}, but the run "
+                f"has {options[name]!r}. Create the config with {name}={options[name]!r}."
             )
     for name in _OF_THE_RUN:
         if name in options:
@@ -245,7 +256,7 @@ def _resolve_config(config: Any, options: Mapping[str, Any]) -> None:
 
 
 def make_chunks(provider: Callable[..., Any], sizes: Sizes) -> list[nn.Module]:
-    """Return this rank's chunks: one for each virtual stage."""
+    """Return this rank's chunks, one for each virtual stage."""
     interleave(sizes.vp)
     state = imported("parallel_state")
     found = []
@@ -262,7 +273,7 @@ def make_chunks(provider: Callable[..., Any], sizes: Sizes) -> list[nn.Module]:
 
 
 def wrapped(made: Made, run: Run) -> MegatronModel:
-    """Put a model's chunks on the device, into its precision and under data parallelism."""
+    """Move a model's chunks to the device, convert their precision, and add data parallelism."""
     half_module = imported("transformer.module").Float16Module
     data = imported("distributed")
     config = _plain_config(run.of(None)[1]) if made.plain else made.modules[0].config
@@ -270,7 +281,7 @@ def wrapped(made: Made, run: Run) -> MegatronModel:
     for chunk in made.modules:
         for parameter in chunk.parameters():
             defaults(parameter)
-            if is_expert(parameter):  # a bias is marked for what tensor ranks hold alike
+            if is_expert(parameter):  # megatron marks a bias as shared between tensor ranks
                 parameter.sequence_parallel = False
         chunk.to(run.accelerator.device)
     if config.hidden_dropout or config.attention_dropout:
@@ -284,7 +295,7 @@ def wrapped(made: Made, run: Run) -> MegatronModel:
         data.DistributedDataParallel(config, settings, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(inner)
     ]
-    for chunk in chunks:  # schedules ask
+    for chunk in chunks:  # schedules read these attributes
         chunk.model_type = imported("enums").ModelType.encoder_or_decoder
         if made.plain:
             chunk.set_input_tensor = _no_input
@@ -292,12 +303,12 @@ def wrapped(made: Made, run: Run) -> MegatronModel:
     first = dist.get_process_group_ranks(group)[0]
     for module, chunk in zip(made.modules, chunks, strict=True):
         chunk.broadcast_params()
-        for buffer in module.buffers():  # which megatron leaves as each rank has them
+        for buffer in module.buffers():  # megatron only broadcasts parameters
             dist.broadcast(buffer.detach(), first, group)
     engine = Engine(made.modules, chunks, config, made.sizes, made.plain)
     if made.plain:
         model = MegatronModel(engine)
-        model.training = made.training  # modules inside of it keep their own modes
+        model.training = made.training  # submodules keep their own modes
         return model
     if made.conversion is None:
         engine.vocab_size = int(getattr(made.modules[-1], "vocab_size", 0))
@@ -310,14 +321,14 @@ def wrapped(made: Made, run: Run) -> MegatronModel:
 
 
 def _no_input(_: Any) -> None:
-    """A module without stages before it is given nothing by them."""
+    """Do nothing, because a plain module has no earlier stage that sends it tensors."""
 
 
 def _check_generators(sizes: Sizes) -> None:
-    """Refuse dropout that would differ between ranks which hold the same activations.
+    """Check that ranks with the same activations would draw the same dropout.
 
     Raises:
-        ConfigurationError: torch's generators of one tensor parallel group are not alike.
+        ConfigurationError: torch's generators differ within a tensor parallel group.
     """
     if sizes.tp == 1:
         return
@@ -327,13 +338,14 @@ def _check_generators(sizes: Sizes) -> None:
     dist.all_gather_object(found, bytes(state.tolist()), group)
     if len(set(found)) > 1:
         raise ConfigurationError(
-            "The ranks of one tensor parallel group would draw different dropout for the same "
-            "activations: their generators differ. Call set_seed(seed) without device_specific."
+            "The random generators differ between ranks of the same tensor parallel group, which would "
+            "draw different dropout for the same activations. Call set_seed(seed) without "
+            "device_specific."
         )
 
 
 def _plain_config(options: Mapping[str, Any]) -> Any:
-    """Return a `TransformerConfig` for a module that has none: its sizes are never read."""
+    """Return a `TransformerConfig` for a plain module. Its sizes are never read."""
     config = imported("transformer.transformer_config").TransformerConfig
     kept = {key: options[key] for key in ("bf16", "fp16", "params_dtype")}
     return config(
@@ -347,15 +359,15 @@ def _plain_config(options: Mapping[str, Any]) -> Any:
 
 
 def multiplied(loader: Any, count: int) -> Any:
-    """Return a loader whose batches have the samples of `count` of the given one's.
+    """Return a loader whose batches are `count` times as large as those of the given loader.
 
     Raises:
-        PrepareError: its batches are not made by a batch size.
+        PrepareError: the loader has no batch size.
     """
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
         raise PrepareError(
-            f"multiply_batch makes a batch of num_micro_batches={count} of a loader's, and this "
-            f"{type(loader).__name__} has no batch size: leave multiply_batch out."
+            f"multiply_batch multiplies a loader's batch size by num_micro_batches={count}, but this "
+            f"{type(loader).__name__} has no batch size. Leave multiply_batch out."
         )
     sampler: Any = (
         {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
@@ -382,12 +394,12 @@ def multiplied(loader: Any, count: int) -> Any:
 
 @dataclass(eq=False)
 class Job:
-    """One model with the optimizer that is its own."""
+    """One model with its optimizer."""
 
     entry: Any = None
     engine: Any = None
     optimizer: Any = None
-    #: Name of each parameter that the optimizer holds, in its groups, before conversion.
+    #: Names of the optimizer's parameters, by group, before conversion.
     held: list[list[str]] = field(default_factory=list)
     names: dict[str, str] | None = None
 
@@ -395,7 +407,7 @@ class Job:
         """Return the global names of each group's parameters.
 
         Raises:
-            PrepareError: parameters that became one are in different groups.
+            PrepareError: parameters that are merged into one are in different groups.
         """
         if self.names is None:
             return self.held
@@ -408,8 +420,8 @@ class Job:
                 where, other = place.setdefault(now, (index, name))
                 if where != index:
                     raise PrepareError(
-                        f"{name!r} and {other!r} are one parameter under megatron, {now!r}, and in "
-                        "different groups of the optimizer: put them into one."
+                        f"{name!r} and {other!r} become one parameter, {now!r}, but are in different "
+                        "groups of the optimizer. Put them into the same group."
                     )
                 if now not in groups[-1]:
                     groups[-1].append(now)
@@ -417,10 +429,10 @@ class Job:
 
 
 def assign(plan: Any, engines: Sequence[Engine]) -> list[Job]:
-    """Match the plan's optimizers with its models, or with those prepared before.
+    """Match the plan's optimizers with its models, or with models prepared before.
 
     Raises:
-        PrepareError: an optimizer holds parameters of several models, or of none.
+        PrepareError: an optimizer has parameters of several models, or of none.
     """
     jobs = []
     owner: dict[int, tuple[Job, str]] = {}
@@ -452,9 +464,9 @@ def _match(entry: Any, owner: Mapping[int, tuple[Job, str]]) -> None:
         for parameter in group["params"]:
             if id(parameter) not in owner:
                 raise PrepareError(
-                    f"The {kind} holds a parameter of shape {tuple(parameter.shape)} that is in no "
-                    "prepared model: pass model and optimizer in one call, prepare(model, "
-                    "optimizer), or make the optimizer of what prepare(model) returned."
+                    f"The {kind} has a parameter of shape {tuple(parameter.shape)} that is in no "
+                    "prepared model. Pass model and optimizer in the same call, prepare(model, "
+                    "optimizer), or create the optimizer from the model that prepare(model) returned."
                 )
             job, name = owner[id(parameter)]
             held[-1].append(name)
@@ -462,11 +474,14 @@ def _match(entry: Any, owner: Mapping[int, tuple[Job, str]]) -> None:
                 mine.append(job)
     if len(mine) != 1:
         raise PrepareError(
-            f"The {kind} holds parameters of {len(mine)} models, and megatron has an optimizer for "
-            "each: make one for each."
+            f"The {kind} has parameters of {len(mine)} models, but megatron needs one optimizer per "
+            "model. Create one for each."
         )
     (job,) = mine
     if job.optimizer is not None or (job.engine is not None and job.engine.optimizer is not None):
-        raise ConfigurationError(f"The model of this {kind} has an optimizer already.")
+        raise ConfigurationError(
+            f"The model of this {kind} already has an optimizer, and megatron supports only one per "
+            "model. Use one optimizer with several parameter groups."
+        )
     job.optimizer = entry
     job.held = held

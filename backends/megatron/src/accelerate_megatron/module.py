@@ -1,4 +1,4 @@
-"""The models that `prepare` returns: called as Transformers' are, or as the user's provider made them."""
+"""The models that `prepare` returns, and how they read batches and compute the loss."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from accelerate_core.plugin import ConfigurationError, listing
 from accelerate_megatron.engine import Engine
 from accelerate_megatron.library import imported
 
-#: Labels that count for no loss, as Transformers has it.
+#: Labels with this value are ignored in the loss, as in Transformers.
 IGNORED = -100
 
 
 class CausalLMOutput(Mapping[str, Any]):
-    """Loss and logits of a converted model, by attribute, by name or by place.
+    """Loss and logits of a converted model, accessible by attribute, key or index.
 
-    With tensor parallelism logits are gathered when they are first read, by all its ranks together.
+    With tensor parallelism, logits are gathered when they are first read. All ranks of the group
+    must read them.
 
     Attributes:
-        loss: 0-d, None without labels.
+        loss: 0-d, or None without labels.
         logits: batch x sequence x vocabulary.
-        local_logits: batch x sequence x this rank's part of the vocabulary, with its padding.
+        local_logits: batch x sequence x this rank's part of the vocabulary, including padding.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class CausalLMOutput(Mapping[str, Any]):
 
     @property
     def logits(self) -> torch.Tensor | None:
-        """The logits of the whole vocabulary; None if a step was not told to return them."""
+        """The logits of the whole vocabulary, or None if a step doesn't return them."""
         if self._logits is None and self.local_logits is not None:
             gather = imported("tensor_parallel").gather_from_tensor_model_parallel_region
             self._logits = gather(self.local_logits)[..., : self._vocab_size]
@@ -65,14 +66,15 @@ class CausalLMOutput(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a GPT model is given, batch first.
+    """The inputs of a GPT model, with the batch dimension first.
 
     Attributes:
         tokens: batch x sequence.
         positions: batch x sequence.
-        mask: batch x 1 x sequence x sequence, True where attention must not go; None is causal.
-        labels: batch x sequence, already the next tokens; `IGNORED` counts for nothing.
-        weights: batch x sequence, of the tokens' losses; None: all alike.
+        mask: batch x 1 x sequence x sequence, True for positions that are not attended to. None is
+            a causal mask.
+        labels: batch x sequence, already shifted. `IGNORED` is ignored in the loss.
+        weights: batch x sequence, weights of the tokens' losses. None weights all equally.
     """
 
     tokens: torch.Tensor
@@ -83,20 +85,20 @@ class MicroBatch:
 
 
 def read_batch(batch: Mapping[str, Any], learned_positions: bool) -> MicroBatch:
-    """Read a batch in Transformers' form (`input_ids`) or in megatron's (`tokens`).
+    """Read a batch in the format of Transformers (`input_ids`) or megatron (`tokens`).
 
-    Labels of the first are shifted here, those of the second are the next tokens already, and their
-    losses are weighted by `loss_mask`.
+    In Transformers' format, labels are shifted here. In megatron's format, labels are already the
+    next tokens, and `loss_mask` weights their losses.
 
     Raises:
-        ConfigurationError: something that a converted model cannot take.
+        ConfigurationError: the batch contains something that a converted model doesn't support.
     """
     known = {"input_ids", "tokens", "attention_mask", "position_ids", "labels", "loss_mask"}
     extra = [name for name, value in batch.items() if name not in known and value is not None]
     if extra or ("input_ids" in batch) == ("tokens" in batch):
         raise ConfigurationError(
-            f"A model under megatron takes input_ids or tokens, with {listing(sorted(known))}; the "
-            f"batch has {listing(batch)}."
+            f"The batch has {listing(batch)}, but with megatron it must have either input_ids or "
+            f"tokens. Supported keys are {listing(sorted(known))}."
         )
     shifted = "tokens" in batch
     tokens = batch["tokens" if shifted else "input_ids"]
@@ -106,8 +108,9 @@ def read_batch(batch: Mapping[str, Any], learned_positions: bool) -> MicroBatch:
         positions = given.expand_as(tokens)
     elif given is not None and not torch.equal(given.expand_as(tokens), positions):
         raise ConfigurationError(
-            "position_ids other than 0, 1, 2, ...: megatron's rotary embedding counts by itself. "
-            "Leave them out, and reset_position_ids of indexed data."
+            "position_ids other than 0, 1, 2, ... are not supported with rotary embeddings, for which "
+            "megatron computes positions itself. Leave position_ids out. For indexed data, leave "
+            "reset_position_ids out."
         )
     labels, mask = batch.get("labels"), batch.get("attention_mask")
     if labels is not None and not shifted:
@@ -120,9 +123,13 @@ def read_batch(batch: Mapping[str, Any], learned_positions: bool) -> MicroBatch:
 
 
 def _check_tokens(tokens: torch.Tensor, labels: torch.Tensor | None, vocab_size: int) -> None:
-    """Refuse tokens that are none, which tensor parallel ranks would take for another rank's.
+    """Check that tokens and labels are in the vocabulary.
 
-    On a CUDA device it is an assertion of the device, as elsewhere: nothing waits for it.
+    Otherwise tensor parallel ranks would treat them as tokens of another rank. On a CUDA device, an
+    asynchronous assertion is used.
+
+    Raises:
+        ConfigurationError: a token or label is not in the vocabulary.
     """
     for name, values in (("token", tokens), ("label", labels)):
         if values is None or not values.numel():
@@ -134,16 +141,17 @@ def _check_tokens(tokens: torch.Tensor, labels: torch.Tensor | None, vocab_size:
             torch._assert_async(~wrong.any())
         elif wrong.any():
             raise ConfigurationError(
-                f"The batch has the {name} {int(values[wrong][0])}, and the vocabulary {vocab_size} tokens"
-                f"{f'; {IGNORED} counts for nothing' if name == 'label' else ''}."
+                f"The batch has the {name} {int(values[wrong][0])}, but the vocabulary has "
+                f"{vocab_size} tokens."
+                f"{f' To ignore a label in the loss, set it to {IGNORED}.' if name == 'label' else ''}"
             )
 
 
 def _mask(mask: torch.Tensor | None, tokens: torch.Tensor, megatrons: bool) -> torch.Tensor | None:
-    """Turn Transformers' mask (1 is attended to) into megatron's (True is not), causal as well.
+    """Convert a mask of Transformers (1 is attended to) to megatron's (True is not), made causal.
 
-    Of four dimensions, batch x 1 x sequence x sequence, it is whole: True is attended to there, and
-    is not here; numbers are added to scores.
+    A mask with four dimensions, batch x 1 x sequence x sequence, is not made causal. In Transformers'
+    format, it contains bools (True is attended to) or numbers that are added to scores.
     """
     if mask is None:
         return None
@@ -153,9 +161,9 @@ def _mask(mask: torch.Tensor | None, tokens: torch.Tensor, megatrons: bool) -> t
         return mask < 0
     if mask.dim() != 2:
         raise ConfigurationError(
-            f"attention_mask has the shape {list(mask.shape)} and {mask.dtype}; a model under megatron "
-            "takes batch x sequence (1 is attended to), or batch x 1 x sequence x sequence of bools"
-            f"{' (True is not attended to)' if megatrons else ' or of numbers added to scores'}."
+            f"attention_mask has the shape {list(mask.shape)} and {mask.dtype}. With megatron, it "
+            "must be batch x sequence (1 is attended to), or batch x 1 x sequence x sequence with "
+            f"{'bools (True is not attended to)' if megatrons else 'bools or numbers added to scores'}."
         )
     size = tokens.size(1)
     future = torch.ones(size, size, dtype=torch.bool, device=tokens.device).triu(1)
@@ -165,15 +173,15 @@ def _mask(mask: torch.Tensor | None, tokens: torch.Tensor, megatrons: bool) -> t
 def causal_loss(
     logits: torch.Tensor, read: MicroBatch, *, total: bool, items: Any = None
 ) -> torch.Tensor:
-    """Return the cross entropy of logits of which each tensor parallel rank has a part.
+    """Return the cross entropy of logits that are split over tensor parallel ranks.
 
-    Megatron computes it in place: float32 logits are used up.
+    Megatron computes it in place, so float32 logits are overwritten.
 
     Args:
         logits: batch x sequence x this rank's part of the vocabulary.
-        read: has labels.
-        total: the sum over tokens instead of the mean.
-        items: by how many the sum is divided instead.
+        read: the batch, with labels.
+        total: return the sum over tokens instead of the mean.
+        items: divide the sum by this number instead of the number of tokens.
     """
     labels: Any = read.labels
     counted = labels != IGNORED
@@ -187,20 +195,20 @@ def causal_loss(
         return summed
     if items is None:
         found = counted.sum()
-        items = torch.where(found == 0, 1, found)  # a micro-batch without a token that counts
+        items = torch.where(found == 0, 1, found)  # in case all labels are ignored
     divided: torch.Tensor = summed / items
     return divided
 
 
 class MegatronModel(nn.Module):
-    """A model under megatron, whose parameters are this rank's part of it.
+    """This rank's part of a model that trains with megatron.
 
-    Without a pipeline it is called as it was before; with one, `accelerator.train_step(batch)` runs
-    it.
+    Without a pipeline, it can be called like the original model. With a pipeline, use
+    `accelerator.train_step(batch)`.
 
     Attributes:
-        run_step: runs a whole step on a batch when the model is called (`forward_runs_step`).
-        call: how one rank calls the model; None calls the only chunk as it is.
+        run_step: runs a whole step when the model is called (`forward_runs_step`).
+        call: calls the model on one rank. None calls the only chunk.
     """
 
     run_step: Callable[[Any], Any] | None = None
@@ -209,18 +217,18 @@ class MegatronModel(nn.Module):
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self.chunks = nn.ModuleList(engine.chunks)
-        self._engine = [engine]  # in a list: it is no submodule's business
+        self._engine = [engine]  # in a list, so that it isn't registered as a submodule
 
     @property
     def engine(self) -> Engine:
-        """The engine behind it."""
+        """The engine of this model."""
         return self._engine[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; with a pipeline no single rank can.
+        """Call the model.
 
         Raises:
-            ConfigurationError: the layers are on several ranks.
+            ConfigurationError: there is a pipeline, so a single rank cannot call the model.
         """
         if self.run_step is not None:
             return self.run_step(kwargs if not args else args[0])
@@ -232,28 +240,28 @@ class MegatronModel(nn.Module):
         return call(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, which are in megatron's buffers."""
+        """Clear gradients, including megatron's buffers."""
         super().zero_grad(set_to_none)
         self.engine.clear()
 
     def _refuse(self) -> NoReturn:
         raise ConfigurationError(
-            f"The model's layers are on {self.engine.sizes.pp} pipeline ranks, so no rank can call "
-            "it by itself. Write `loss = accelerator.train_step(batch).loss` in the place of "
-            "`model(batch)` and `accelerator.backward(loss)`, and eval_step(batch) in evaluation."
+            f"The model's layers are on {self.engine.sizes.pp} pipeline ranks, so a single rank "
+            "cannot call it. Replace `model(batch)` and `accelerator.backward(loss)` by `loss = "
+            "accelerator.train_step(batch).loss`. In evaluation, use accelerator.eval_step(batch)."
         )
 
     def check(self, batch: Any, training: bool) -> None:
-        """Refuse a batch that the model cannot take; every rank calls it before a step."""
+        """Check a batch. Every rank calls this before a step."""
 
     def run_chunk(self, chunk: nn.Module, batch: Any, keep: bool) -> tuple[Any, Callable[..., Any]]:
         """Run one chunk on one micro-batch.
 
         Args:
-            keep: logits are asked for.
+            keep: whether to return logits.
 
         Returns:
-            What it gives, and a function `(output, total) -> (loss, logits)` for the last stage.
+            The output, and a function `(output, total) -> (loss, logits)` for the last stage.
         """
         if isinstance(batch, Mapping):
             output = chunk(**batch)
@@ -265,8 +273,8 @@ class MegatronModel(nn.Module):
             found = getattr(found, "loss", found)
             if not isinstance(found, torch.Tensor) or found.dim():
                 raise ConfigurationError(
-                    "train_step needs a model that returns its loss, 0-d or under 'loss'; or call "
-                    "the model and accelerator.backward(loss) yourself."
+                    "train_step needs a model that returns a 0-d loss, or an output with such a loss "
+                    "under 'loss'. For other models, call the model and accelerator.backward(loss)."
                 )
             return found, None
 
@@ -274,12 +282,12 @@ class MegatronModel(nn.Module):
 
 
 class GPT(MegatronModel):
-    """A GPT model of megatron-core: converted from Transformers, or made by the user's provider.
+    """A GPT model of megatron-core, converted from Transformers or created by the user's provider.
 
     Args:
-        padding: vocabulary columns of this rank that pad it.
-        skeleton: of a converted model: the original without weights, for `save_pretrained`.
-        conversion: how it came from Transformers.
+        padding: number of columns that pad this rank's part of the vocabulary.
+        skeleton: the original model without weights, for `save_pretrained` of a converted model.
+        conversion: how the model was converted, or None for a provider's model.
     """
 
     def __init__(
@@ -292,7 +300,7 @@ class GPT(MegatronModel):
     ) -> None:
         super().__init__(engine)
         self.conversion = conversion
-        #: Tokens, without padding; 0 if a provider's model does not say.
+        #: Number of tokens without padding, or 0 if a provider's model doesn't have the attribute.
         self.vocab_size = engine.vocab_size
         self.padding = padding
         self._skeleton = [skeleton]
@@ -301,12 +309,12 @@ class GPT(MegatronModel):
 
     @property
     def config(self) -> Any:
-        """The configuration: Transformers' of a converted model, else megatron's."""
+        """Transformers' config of a converted model, or else megatron's."""
         skeleton = self._skeleton[0]
         return self.engine.config if skeleton is None else skeleton.config
 
     def call(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        """Return loss and logits, as Transformers' causal models do: a tuple if asked for one."""
+        """Return loss and logits like Transformers' causal models, as a tuple if requested."""
         if args:
             skeleton = self._skeleton[0]
             names = (
@@ -314,7 +322,7 @@ class GPT(MegatronModel):
             )
             if len(args) > len(names):
                 raise ConfigurationError(
-                    f"The model was called with {len(args)} arguments without names; name them: "
+                    f"The model was called with {len(args)} positional arguments. Pass them by name: "
                     "input_ids=..., attention_mask=..., labels=..."
                 )
             kwargs |= dict(zip(names, args, strict=False))
@@ -329,33 +337,34 @@ class GPT(MegatronModel):
             loss = causal_loss(used, batch, total=False, items=num_items_in_batch)
         output = CausalLMOutput(loss, logits, self.vocab_size)
         if not torch.is_grad_enabled():
-            output.logits  # noqa: B018  gathered now: all ranks are here
+            output.logits  # noqa: B018  gather now, while all ranks are here
         return tuple(output.values()) if as_tuple else output
 
     def check(self, batch: Any, training: bool) -> None:
-        """Refuse a batch that the model cannot take.
+        """Check a batch.
 
         Raises:
-            ConfigurationError: no labels where it trains; tokens that the vocabulary does not have; a
-                length that ranks cannot share.
+            ConfigurationError: labels are missing in training, a token is not in the vocabulary, or
+                the sequence length is not divisible by the number of ranks that split it.
         """
         if not isinstance(batch, Mapping):
             raise ConfigurationError(
-                f"The batch is a {type(batch).__name__}; a model under megatron takes a mapping: "
-                "input_ids, attention_mask, labels."
+                f"The batch is a {type(batch).__name__}, but with megatron it must be a mapping with "
+                "input_ids, attention_mask and labels."
             )
         labels = batch.get("labels")
         if training and labels is None:
             raise ConfigurationError("train_step needs labels in the batch.")
         tokens = batch.get("tokens", batch.get("input_ids"))
         if tokens is None:
-            return  # told where it is read
+            return  # `read_batch` raises the error
         ranks = self.engine.sizes.tp
         length = tokens.size(1)
         if self.engine.config.sequence_parallel and length % ranks:
             raise ConfigurationError(
-                f"Sequences of {length} tokens do not divide over the {ranks} ranks that share them "
-                "(sequence_parallelism): pad them; pad_to_multiple_of of a collator does it."
+                f"A sequence length of {length} tokens is not divisible by tp_degree={ranks}, as "
+                "sequence_parallelism requires. Pad the sequences, for example with "
+                "pad_to_multiple_of of a collator."
             )
         if self.vocab_size:
             _check_tokens(tokens, labels, self.vocab_size)
@@ -393,20 +402,23 @@ class GPT(MegatronModel):
         state_dict: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Write a converted model as Transformers would.
+        """Write a converted model in Transformers' format.
 
         Args:
-            state_dict: `accelerator.get_state_dict(model)`, which every rank calls.
+            state_dict: the result of `accelerator.get_state_dict(model)`, called on every rank.
 
         Raises:
-            ConfigurationError: it was not converted, or no weights are given.
+            ConfigurationError: the model was not converted, or `state_dict` is missing.
         """
         skeleton = self._skeleton[0]
         if skeleton is None:
-            raise ConfigurationError("The model was not converted from one of Transformers.")
+            raise ConfigurationError(
+                "save_pretrained only supports models converted from Transformers. Use "
+                "accelerator.save_state for this model."
+            )
         if state_dict is None:
             raise ConfigurationError(
-                "save_pretrained under megatron needs the weights of all ranks: "
+                "With megatron, save_pretrained needs the weights of all ranks. Call "
                 "save_pretrained(directory, state_dict=accelerator.get_state_dict(model), "
                 "is_main_process=accelerator.is_main_process)."
             )

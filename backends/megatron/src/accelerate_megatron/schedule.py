@@ -1,4 +1,4 @@
-"""One batch through megatron's schedules: forward, and in training backward, of its micro-batches."""
+"""Run a batch through megatron's schedules: the forward, and in training the backward."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def run(
     keep_logits: bool = False,
     own_step: Callable[..., Any] | None = None,
 ) -> ScheduleResult:
-    """Run one batch of this data rank, cut into micro-batches.
+    """Run one batch of this data rank, split into micro-batches.
 
     Args:
         count: number of micro-batches.
-        keep_logits: return the logits of the batch, on every rank.
-        own_step: the script's `forward_step(iterator, chunk)` -> (output, `loss_func(output)`).
+        keep_logits: whether to return the logits of the batch, on every rank.
+        own_step: the script's `forward_step(iterator, chunk)`, which returns `(output, loss_func)`.
 
     Raises:
-        ConfigurationError: the batch cannot be cut into so many.
+        ConfigurationError: the batch size is not divisible by the number of micro-batches.
     """
     engine = model.engine
-    if own_step is None:  # on every rank, before any waits for another
+    if own_step is None:  # check on every rank, before any rank waits for another
         model.check(batch, step.training)
     pieces = cut(batch, count, engine.sizes)
     if own_step is not None and (step.counted or keep_logits):
         raise ConfigurationError(
-            "A custom step gives a mean and no logits: leave num_items and return_logits out, or the "
-            "step."
+            "A custom step returns a mean loss and no logits, so it cannot be combined with num_items "
+            "or return_logits. Leave these or the custom step out."
         )
     if step.training:
         engine.called = True
@@ -64,7 +64,7 @@ def run(
             losses.append(loss.detach().clone())  # the schedule divides in place
             if found is not None:
                 logits.append(found)
-            # The schedule divides by the number of micro-batches; a sum is not to be.
+            # The schedule divides by the number of micro-batches, but a sum must not be divided.
             return loss * count if step.counted else loss, {}
 
         return output, reduced
@@ -74,7 +74,7 @@ def run(
 
     schedule = imported("pipeline_parallel.schedules").get_forward_backward_func()
     iterators = [iter(pieces) for _ in engine.chunks]
-    engine.config.grad_scale_func = scaled  # of the loss, and of those that routers add
+    engine.config.grad_scale_func = scaled  # scales the loss, and the losses of routers
     with nullcontext() if step.training else torch.no_grad():
         schedule(
             forward_step_func=forward_step,
@@ -91,10 +91,10 @@ def run(
 
 
 def cut(batch: Any, count: int, sizes: Sizes) -> list[Any]:
-    """Cut a batch into micro-batches along its first dimension.
+    """Split a batch into micro-batches along its first dimension.
 
     Raises:
-        ConfigurationError: it does not divide.
+        ConfigurationError: the batch size is not divisible by `count`.
     """
     if count == 1 and sizes.vp == 1:
         return [batch]
@@ -108,14 +108,14 @@ def cut(batch: Any, count: int, sizes: Sizes) -> list[Any]:
             parts = [part(one, index) for one in value]
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         if not isinstance(value, torch.Tensor) or value.dim() == 0 or (len(value) == 1 < size):
-            return value  # the same for all samples
+            return value  # shared by all samples
         return value.chunk(count)[index]
 
     return [part(batch, index) for index in range(count)]
 
 
 def _shape(piece: Any) -> tuple[int, int]:
-    """Return batch size and sequence length of a micro-batch, for what stages send each other."""
+    """Return the batch size and sequence length of a micro-batch, which stages need to send tensors."""
     values = piece.values() if isinstance(piece, Mapping) else piece
     if isinstance(piece, Mapping):
         named = [piece[name] for name in ("input_ids", "tokens") if piece.get(name) is not None]
@@ -127,7 +127,7 @@ def _shape(piece: Any) -> tuple[int, int]:
 
 
 def _loss(losses: list[torch.Tensor], total: bool, device: torch.device) -> torch.Tensor:
-    """Return the batch's loss on every rank of its pipeline."""
+    """Return the loss of the batch on every rank of the pipeline."""
     state = imported("parallel_state")
     group = state.get_pipeline_model_parallel_group()
     loss = torch.zeros((), dtype=torch.float32, device=device)
@@ -140,7 +140,7 @@ def _loss(losses: list[torch.Tensor], total: bool, device: torch.device) -> torc
 
 
 def _outputs(model: Any, logits: list[torch.Tensor], pieces: list[Any]) -> Any:
-    """Return the logits of the batch on every rank of its pipeline and of its tensor group."""
+    """Return the logits of the batch on every rank of the pipeline and of the tensor group."""
     state = imported("parallel_state")
     gather = imported("tensor_parallel").gather_from_tensor_model_parallel_region
     group = state.get_pipeline_model_parallel_group()

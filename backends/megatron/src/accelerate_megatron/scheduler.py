@@ -1,4 +1,4 @@
-"""megatron-core's schedule of learning rate and weight decay, and the stand-in for it in a script."""
+"""megatron-core's schedule of learning rate and weight decay, and its placeholder in a script."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples")
 
 
 class MegatronLMDummyScheduler:
-    """Holds the place of megatron-core's schedule, which `MegatronLMPlugin` describes.
+    """A placeholder for megatron-core's schedule, which `MegatronLMPlugin` describes.
 
     Args:
-        optimizer: the optimizer it is for.
-        total_num_steps: steps of the whole training, if the plugin has no `train_iters`.
-        warmup_num_steps: steps of warming up, if the plugin says nothing of that.
-        kwargs: none; the shape of the schedule stands in the plugin.
+        optimizer: the optimizer of the schedule.
+        total_num_steps: total number of steps, if the plugin has no `train_iters`.
+        warmup_num_steps: number of warm-up steps, if the plugin doesn't define them.
+        kwargs: not supported. The plugin defines the shape of the schedule.
 
-    Both numbers count as for one process, in batches of a loader that is not shared out; they are
-    divided by the number of ranks with different samples, as the steps are.
+    Give both numbers of steps as for one process. They are divided by the number of ranks that read
+    different samples.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class MegatronLMDummyScheduler:
         for name in kwargs:
             known = ["total_num_steps", "warmup_num_steps", *MegatronLMPlugin.__dataclass_fields__]
             raise ConfigurationError(
-                f"MegatronLMDummyScheduler got {name!r}, and takes total_num_steps and "
-                "warmup_num_steps; the shape of the schedule (lr_decay_style, min_lr, ...) stands in "
+                f"MegatronLMDummyScheduler has no argument {name!r}, only total_num_steps and "
+                "warmup_num_steps. Set the shape of the schedule (lr_decay_style, min_lr, ...) in "
                 f"MegatronLMPlugin.{did_you_mean(name, known)}"
             )
         self.optimizer = optimizer
@@ -47,10 +47,10 @@ class MegatronLMDummyScheduler:
 
 
 class MegatronScheduler:
-    """megatron-core's `OptimizerParamScheduler`, stepped once for each optimizer step.
+    """megatron-core's `OptimizerParamScheduler`, stepped once per optimizer step.
 
-    The groups' learning rates and weight decays are those of their beginning: each group falls from
-    its own rate to `min_lr`, and keeps its own weight decay unless the plugin has one.
+    Each group's learning rate decreases from its initial value to `min_lr`. Each group keeps its
+    weight decay, unless the plugin defines one.
     """
 
     def __init__(self, inner: Any, increment: int) -> None:
@@ -59,7 +59,7 @@ class MegatronScheduler:
 
     @property
     def optimizer(self) -> Any:
-        """Whose groups it sets."""
+        """The optimizer whose groups are updated."""
         return self.inner.optimizer
 
     @optimizer.setter
@@ -68,7 +68,7 @@ class MegatronScheduler:
         self.inner.step(0)
 
     def step(self) -> None:
-        """Go on by one optimizer step, or by its samples where samples are counted."""
+        """Advance by one optimizer step, or by its samples if the schedule counts samples."""
         self.inner.step(self._increment)
 
     def get_last_lr(self) -> list[float]:
@@ -76,20 +76,22 @@ class MegatronScheduler:
         return [group["lr"] for group in self.inner.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return position and shape of the schedule: numbers and texts."""
+        """Return the position and shape of the schedule, as numbers and strings."""
         state: dict[str, Any] = self.inner.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the schedule that was saved, of which what differs from ours is told."""
+        """Continue the saved schedule, and warn if its shape differs from the current settings."""
         now = self.inner.state_dict()
         changed = [name for name in now if name != "num_steps" and now[name] != state.get(name)]
         if changed:
-            told = ", ".join(f"{name} {now[name]!r} is {state.get(name)!r}" for name in changed)
-            warn(f"The schedule goes on as it was saved, not as it is set here: {told}.")
-        self.inner.num_steps = 0  # loading adds to it
+            values = ", ".join(
+                f"{name} is {state.get(name)!r} instead of {now[name]!r}" for name in changed
+            )
+            warn(f"The saved schedule replaces the settings of this run: {values}.")
+        self.inner.num_steps = 0  # loading adds to this number
         self.inner.load_state_dict(state)
-        self.inner.step(0)  # weight decay is read after the groups were set
+        self.inner.step(0)  # update weight decay, which is loaded after the groups are set
 
 
 def build_scheduler(
@@ -100,24 +102,25 @@ def build_scheduler(
     data_ranks: int = 1,
     samples_per_step: int | None = None,
 ) -> MegatronScheduler:
-    """Make megatron-core's schedule from the plugin's fields.
+    """Create megatron-core's schedule from the plugin's fields.
 
     Args:
-        optimizer: anything with `param_groups`; they are given what the schedule starts from.
-        dummy: what the script passed to `prepare`.
-        data_ranks: what the dummy's numbers are divided by: ranks with different samples, 1 with
-            `split_batches`.
-        samples_per_step: of all ranks, needed where the plugin counts in samples.
+        optimizer: an object with `param_groups`, to which the schedule's initial values are added.
+        dummy: the placeholder that the script passed to `prepare`.
+        data_ranks: the placeholder's numbers are divided by this. It is the number of ranks that
+            read different samples, or 1 with `split_batches`.
+        samples_per_step: samples per optimizer step on all ranks, needed if the plugin counts
+            samples.
 
     Raises:
-        ConfigurationError: the length is not known or said twice, or the plugin's fields contradict
+        ConfigurationError: the length is unknown or defined twice, or the plugin's fields contradict
             each other.
     """
     total, decay, warmup = _by_steps_or_samples(plugin, dummy, data_ranks)
     counts_samples = any(getattr(plugin, name) is not None for name in _SAMPLES)
     if counts_samples and samples_per_step is None:
         raise ConfigurationError(
-            "The schedule counts in samples, and how many a step takes is not known: use "
+            "The schedule counts samples, but the number of samples per step is unknown. Use "
             f"{listing(_STEPS)} instead."
         )
     constant = plugin.lr_decay_style == "constant" and plugin.lr_warmup_fraction is None
@@ -126,29 +129,30 @@ def build_scheduler(
         total is None and plugin.weight_decay_incr_style != "constant"
     ):
         raise ConfigurationError(
-            "How long the schedule is is not said: set train_iters or train_samples of "
+            "The length of the schedule is not defined. Set train_iters or train_samples of "
             "MegatronLMPlugin, or MegatronLMDummyScheduler(total_num_steps=...)."
         )
-    decay = decay or (warmup or 0) + 1  # a constant rate has no end
+    decay = decay or (warmup or 0) + 1  # a constant learning rate has no end
     if plugin.lr_warmup_fraction is not None:
         if warmup:
             raise ConfigurationError(
                 f"lr_warmup_fraction={plugin.lr_warmup_fraction} and a warm-up of {warmup} are both "
-                "said: leave one of them out."
+                "set. Leave one of them out."
             )
         warmup = int(plugin.lr_warmup_fraction * decay)
     warmup = warmup or 0
     if warmup >= decay:
         raise ConfigurationError(
-            f"The schedule warms up for {warmup} and reaches min_lr at {decay}: the warm-up has to be "
-            "shorter."
+            f"The warm-up of {warmup} must be shorter than the {decay} until min_lr is reached. "
+            "Shorten the warm-up."
         )
     start, end = _weight_decay(plugin)
     groups = optimizer.param_groups
     for group in groups:
         if plugin.min_lr > group["lr"]:
             raise ConfigurationError(
-                f"min_lr={plugin.min_lr} is above a group's learning rate of {group['lr']}."
+                f"min_lr={plugin.min_lr} is greater than a group's learning rate, {group['lr']}. "
+                "Lower min_lr."
             )
         group["max_lr"] = group["lr"]
         group["min_lr"] = plugin.min_lr
@@ -174,22 +178,23 @@ def build_scheduler(
 def _by_steps_or_samples(
     plugin: MegatronLMPlugin, dummy: MegatronLMDummyScheduler | None, data_ranks: int
 ) -> tuple[int | None, int | None, int | None]:
-    """Return the length of the training, of the fall of the learning rate, and of the warm-up."""
+    """Return the lengths of training, of the learning rate's decay, and of the warm-up."""
     steps, samples = (
         {name: getattr(plugin, name) for name in names if getattr(plugin, name) is not None}
         for names in (_STEPS, _SAMPLES)
     )
     if steps and samples:
         raise ConfigurationError(
-            f"{listing(steps)} count optimizer steps and {listing(samples)} samples: use one kind."
+            f"{listing(steps)} count optimizer steps, but {listing(samples)} count samples. Use only "
+            "one kind."
         )
-    told = [] if dummy is None else [("total_num_steps", dummy.total_num_steps)]
-    told += [] if dummy is None else [("warmup_num_steps", dummy.warmup_num_steps or None)]
-    shares = {name: -(-count // data_ranks) for name, count in told if count is not None}
+    given = [] if dummy is None else [("total_num_steps", dummy.total_num_steps)]
+    given += [] if dummy is None else [("warmup_num_steps", dummy.warmup_num_steps or None)]
+    shares = {name: -(-count // data_ranks) for name, count in given if count is not None}
     if samples and shares:
         raise ConfigurationError(
-            f"{listing(samples)} of MegatronLMPlugin count samples, and "
-            f"MegatronLMDummyScheduler({next(iter(shares))}=...) steps: leave one of them out."
+            f"{listing(samples)} of MegatronLMPlugin count samples, but "
+            f"MegatronLMDummyScheduler({next(iter(shares))}=...) counts steps. Leave one of them out."
         )
     names = _SAMPLES if samples else _STEPS
     made: list[int | None] = [getattr(plugin, name) for name in names]
@@ -197,23 +202,23 @@ def _by_steps_or_samples(
         share = shares.get(name)
         if share is not None and made[index] not in (None, share):
             raise ConfigurationError(
-                f"{names[index]}={made[index]} of MegatronLMPlugin contradicts MegatronLMDummyScheduler("
-                f"{name}=...), which is {share} steps on each of {data_ranks} data ranks: leave one of "
-                "them out."
+                f"{names[index]}={made[index]} of MegatronLMPlugin contradicts "
+                f"MegatronLMDummyScheduler({name}=...), which is {share} steps on each of {data_ranks} "
+                "data ranks. Leave one of them out."
             )
         made[index] = made[index] if share is None else share
     return made[0], made[1], made[2]
 
 
 def _weight_decay(plugin: MegatronLMPlugin) -> tuple[float | None, float | None]:
-    """Return where weight decay starts and ends; None where each group keeps its own."""
+    """Return the initial and final weight decay, or None if each group keeps its own."""
     start, end = plugin.start_weight_decay, plugin.end_weight_decay
     style = plugin.weight_decay_incr_style
     if style == "constant":
         if start != end:
             raise ConfigurationError(
-                f"weight_decay_incr_style='constant', and start_weight_decay={start} and "
-                f"end_weight_decay={end} differ: choose 'linear' or 'cosine', or leave them out."
+                f"start_weight_decay={start} and end_weight_decay={end} differ, but "
+                "weight_decay_incr_style is 'constant'. Use 'linear' or 'cosine', or leave them out."
             )
     elif start is None or end is None:
         raise ConfigurationError(
@@ -221,6 +226,7 @@ def _weight_decay(plugin: MegatronLMPlugin) -> tuple[float | None, float | None]
         )
     elif end < start:
         raise ConfigurationError(
-            f"start_weight_decay={start} is above end_weight_decay={end}: weight decay only grows."
+            f"start_weight_decay={start} is greater than end_weight_decay={end}, but weight decay can "
+            "only increase. Swap them."
         )
     return start, end

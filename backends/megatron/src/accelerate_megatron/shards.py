@@ -1,4 +1,4 @@
-"""Which part of which whole tensor this rank holds, of parameters and of what an optimizer keeps."""
+"""Map this rank's parameters and optimizer state to shards of whole tensors."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from accelerate_megatron.library import imported
 
 @dataclass(frozen=True)
 class Part:
-    """A contiguous run of a local tensor's elements, and the shard of a whole tensor that it is.
+    """A contiguous range of a local tensor's elements, and the shard of a whole tensor it contains.
 
     Attributes:
         key: name of the whole tensor, the same on every rank.
-        size: its shape.
-        offset: where the shard begins.
-        shape: of the shard, with as many dimensions as `size`.
-        start: first element of the local tensor, counted flat.
-        replica: which copy of it this is, its last number that among data ranks; the one of zeros
-            is written.
-        padded: a vocabulary that tensor parallelism has filled up: another layout has another size.
+        size: shape of the whole tensor.
+        offset: where the shard begins in the whole tensor.
+        shape: shape of the shard, with as many dimensions as `size`.
+        start: flat index of the first element in the local tensor.
+        replica: which copy of the shard this is. The last number counts data ranks. Only the copy
+            with all zeros is written.
+        padded: whether this is a vocabulary padded for tensor parallelism, whose size depends on the
+            layout.
     """
 
     key: str
@@ -38,7 +39,7 @@ class Part:
     padded: bool = False
 
     def within(self, first: int, end: int) -> Iterator[Part]:
-        """Yield the shards of those elements `first` to `end` of the local tensor that are in it."""
+        """Yield the shards of this part that are in elements `first` to `end` of the local tensor."""
         low = max(first - self.start, 0)
         high = min(end - self.start, math.prod(self.shape))
         if low < high:
@@ -50,10 +51,10 @@ class Part:
 def shards(
     shape: Sequence[int], first: int, end: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Cut the elements `first` to `end` of a tensor, counted flat, into shards.
+    """Split the elements with flat indices `first` to `end` of a tensor into shards.
 
     Yields:
-        Offset and shape of each shard, and its first element, counted flat.
+        The offset and the shape of each shard, and the flat index of its first element.
     """
     if not shape:
         yield (), (), 0
@@ -74,21 +75,21 @@ def shards(
 
 
 def parts_of_plain(module: nn.Module, rank: int) -> dict[torch.Tensor, list[Part]]:
-    """Return the parts of a module that every rank holds whole, and of its buffers."""
+    """Return the parts of a module that every rank holds entirely, including its buffers."""
     state = module.state_dict(keep_vars=True)
     return {
         tensor: [Part(name, shape, (0,) * len(shape), shape, 0, (rank,))]
-        for name, tensor in reversed(state.items())  # the first name of one that is tied stays
+        for name, tensor in reversed(state.items())  # a tied tensor keeps its first name
         if isinstance(tensor, torch.Tensor)
         for shape in [tuple(tensor.shape)]
     }
 
 
 def parts_of(chunks: Sequence[Any]) -> dict[torch.Tensor, list[Part]]:
-    """Return what megatron's `sharded_state_dict` says of the parameters of this rank's chunks.
+    """Return the parts of the parameters in this rank's chunks, from `sharded_state_dict`.
 
     Raises:
-        CheckpointError: a chunk keeps something that is no parameter.
+        CheckpointError: the state dict contains a buffer.
     """
     mapping = imported("dist_checkpointing.mapping")
     found: dict[torch.Tensor, list[Part]] = {}
@@ -100,7 +101,8 @@ def parts_of(chunks: Sequence[Any]) -> dict[torch.Tensor, list[Part]]:
             if parameter is None:
                 if entry.data is not None and isinstance(entry, mapping.ShardedTensor):
                     raise CheckpointError(
-                        f"{entry.key} is a buffer, and checkpoints of this backend hold parameters."
+                        f"{entry.key} is a buffer, but checkpoints of the backend megatron only "
+                        "support parameters."
                     )
                 continue
             found.setdefault(parameter, list(_parts(entry, parameter, mapping)))
@@ -119,7 +121,7 @@ def _entries(state: Any, mapping: Any) -> Iterator[Any]:
 
 
 def _parts(entry: Any, parameter: nn.Parameter, mapping: Any) -> Iterator[Part]:
-    """Yield the parts of one parameter: one, or those into which a factory cuts it (gate and up)."""
+    """Yield the parts of a parameter: one, or several if a factory splits it (gate and up)."""
     if isinstance(entry, mapping.ShardedTensor):
         yield _part(entry, 0)
         return

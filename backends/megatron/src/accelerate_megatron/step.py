@@ -1,4 +1,4 @@
-"""How one micro-batch is run and its loss computed, where a script says so itself."""
+"""Custom training steps: how a script defines the forward and the loss of a micro-batch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from accelerate_megatron.module import IGNORED, read_batch
 
 
 class AbstractTrainStep(ABC):
-    """A forward step of a script's own, given as `custom_train_step_class`.
+    """Base class of a script's own forward step, passed as `custom_train_step_class`.
 
     Args:
-        name: for messages.
+        name: a name for messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -26,31 +26,31 @@ class AbstractTrainStep(ABC):
 
     @abstractmethod
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return `get_batch(iterator)`, which gives what `forward_step` needs of a micro-batch.
+        """Return a function `get_batch(iterator)` that returns the inputs of `forward_step`.
 
         Args:
-            megatron_dataset_flag: batches are those of megatron's own datasets.
+            megatron_dataset_flag: whether batches come from megatron's own datasets.
         """
 
     @abstractmethod
     def get_forward_step_func(self) -> Callable[..., Any]:
-        """Return `forward_step(iterator, model)` -> (output, `loss_func(output)`).
+        """Return a function `forward_step(iterator, model)` that returns `(output, loss_func)`.
 
-        `loss_func` returns the loss, 0-d, and whatever else: `(loss, {...})`.
+        `loss_func(output)` returns `(loss, {...})` with a 0-d loss. The second value is ignored.
         """
 
     @abstractmethod
     def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
-        """Return `loss_func(loss_mask, output)`."""
+        """Return a function `loss_func(loss_mask, output)`."""
 
 
 class GPTTrainStep(AbstractTrainStep):
-    """The step of GPT models, to be changed in part.
+    """The forward step of GPT models. Parts of it can be replaced.
 
     Args:
         accelerator: the Accelerator.
-        args: the `MegatronLMPlugin`, whose `custom_get_batch_function` and
-            `custom_loss_function` are used.
+        args: the `MegatronLMPlugin`. Its `custom_get_batch_function` and `custom_loss_function`
+            replace the methods of this class.
     """
 
     def __init__(self, accelerator: Any, args: Any) -> None:
@@ -64,12 +64,12 @@ class GPTTrainStep(AbstractTrainStep):
             self.loss_func = args.custom_loss_function
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return tokens, labels, loss mask, attention mask and positions of a micro-batch."""
+        """Return a function that returns tokens, labels, loss mask, attention mask and positions."""
 
         def get_batch(iterator: Iterator[Any]) -> tuple[Any, ...]:
             read = read_batch(next(iterator), learned_positions=True)
             if read.labels is None:
-                raise ConfigurationError("The batch has no labels.")
+                raise ConfigurationError("The batch has no labels, which training needs.")
             loss_mask = (read.labels != IGNORED).float()
             if read.weights is not None:
                 loss_mask = loss_mask * read.weights
@@ -79,7 +79,7 @@ class GPTTrainStep(AbstractTrainStep):
         return get_batch
 
     def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
-        """Return the mean over tokens that count, of each token's loss."""
+        """Return a function that computes the mean loss over tokens with a label."""
 
         def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, dict[str, Any]]:
             loss = (output.float() * loss_mask).sum() / loss_mask.sum()
@@ -88,7 +88,7 @@ class GPTTrainStep(AbstractTrainStep):
         return loss_func
 
     def get_forward_step_func(self) -> Callable[..., Any]:
-        """Return the forward step: the model gives each token's loss."""
+        """Return the forward step. The model returns each token's loss."""
 
         def forward_step(iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[..., Any]]:
             tokens, labels, loss_mask, attention_mask, positions = self.get_batch(iterator)
@@ -101,21 +101,21 @@ class GPTTrainStep(AbstractTrainStep):
 class _Refused:
     def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ConfigurationError(
-            f"{type(self).__name__} is not offered: BERT and T5 models come from a provider, with a "
-            "custom_train_step_class derived from AbstractTrainStep."
+            f"{type(self).__name__} is not supported. Create BERT and T5 models in a provider "
+            "function, and pass a custom_train_step_class that is derived from AbstractTrainStep."
         )
 
 
 class BertTrainStep(_Refused):
-    """Not offered: BERT models come from a provider."""
+    """Not supported. Create BERT models in a provider function."""
 
 
 class T5TrainStep(_Refused):
-    """Not offered: T5 models come from a provider."""
+    """Not supported. Create T5 models in a provider function."""
 
 
 def own_step(accelerator: Any, plugin: Any) -> Callable[..., Any] | None:
-    """Return the forward step that the script has given, None if it has not."""
+    """Return the script's own forward step, or None if it has none."""
     if plugin.custom_train_step_class is not None:
         options = plugin.custom_train_step_kwargs or {}
         made = plugin.custom_train_step_class(accelerator, plugin, **options)

@@ -1,4 +1,4 @@
-"""Models of Transformers as models of megatron-core, and back."""
+"""Convert models of Transformers to megatron-core and back."""
 
 from accelerate_megatron.models.families import (
     Conversion,

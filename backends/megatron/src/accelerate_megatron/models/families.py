@@ -1,8 +1,8 @@
 """GPT-2, Llama and Mistral of Transformers as megatron-core's `GPTModel`: settings and weights.
 
-Written from what both libraries' classes compute. Nothing of Transformers is imported: a model or
-config is told by its class, and only Transformers' own classes are converted, as another one's
-forward pass is not known.
+Based on what the classes of both libraries compute. Transformers is not imported: a model or config
+is recognized by its class. Only Transformers' own classes are converted, because the forward pass of
+other classes is unknown.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from accelerate_megatron.models.weights import (
 )
 
 _PROVIDER = (
-    "give prepare() a provider instead, a function of pre_process, post_process and vp_stage that "
-    "returns a model of megatron-core"
+    "pass a provider to prepare() instead, a function of pre_process, post_process and vp_stage "
+    "that returns a model of megatron-core"
 )
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """Compute the approximation of GELU that GPT-2 was trained with."""
+    """Compute the approximation of GELU with which GPT-2 was trained."""
     return functional.gelu(x, approximate="tanh")
 
 
@@ -51,17 +51,17 @@ _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Conversion:
-    """What becomes of a model of Transformers on so many tensor parallel ranks.
+    """How a model of Transformers is built for a number of tensor parallel ranks.
 
     Attributes:
         family: "gpt2", "llama" or "mistral".
-        tp: tensor parallel ranks.
+        tp: the number of tensor parallel ranks.
         transformer: arguments of megatron's `TransformerConfig`, without parallel sizes and precision.
         model: arguments of `GPTModel`, besides the config, the layers and the stage.
-        vocab_size: the model's, without padding; `model["vocab_size"]` is with it.
-        weights: by megatron's global name with `{}` for the layer; its sources' names have it, too.
-        tied: Transformers' names of a head that is the embedding, and of the embedding.
-        padding_token: the one whose row the embedding does not train.
+        vocab_size: the size without padding; `model["vocab_size"]` includes the padding.
+        weights: by megatron's global name with `{}` for the layer, as in the names of the sources.
+        tied: the names in Transformers of a head that is the embedding, and of the embedding.
+        padding_token: the token whose row of the embedding is not trained.
     """
 
     family: str
@@ -74,12 +74,12 @@ class Conversion:
     padding_token: int | None = None
 
     def weight(self, name: str) -> Weight:
-        """Return what a parameter is made of; layers in its name are counted through all stages.
+        """Return what a parameter is made of; its name counts the layers of all stages.
 
         Raises:
             ConfigurationError: a `GPTModel` of this conversion has no such parameter.
         """
-        # Transformer Engine has the norms in the linear layer after them.
+        # In Transformer Engine the norms are in the linear layer that follows them.
         general = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
         general = general.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
         number = re.match(r"decoder\.layers\.(\d+)\.", general)
@@ -88,14 +88,14 @@ class Conversion:
         found = self.weights.get(general)
         if found is None or (number and int(number[1]) >= self.transformer["num_layers"]):
             raise ConfigurationError(
-                f"{name!r} is no parameter that the conversion of a {self.family} model knows."
+                f"{name!r} is not a parameter that the conversion of a {self.family} model knows."
                 f"{did_you_mean(general, self.weights)} To train a model with layers of your own, "
                 f"{_PROVIDER}."
             )
         return found.of_layer(int(number[1])) if number else found
 
     def names(self) -> list[str]:
-        """Return the global names of all parameters, each once: a tied head is the embedding."""
+        """Return the global names of all parameters; a tied head counts as the embedding."""
         layers = range(self.transformer["num_layers"])
         names = [name for name in self.weights if not (self.tied and name == _HEAD)]
         return [
@@ -105,7 +105,7 @@ class Conversion:
         ]
 
     def padded(self, rank: int) -> int:
-        """Return how many columns at the end of a tensor parallel rank's logits are padding."""
+        """Return the number of padding columns at the end of a tensor parallel rank's logits."""
         share = int(self.model["vocab_size"]) // self.tp
         return min(max((rank + 1) * share - self.vocab_size, 0), share)
 
@@ -114,17 +114,17 @@ _HEAD = "output_layer.weight"
 
 
 def is_convertible(candidate: object) -> bool:
-    """Tell whether it is a language model, or the config of one, that `conversion_of` takes."""
+    """Return whether `conversion_of` accepts it: a language model, or the config of one."""
     return _family(candidate) is not None
 
 
 def is_config(candidate: object) -> bool:
-    """Tell whether it is the config of a model that is converted."""
+    """Return whether it is the config of a model that can be converted."""
     return is_convertible(candidate) and not isinstance(candidate, nn.Module)
 
 
 def of_config(config: Any, seed: int) -> nn.Module:
-    """Make a causal language model of a config, with the same weights on every rank of that seed."""
+    """Make a causal language model from a config, with the same weights for the same seed."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -134,22 +134,22 @@ def of_config(config: Any, seed: int) -> nn.Module:
 
 
 def conversion_of(candidate: Any, tp: int = 1) -> Conversion:
-    """Say how a model of Transformers is built with megatron-core on `tp` tensor parallel ranks.
+    """Return how to build a model of Transformers in megatron-core on `tp` tensor parallel ranks.
 
     Args:
-        candidate: a causal language model of GPT-2, Llama or Mistral, or its config.
+        candidate: a GPT-2, Llama or Mistral causal language model, or its config.
 
     Raises:
         ConfigurationError: megatron-core has no counterpart for the model or for a setting of its
-            config, or a size cannot be divided by `tp`.
+            config, or a size is not divisible by `tp`.
     """
     family = _family(candidate)
     if family is None:
         kind = type(candidate).__name__
         classes = [name for one in _FAMILIES.values() for name in (one.model, one.config)]
         raise ConfigurationError(
-            f"A {kind} cannot be converted for megatron-core. Converted are Transformers' own "
-            f"classes {listing(classes)}. For others (other heads, BERT, T5, mixtures of "
+            f"A {kind} cannot be converted for megatron-core. Only Transformers' own classes "
+            f"{listing(classes)} are converted. For other models (other heads, BERT, T5, mixtures of "
             f"experts, subclasses), {_PROVIDER}."
         )
     config = getattr(candidate, "config", candidate)
@@ -165,15 +165,15 @@ def conversion_of(candidate: Any, tp: int = 1) -> Conversion:
 def load(chunks: Sequence[nn.Module], conversion: Conversion, read: Read) -> None:
     """Fill this rank's parameters with Transformers' weights; call it once.
 
-    They may have been made with `perform_initialization=False`.
+    The parameters may have been made with `perform_initialization=False`.
 
     Args:
         chunks: this rank's `GPTModel`s, one for each virtual stage.
-        read: gives a tensor by its name in Transformers: a tensor, or what safetensors'
-            `get_slice` returns, of which a rank then reads its own rows alone.
+        read: returns a tensor by its name in Transformers, or what safetensors' `get_slice`
+            returns; then a rank reads only its own rows.
 
     Raises:
-        ConfigurationError: a tensor is missing or has another shape.
+        ConfigurationError: a tensor is missing or has a different shape.
     """
     for chunk in chunks:
         group: Any = chunk.tp_group
@@ -190,13 +190,13 @@ def export(
     conversion: Conversion,
     master: Callable[[nn.Parameter], torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return the state dict of the model of Transformers, on the CPU of rank 0; on others nothing.
+    """Return the state dict of the Transformers model, on the CPU of rank 0; empty on other ranks.
 
-    Every rank has to call it. Beside the result one tensor at a time is in memory.
+    Every rank must call it. Besides the result, only one tensor at a time is in memory.
 
     Args:
         chunks: this rank's `GPTModel`s, one for each virtual stage.
-        master: gives the float32 values of a parameter of this rank; without it, the parameter's.
+        master: returns the float32 values of a parameter of this rank; None: the parameter's own.
     """
     skipped = _HEAD if conversion.tied else None
     result = collect(chunks, conversion.weight, skipped, master)
@@ -207,9 +207,9 @@ def export(
 
 
 def trained_names(conversion: Conversion) -> dict[str, str]:
-    """Return, for each parameter of the model of Transformers, the one of megatron it becomes.
+    """Return, for each parameter of the Transformers model, the megatron parameter it becomes.
 
-    Queries, keys and values become one, as do gate and up; a tied head is the embedding.
+    Queries, keys and values become one parameter, as do gate and up; a tied head is the embedding.
     """
     names = {hf: name for name in conversion.names() for hf in conversion.weight(name).names}
     if conversion.tied:
@@ -251,14 +251,14 @@ def _refuse(
 
 def _gpt2(config: Any, tp: int) -> Conversion:
     if config.scale_attn_by_inverse_layer_idx:
-        _refuse(config, "scale_attn_by_inverse_layer_idx", "it scales all layers alike")
+        _refuse(config, "scale_attn_by_inverse_layer_idx", "it scales all layers equally")
     if config.reorder_and_upcast_attn:
         why = "it computes attention scores in the model's precision and their softmax in float32"
         _refuse(config, "reorder_and_upcast_attn", why, "Set it to False")
     if config.add_cross_attention:
         _refuse(config, "add_cross_attention", "GPTModel has no encoder to attend to")
     if config.embd_pdrop != config.resid_pdrop:
-        why = f"one rate is used for embeddings and layers, and resid_pdrop={config.resid_pdrop!r}"
+        why = f"embeddings and layers use the same rate, but resid_pdrop={config.resid_pdrop!r}"
         _refuse(config, "embd_pdrop", why, "Make the two equal")
     hidden, heads = config.n_embd, config.n_head
     inner = config.n_inner if config.n_inner is not None else 4 * hidden
@@ -276,7 +276,7 @@ def _gpt2(config: Any, tp: int) -> Conversion:
         "add_qkv_bias": True,
         "attention_dropout": config.attn_pdrop,
         "hidden_dropout": config.resid_pdrop,
-        # None is one over the root of the head's width.
+        # None is one over the square root of the head's width.
         "softmax_scale": None if config.scale_attn_weights else 1.0,
     }
     vocabulary = _padded(config.vocab_size, tp)
@@ -294,7 +294,7 @@ def _gpt2(config: Any, tp: int) -> Conversion:
     weights.norm(f"{ours}.input_layernorm", f"{theirs}.ln_1", bias=True)
     weights.norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.ln_2", bias=True)
     attention, mlp = f"{ours}.self_attention", f"{ours}.mlp"
-    name = f"{theirs}.attn.c_attn"  # queries, keys and values in one
+    name = f"{theirs}.attn.c_attn"  # queries, keys and values in one tensor
     third = [(name, start * hidden, hidden, 3 * hidden) for start in range(3)]
     weights.columns(f"{attention}.linear_qkv", third, heads, bias=True)
     weights.rows(f"{attention}.linear_proj", f"{theirs}.attn.c_proj", hidden, bias=True)
@@ -305,12 +305,12 @@ def _gpt2(config: Any, tp: int) -> Conversion:
 
 
 def _llama(config: Any, tp: int) -> Conversion:
-    # Mistral has none of these two.
+    # Mistral has neither of these two.
     bias = bool(getattr(config, "attention_bias", False))
     if bias != bool(getattr(config, "mlp_bias", False)):
         why = (
-            "its linear layers all have a bias, or none of them, or the queries, keys and values "
-            f"alone; here mlp_bias={config.mlp_bias!r}"
+            "either all of its linear layers have a bias, or none, or only the queries, keys and "
+            f"values; here mlp_bias={config.mlp_bias!r}"
         )
         _refuse(config, "attention_bias", why)
     return _rotary(config, tp, "llama", bias)
@@ -320,12 +320,10 @@ def _mistral(config: Any, tp: int) -> Conversion:
     window, positions = config.sliding_window, config.max_position_embeddings
     if window is not None and window < positions:
         why = (
-            f"the sequences may have {positions} tokens (max_position_embeddings), and with a "
-            "window its attention leaves the padding mask out"
+            f"the sequences may have {positions} tokens (max_position_embeddings), and its "
+            "attention ignores the padding mask if it has a window"
         )
-        way = (
-            f"For sequences of at most {window} tokens, which see all of each other, set it to None"
-        )
+        way = f"If no sequence has more than {window} tokens, the window has no effect: set it to None"
         _refuse(config, "sliding_window", why, way)
     return _rotary(config, tp, "mistral", bias=False)
 
@@ -338,8 +336,8 @@ def _rotary(config: Any, tp: int, family: str, bias: bool) -> Conversion:
     if heads % groups:
         raise ConfigurationError(
             f"{type(config).__name__} has num_attention_heads={heads} and num_key_value_heads="
-            f"{groups}: heads that share keys and values come in equal groups, and {heads} / "
-            f"{groups} leaves {heads % groups}."
+            f"{groups}: the heads that share keys and values must be in equal groups, but {heads} is "
+            f"not divisible by {groups}."
         )
     sizes = {"num_attention_heads": heads, "intermediate_size": inner}
     _divides(config, tp, sizes, groups, width)
@@ -395,7 +393,7 @@ _FAMILIES = {
 def _common(config: Any, layers: int, hidden: int, heads: int, activation: str) -> dict[str, Any]:
     name = getattr(config, activation)
     if name not in _ACTIVATIONS:
-        why = f"known are {listing(_ACTIVATIONS)}"
+        why = f"it has {listing(_ACTIVATIONS)}"
         _refuse(config, activation, why, near=did_you_mean(str(name), _ACTIVATIONS))
     return {
         "num_layers": layers,
@@ -407,15 +405,15 @@ def _common(config: Any, layers: int, hidden: int, heads: int, activation: str) 
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    """Return how GPTModel makes the frequencies of rotary positions that the config asks for."""
+    """Return the arguments of GPTModel for the config's frequencies of rotary positions."""
     rope: Mapping[str, Any] | None = getattr(config, "rope_parameters", None)
     if not rope or "rope_theta" not in rope:
         raise ConfigurationError(
-            f"{type(config).__name__} has rope_parameters={rope!r}; its 'rope_theta' is needed, "
-            "which configs of Transformers 5 and later have."
+            f"{type(config).__name__} has rope_parameters={rope!r} without 'rope_theta', which is "
+            "required. Configs of Transformers 5 and later have it."
         )
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        _refuse(config, "rope_parameters", "here the whole head is rotated in these families")
+        _refuse(config, "rope_parameters", "in these families the whole head is rotated")
     made = {"rotary_base": rope["rope_theta"], "rotary_percent": 1.0}
     kind = rope.get("rope_type", "default")
     if kind == "default":
@@ -445,28 +443,28 @@ def _padded(vocab_size: int, tp: int) -> int:
 def _divides(
     config: Any, tp: int, sizes: Mapping[str, int], groups: int | None = None, width: int = 1
 ) -> None:
-    """Refuse sizes that the tensor parallel ranks cannot share out.
+    """Reject sizes that cannot be split over the tensor parallel ranks.
 
     Args:
-        groups: groups of heads, of which a rank has some, or some ranks have one.
-        width: of a head.
+        groups: the number of groups of heads: a rank has several groups, or several ranks have one.
+        width: the width of a head.
     """
 
     def fits(ranks: int) -> bool:
         if any(size % ranks for size in sizes.values()):
             return False
-        # Ranks that share a group divide its rows of queries, keys and values.
+        # Ranks that share a group split its rows of queries, keys and values.
         few = groups is not None and ranks % groups == 0 and 2 * groups * width % ranks == 0
         return groups is None or groups % ranks == 0 or few
 
     if fits(tp):
         return
-    told = [f"{name}={n} leaves {n % tp}" for name, n in sizes.items() if n % tp]
+    told = [f"{name}={n} is not divisible by {tp}" for name, n in sizes.items() if n % tp]
     told = told or [f"num_key_value_heads={groups} is neither a multiple nor a divisor of {tp}"]
     allowed = [str(ranks) for ranks in range(1, min(sizes.values()) + 1) if fits(ranks)]
     raise ConfigurationError(
-        f"A {type(config).__name__} cannot be divided by {tp} tensor parallel ranks: "
-        f"{', '.join(told)}. Sizes that divide it: {', '.join(allowed)}."
+        f"A {type(config).__name__} cannot be split over {tp} tensor parallel ranks: "
+        f"{', '.join(told)}. Possible sizes: {', '.join(allowed)}."
     )
 
 
@@ -477,8 +475,8 @@ class _Weights:
     """The weights of a family, module by module.
 
     Args:
-        tied: the head is the embedding.
-        transposed: linear layers are stored with the inputs first.
+        tied: whether the head is the embedding.
+        transposed: whether linear layers are stored with the inputs first.
     """
 
     def __init__(self, *, tied: bool, transposed: bool = False) -> None:
@@ -488,7 +486,7 @@ class _Weights:
         self.names: tuple[str, str] = ("", "")
 
     def vocabulary(self, embedding: str, head: str, size: int, padded: int) -> None:
-        """Add the embedding and the head, which both are divided by rows."""
+        """Add the embedding and the head, which are both split by rows."""
         self.names = (f"{head}.weight", f"{embedding}.weight")
         source = embedding if self.tied else head
         for name, theirs in (("embedding.word_embeddings", embedding), ("output_layer", source)):
@@ -507,7 +505,7 @@ class _Weights:
     def columns(
         self, name: str, sources: list[tuple[str, int, int, int]], blocks: int, bias: bool
     ) -> None:
-        """Add a linear layer whose outputs are divided; its weights and biases alike."""
+        """Add a linear layer whose outputs are split, both weights and biases."""
         size = sum(source[2] for source in sources)
         for leaf in ("weight", "bias") if bias else ("weight",):
             made = tuple(Source(f"{theirs}.{leaf}", *rest) for theirs, *rest in sources)
@@ -515,7 +513,7 @@ class _Weights:
             self.made[f"{name}.{leaf}"] = Weight(made, 0, size, blocks, transposed)
 
     def rows(self, name: str, theirs: str, size: int, bias: bool) -> None:
-        """Add a linear layer whose inputs are divided; every rank has its bias."""
+        """Add a linear layer whose inputs are split; every rank has its bias."""
         source = Source(f"{theirs}.weight", 0, size, size)
         self.made[f"{name}.weight"] = Weight((source,), 1, size, transposed=self.transposed)
         if bias:
@@ -524,6 +522,6 @@ class _Weights:
     def conversion(
         self, family: str, tp: int, transformer: dict[str, Any], model: dict[str, Any], size: int
     ) -> Conversion:
-        """Return them with the settings."""
+        """Return the conversion: these weights and the settings."""
         tied = self.names if self.tied else None
         return Conversion(family, tp, transformer, model, size, self.made, tied)

@@ -1,4 +1,4 @@
-"""Norms in torch that sequence parallelism can use, and megatron's layers made with them."""
+"""Norms in torch that support sequence parallelism, and megatron's layers with these norms."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from accelerate_megatron.library import imported
 
 
 class Norm(nn.Module):
-    """`LayerNorm` or `RMSNorm`, as `config.normalization` says.
+    """`LayerNorm` or `RMSNorm`, depending on `config.normalization`.
 
-    Under sequence parallelism each tensor parallel rank norms a part of the tokens: the parameters
-    are marked, so that megatron adds up their gradients. Its own norm without Transformer Engine
-    refuses to be used there.
+    With sequence parallelism, each tensor parallel rank normalises a part of the tokens. The
+    parameters are marked, so that megatron sums their gradients. Megatron's own norm supports this
+    only with Transformer Engine.
 
     Args:
         config: megatron's `TransformerConfig`.
@@ -30,8 +30,8 @@ class Norm(nn.Module):
         if config.normalization not in kinds or config.layernorm_zero_centered_gamma:
             raise ConfigurationError(
                 f"normalization={config.normalization!r} with layernorm_zero_centered_gamma="
-                f"{config.layernorm_zero_centered_gamma} needs Transformer Engine; without it: "
-                f"{listing(kinds)}, with False."
+                f"{config.layernorm_zero_centered_gamma} needs Transformer Engine. Without it, use "
+                f"one of {listing(kinds)} and layernorm_zero_centered_gamma=False."
             )
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
@@ -42,28 +42,30 @@ class Norm(nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Norm the last dimension."""
+        """Normalise the last dimension."""
         if self.bias is None:
             return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """Return what `GPTModel` takes as its `transformer_layer_spec`, for one stage.
+    """Return the `transformer_layer_spec` of a `GPTModel`, for one stage.
 
-    With Transformer Engine its layers; without it megatron's own, with `Norm`.
+    The layers come from Transformer Engine if it is installed, and otherwise from megatron itself,
+    with `Norm`.
 
     Args:
         config: megatron's `TransformerConfig`.
-        vp_stage: which of the rank's virtual stages, None without such.
+        vp_stage: number of the rank's virtual stage, or None without virtual stages.
 
     Raises:
-        ConfigurationError: some layers have experts and others have none.
+        ConfigurationError: only some layers have experts.
     """
     if config.moe_layer_freq != 1:
         raise ConfigurationError(
-            f"moe_layer_freq={config.moe_layer_freq}: layer_spec makes all layers alike. Put a list of "
-            "megatron-core's own specs together, with accelerate_megatron.models.norms.Norm in them."
+            f"moe_layer_freq={config.moe_layer_freq} is not supported by layer_spec, which makes all "
+            "layers the same. Create a list of megatron-core's specs instead, with "
+            "accelerate_megatron.models.norms.Norm as their norm."
         )
     specs = imported("models.gpt.gpt_layer_specs")
     experts = config.num_moe_experts

@@ -1,4 +1,4 @@
-"""Which rows of which tensors of Transformers a parameter of megatron is made of, and moving them."""
+"""Which rows of Transformers' tensors make up a parameter of megatron, and how they are copied."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 from accelerate_core.plugin import ConfigurationError
 from accelerate_megatron.library import imported
 
-#: Gives a tensor of Transformers by its name: a tensor, or what safetensors' `get_slice` returns.
+#: Returns a tensor of Transformers by its name, or what safetensors' `get_slice` returns.
 Read = Callable[[str], Any]
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -24,9 +24,9 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Source:
-    """Rows `start` to `start + size` of a tensor of Transformers, which has `total` of them.
+    """Rows `start` to `start + size` of a tensor of Transformers that has `total` rows.
 
-    Rows are counted along the dimension that tensor parallelism divides.
+    Rows are counted along the dimension that tensor parallelism splits.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `first` to `end` of a tensor of Transformers, which begin at row `at` of a rank's shard."""
+    """Rows `first` to `end` of a tensor of Transformers, which start at row `at` of a rank's shard."""
 
     name: str
     total: int
@@ -50,15 +50,15 @@ class Piece:
 class Weight:
     """How a parameter of megatron is made from tensors of Transformers.
 
-    The whole parameter is, along `dim`, a number of `blocks`; each block has an equal share of each
-    source, in order: the queries, the key and the value of one group, or a rank's gate and up. What
-    is left to `size` is padding. Each tensor parallel rank has an equal share of the whole.
+    Along `dim`, the whole parameter consists of `blocks` blocks. Each block has an equal share of
+    each source, in order: the queries, the key and the value of one group, or a rank's gate and up.
+    The rest, up to `size`, is padding. Each tensor parallel rank has an equal share of the whole.
 
     Attributes:
-        sources: what it is made of; one with a size of 0 if it is not divided.
-        dim: the dimension that tensor parallelism divides; None: every rank has the whole.
-        size: length of this dimension, padding included.
-        transposed: Transformers stores it with the inputs first.
+        sources: the sources, in order; a single one with a size of 0 if it is not split.
+        dim: the dimension that tensor parallelism splits; None: every rank has all of it.
+        size: the length of this dimension, padding included.
+        transposed: whether Transformers stores it with the inputs first.
     """
 
     sources: tuple[Source, ...]
@@ -69,7 +69,7 @@ class Weight:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the tensors of Transformers, each once."""
+        """The names of the tensors of Transformers, without duplicates."""
         return tuple(dict.fromkeys(source.name for source in self.sources))
 
     def of_layer(self, number: int) -> Weight:
@@ -78,7 +78,7 @@ class Weight:
         return replace(self, sources=tuple(named))
 
     def pieces(self, rank: int, ranks: int) -> Iterator[Piece]:
-        """Yield what the shard of one of so many tensor parallel ranks is made of, in order."""
+        """Yield the pieces of the shard of one of `ranks` tensor parallel ranks, in order."""
         share = self.size // ranks
         low, high = rank * share, (rank + 1) * share
         row = 0
@@ -93,13 +93,13 @@ class Weight:
                 row += length
 
     def side(self, tensor: torch.Tensor) -> int:
-        """Return the divided dimension as Transformers stores the tensor."""
+        """Return the split dimension of the tensor as Transformers stores it."""
         assert self.dim is not None
         return 1 - self.dim if self.transposed and tensor.dim() == 2 else self.dim
 
 
 def parameters_of(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield this rank's parameters with their global names: layers counted through all stages."""
+    """Yield this rank's parameters with their global names, which count the layers of all stages."""
     for chunk in chunks:
         layers: Any = chunk.get_submodule("decoder.layers")
         for name, parameter in chunk.named_parameters():
@@ -111,10 +111,10 @@ def parameters_of(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Paramet
 
 @torch.no_grad()
 def fill(parameter: torch.Tensor, weight: Weight, read: Read, rank: int, ranks: int) -> None:
-    """Fill one rank's shard of a parameter; rows of padding become 0.
+    """Fill one rank's shard of a parameter; padding rows become 0.
 
     Raises:
-        ConfigurationError: a tensor is missing, on the meta device, or of another shape.
+        ConfigurationError: a tensor is missing, is on the meta device or has a different shape.
     """
     if weight.dim is None:
         (source,) = weight.sources
@@ -122,7 +122,7 @@ def fill(parameter: torch.Tensor, weight: Weight, read: Read, rank: int, ranks: 
         return
     filled = 0
     for run in _runs(weight.pieces(rank, ranks)):
-        # One read for all rows of a source that this rank has, then the blocks out of it.
+        # Read all rows of a source that this rank has at once, then take the blocks from them.
         given = _given(read, run[0].name)
         side = weight.side(parameter)
         _check_total(given, side, run[0])
@@ -133,14 +133,14 @@ def fill(parameter: torch.Tensor, weight: Weight, read: Read, rank: int, ranks: 
             target = parameter.narrow(weight.dim, piece.at, piece.end - piece.first)
             _put(target, part.t() if side != weight.dim else part, piece.name)
             filled += piece.end - piece.first
-    if filled < parameter.shape[weight.dim]:  # the padding is the end
+    if filled < parameter.shape[weight.dim]:  # the padding is at the end
         parameter.narrow(weight.dim, filled, parameter.shape[weight.dim] - filled).zero_()
 
 
 def mark(parameter: nn.Parameter, weight: Weight) -> None:
-    """Say how a parameter is divided, which megatron does only while it initialises one.
+    """Mark how a parameter is split, which megatron does only when it initializes the parameter.
 
-    Without it norms of gradients count the first tensor parallel rank's part alone.
+    Without the mark, norms of gradients count only the first tensor parallel rank's part.
     """
     if weight.dim is not None and not hasattr(parameter, "tensor_model_parallel"):
         stride = 2 if len(weight.sources) == 2 else 1  # gate and up
@@ -149,7 +149,7 @@ def mark(parameter: nn.Parameter, weight: Weight) -> None:
 
 
 def leave_untrained(chunk: Any, token: int) -> None:
-    """Let no gradient flow from a token into the embedding; a tied head's still does.
+    """Stop the gradient from a token into the embedding; that of a tied head still flows.
 
     Args:
         chunk: the `GPTModel` that has the embedding.
@@ -159,7 +159,7 @@ def leave_untrained(chunk: Any, token: int) -> None:
         if not output.requires_grad:
             return
         padded = (args[0] == token).unsqueeze(-1)
-        if module.reduce_scatter_embeddings:  # sequence first, and a part of it
+        if module.reduce_scatter_embeddings:  # a part of the sequence, in the first dimension
             padded = padded.transpose(0, 1).chunk(module.tp_group.size())[module.tp_group.rank()]
         output.register_hook(  # type: ignore[no-untyped-call]
             lambda gradient: gradient.masked_fill(padded, 0)
@@ -169,7 +169,7 @@ def leave_untrained(chunk: Any, token: int) -> None:
 
 
 def _runs(pieces: Iterator[Piece]) -> list[list[Piece]]:
-    """Put together the pieces that follow each other in a tensor of Transformers."""
+    """Group the pieces that follow each other in a tensor of Transformers."""
     runs: list[list[Piece]] = []
     for piece in pieces:
         for run in runs:
@@ -186,15 +186,14 @@ def _given(read: Read, name: str) -> Any:
         given = read(name)
     except KeyError:
         raise ConfigurationError(
-            f"The weights have no tensor {name!r}. A converted model has the modules that its class "
-            "in Transformers makes; layers that were exchanged or wrapped (adapters, quantization) "
-            "are put in after the conversion, or trained by a backend that takes modules as they "
-            "are: fsdp2, deepspeed."
+            f"The weights have no tensor {name!r}. Only the modules that the model's class in "
+            "Transformers creates are converted. Replace or wrap layers (adapters, quantization) "
+            "after the conversion, or use a backend that does not convert models: fsdp2, deepspeed."
         ) from None
     if isinstance(given, torch.Tensor) and given.is_meta:
         raise ConfigurationError(
-            f"{name!r} is on the meta device: there are no values to convert. Load the weights "
-            "first, or make the model on the CPU."
+            f"{name!r} is on the meta device, so there are no values to convert. Load the weights "
+            "first, or create the model on the CPU."
         )
     return given
 
@@ -203,16 +202,16 @@ def _check_total(given: Any, side: int, piece: Piece) -> None:
     shape = tuple(given.shape if isinstance(given, torch.Tensor) else given.get_shape())
     if len(shape) <= side or shape[side] != piece.total:
         raise ConfigurationError(
-            f"{piece.name!r} has the shape {shape}; by the model's config its dimension {side} has "
-            f"{piece.total} rows. Give the config that belongs to these weights."
+            f"{piece.name!r} has the shape {shape}, but according to the model's config its "
+            f"dimension {side} has {piece.total} rows. Pass the config of these weights."
         )
 
 
 def _put(target: torch.Tensor, given: torch.Tensor, name: str) -> None:
     if target.shape != given.shape:  # copy_ would broadcast
         raise ConfigurationError(
-            f"{name!r} gives {tuple(given.shape)} where {tuple(target.shape)} is needed. Give the "
-            "config that belongs to these weights."
+            f"{name!r} has the shape {tuple(given.shape)} where {tuple(target.shape)} is needed. "
+            "Pass the config of these weights."
         )
     target.copy_(given)
 
@@ -220,7 +219,7 @@ def _put(target: torch.Tensor, given: torch.Tensor, name: str) -> None:
 def take(
     result: dict[str, torch.Tensor], shard: torch.Tensor, weight: Weight, rank: int, ranks: int
 ) -> None:
-    """Put one rank's shard of a parameter where it belongs among the tensors of Transformers."""
+    """Copy one rank's shard of a parameter into the tensors of Transformers."""
     if weight.dim is None:
         result[weight.sources[0].name] = shard.cpu().clone()
         return
@@ -243,13 +242,14 @@ def collect(
     skipped: str | None,
     master: Callable[[nn.Parameter], torch.Tensor] | None,
 ) -> dict[str, torch.Tensor]:
-    """Return all tensors of Transformers on rank 0, nothing on the others; one tensor at a time.
+    """Return all tensors of Transformers on rank 0, nothing on the others.
 
-    Collective over the ranks of one whole model; those of further copies return at once.
+    The tensors are sent one by one. The ranks of one whole model must all call it; the ranks of
+    further copies return at once.
 
     Args:
-        skipped: name of a parameter that is a second copy.
-        master: gives a parameter's values in float32, instead of its own in its precision.
+        skipped: the name of a parameter that is a second copy.
+        master: returns a parameter's values in float32; None: its own values in its precision.
     """
     group = imported("parallel_state").get_model_parallel_group()
     members = dist.get_process_group_ranks(group)
@@ -277,7 +277,7 @@ def collect(
     result: dict[str, torch.Tensor] = {}
     mine = dict(own)
     device = own[0][1].device
-    # Tensor parallel ranks are neighbours in this group: one of each stage tells for all.
+    # Tensor parallel ranks are neighbours in this group: one of each stage speaks for all.
     for stage, listed in enumerate(every[::ranks]):
         for name, shape, dtype in listed:
             weight = weight_of(name)
@@ -292,12 +292,12 @@ def collect(
 
 
 def reader(source: nn.Module | Mapping[str, Any] | str | Path, opened: ExitStack) -> Read:
-    """Return what gives the tensors of a model, of a state dict, or of a folder with safetensors.
+    """Return a function that reads tensors from a model, a state dict or a folder of safetensors.
 
-    Of a model on the meta device it is the folder that it is of.
+    For a model on the meta device, it reads from the folder in the model's `name_or_path`.
 
     Args:
-        opened: files are open until it is closed; of each tensor only what is asked for is read.
+        opened: the files stay open until it is closed; only the needed part of a tensor is read.
 
     Raises:
         ConfigurationError: the folder has no safetensors.
@@ -307,9 +307,9 @@ def reader(source: nn.Module | Mapping[str, Any] | str | Path, opened: ExitStack
         on_meta = any(parameter.is_meta for parameter in source.parameters())
         if on_meta and not any(folder.glob("*.safetensors")):
             raise ConfigurationError(
-                f"{type(source).__name__} is on the meta device, and its name_or_path "
-                f"{str(getattr(source, 'name_or_path', ''))!r} is no folder with safetensors: load it, or "
-                "make it of AutoConfig.from_pretrained(folder)."
+                f"The {type(source).__name__} is on the meta device, and its name_or_path "
+                f"{str(getattr(source, 'name_or_path', ''))!r} is not a folder with safetensors. Load "
+                "the model, or create it from AutoConfig.from_pretrained(folder)."
             )
         source = folder if on_meta else source.state_dict()
     if isinstance(source, Mapping):
@@ -322,12 +322,12 @@ def reader(source: nn.Module | Mapping[str, Any] | str | Path, opened: ExitStack
         files.update(dict.fromkeys(file.keys(), file))
     if not files:
         raise ConfigurationError(
-            f"{source} has no *.safetensors. Weights are read from a folder that save_pretrained() "
-            "has written, or from a model in memory."
+            f"{source} has no *.safetensors. Pass a folder written by save_pretrained(), or a model "
+            "in memory."
         )
 
     def read(name: str) -> Any:
-        # Files of a model without its head have no prefix.
+        # In the files of a model without a head, names have no prefix.
         short = name.partition(".")[2]
         found = name if name in files or short not in files else short
         return files[found].get_slice(found)
