@@ -22,7 +22,9 @@ __all__ = [
     "PG_TIMEOUT",
     "RANK",
     "SIZE",
+    "Counter",
     "case",
+    "damage",
     "flat",
     "run_cases",
     "same_on_ranks",
@@ -111,3 +113,30 @@ def same_on_ranks(tensor: torch.Tensor) -> bool:
     every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(every, tensor.contiguous())
     return all(torch.equal(one, tensor) for one in every)
+
+
+class Counter:
+    """Counts the trained micro-batches."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.batches = state["batches"]
+
+
+def damage(path: Path, how: str) -> None:
+    """Damage a file: it is flipped (one bit), truncated, emptied or deleted."""
+    data = bytearray(path.read_bytes())
+    if how == "flipped":
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    elif how == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "emptied":
+        path.write_bytes(b"")
+    else:
+        path.unlink()

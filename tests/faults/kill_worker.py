@@ -15,22 +15,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
+from worker import Counter
 
 from accelerate_core import Accelerator
 from accelerate_core.utils import ProjectConfiguration, set_seed
 
 EPOCHS, SAVE_EVERY = 4, 3
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.batches = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"batches": self.batches}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.batches = state["batches"]
 
 
 def main(folder: Path, how: str, out: Path, pause: float, backend: str | None) -> None:

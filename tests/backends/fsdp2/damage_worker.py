@@ -13,26 +13,12 @@ from typing import Any
 import pytest
 import torch
 from gpt import GPT
-from resume_worker import Counter
 from torch.utils.data import DataLoader, TensorDataset
-from worker import RANK, write_result
+from worker import RANK, Counter, damage, write_result
 
 from accelerate_core import Accelerator
 from accelerate_core.errors import CheckpointError
 from accelerate_core.utils import ProjectConfiguration
-
-
-def damage(path: Path, how: str) -> None:
-    data = bytearray(path.read_bytes())
-    if how == "flipped":
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-    elif how == "truncated":
-        path.write_bytes(data[: len(data) // 2])
-    elif how == "emptied":
-        path.write_bytes(b"")
-    else:
-        path.unlink()
 
 
 def own(model: Any) -> torch.Tensor:

@@ -179,11 +179,7 @@ def buffers_of_models_on_meta_are_kept_or_rejected() -> None:
 
 
 @case
-def weights_that_differ_between_ranks_are_replaced_or_rejected() -> None:
-    accelerator = fsdp()
-    model = accelerator.prepare(Tower(seed=RANK))
-    close(whole(model), Tower(seed=0).state_dict(), atol=0)
-    accelerator.end_training()
+def weights_that_differ_between_ranks_are_rejected_without_sync_module_states() -> None:
     accelerator = fsdp(sync_module_states=False)
     with pytest.raises(PrepareError, match=r"on rank 1 differ from rank 0.*layers\.0\.weight"):
         accelerator.prepare(Tower(seed=RANK))

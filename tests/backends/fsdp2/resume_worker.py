@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from gpt import GPT, LENGTH, PLAN, loss_of, text
 from torch.utils.data import DataLoader, TensorDataset
+from worker import Counter
 
 from accelerate_core import Accelerator, ParallelismConfig
 from accelerate_core.utils import (
@@ -24,19 +25,6 @@ from accelerate_core.utils import (
 )
 
 BATCH = 8
-
-
-class Counter:
-    """Counts the trained micro-batches."""
-
-    def __init__(self) -> None:
-        self.batches = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"batches": self.batches}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.batches = state["batches"]
 
 
 def main(sizes: dict[str, int], folder: Path, until: int, backend: str = "fsdp2") -> None:

@@ -177,21 +177,6 @@ def test_unsupported_options_of_the_mesh_are_rejected():
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_backend="deepspeed"))
 
 
-def test_one_process_can_train_save_and_load(tmp_path):
-    model = torch.nn.Linear(3, 2)
-    before = model.weight.detach().clone()
-    with Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()) as accelerator:
-        prepared, optimizer = accelerator.prepare(
-            model, torch.optim.SGD(model.parameters(), lr=0.1)
-        )
-        accelerator.save_state(tmp_path / "state")
-        accelerator.backward(prepared(torch.ones(1, 3)).sum())
-        optimizer.step()
-        assert not torch.equal(prepared.weight.full_tensor(), before)
-        accelerator.load_state(tmp_path / "state")
-        assert torch.equal(prepared.weight.full_tensor(), before)
-
-
 PRECISION = """
 import torch
 from accelerate_core import Precision

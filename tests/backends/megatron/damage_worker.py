@@ -11,24 +11,9 @@ from typing import Any
 import pytest
 import torch
 from resume_worker import begin
-from worker import RANK, write_result
+from worker import RANK, damage, flat, write_result
 
 from accelerate_core.errors import CheckpointError
-
-
-def damage(path: Path, how: str) -> None:
-    data = bytearray(path.read_bytes())
-    if how == "flipped":
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-    elif how == "truncated":
-        path.write_bytes(data[: len(data) // 2])
-    else:
-        path.unlink()
-
-
-def own(model: Any) -> torch.Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
 def main(layout: dict[str, Any], folder: Path) -> None:
@@ -38,7 +23,7 @@ def main(layout: dict[str, Any], folder: Path) -> None:
     if RANK == 0:
         shutil.copytree(newest, kept)
     accelerator.wait_for_everyone()
-    before, tried = own(model), []
+    before, tried = flat(model), []
     for path in sorted(path for path in kept.rglob("*") if path.is_file()):
         name = path.relative_to(kept).as_posix()
         for how in ("flipped", "truncated", "deleted"):
@@ -48,7 +33,7 @@ def main(layout: dict[str, Any], folder: Path) -> None:
             with pytest.raises(CheckpointError) as failure:
                 accelerator.load_state(newest)
             assert path.name in str(failure.value), (name, how, str(failure.value))
-            assert torch.equal(own(model), before), (name, how)
+            assert torch.equal(flat(model), before), (name, how)
             accelerator.wait_for_everyone()
             if RANK == 0:
                 (newest / name).unlink(missing_ok=True)
@@ -56,7 +41,7 @@ def main(layout: dict[str, Any], folder: Path) -> None:
             accelerator.wait_for_everyone()
             tried.append(name)
     accelerator.load_state(newest)
-    assert not torch.equal(own(model), before)
+    assert not torch.equal(flat(model), before)
     write_result(tried)
     accelerator.end_training()
 

@@ -19,26 +19,13 @@ import cuda_on_cpu
 import torch
 from tiny import batches, tiny
 from torch.utils.data import DataLoader
-from worker import PG_TIMEOUT, RANK
+from worker import PG_TIMEOUT, RANK, Counter
 
 from accelerate_core import Accelerator, MegatronLMPlugin, ParallelismConfig
 from accelerate_core.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from accelerate_megatron import checkpoint
 
 cuda_on_cpu.install()
-
-
-class Counter:
-    """Counts the trained micro-batches."""
-
-    def __init__(self) -> None:
-        self.batches = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"batches": self.batches}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.batches = state["batches"]
 
 
 def begin(layout: dict[str, Any], folder: Path) -> tuple[Accelerator, Any, Any, Any, Any, Counter]:
