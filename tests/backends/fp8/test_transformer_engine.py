@@ -95,7 +95,7 @@ def test_recipe_name_creates_the_librarys_recipe_with_its_options(te, name):
         assert (key in options) == (key in fields(plain) and name != "nvfp4")
         if key not in options:
             with pytest.raises(
-                ConfigurationError, match=rf"^{key}=\S+ is not an option of .*recipe='{name}'"
+                ConfigurationError, match=rf"TERecipeKwargs: {key}=\S+ is not an option of .*recipe='{name}'"
             ):
                 TERecipeKwargs(recipe=name, **{key: value})
 
