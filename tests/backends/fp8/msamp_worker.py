@@ -12,7 +12,7 @@ from accelerate_core import Accelerator
 from accelerate_core.utils import MSAMPRecipeKwargs
 from accelerate_fp8.msamp import MSAMP
 
-sys.path.insert(0, str(Path(__file__).with_name("stand_in")))
+sys.path.insert(0, str(Path(__file__).with_name("mock_libraries")))
 import msamp
 
 torch.set_num_threads(1)

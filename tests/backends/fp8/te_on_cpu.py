@@ -13,12 +13,12 @@ from accelerate_core import Accelerator
 from accelerate_fp8 import TERecipeKwargs
 from accelerate_fp8.transformer_engine import TransformerEngine
 
-STAND_IN = Path(__file__).with_name("stand_in")
+MOCK_LIBRARIES = Path(__file__).with_name("mock_libraries")
 
 
 def use() -> Any:
     """Make `import transformer_engine` import the mock, and return it."""
-    sys.path.insert(0, str(STAND_IN))
+    sys.path.insert(0, str(MOCK_LIBRARIES))
     TransformerEngine.devices = ("cpu", "cuda")
     import transformer_engine.pytorch as te
 

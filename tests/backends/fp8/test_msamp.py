@@ -28,7 +28,7 @@ WORKER = Path(__file__).with_name("msamp_worker.py")
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Make the mock importable, and return the list of its called functions."""
-    monkeypatch.syspath_prepend(str(Path(__file__).with_name("stand_in")))
+    monkeypatch.syspath_prepend(str(Path(__file__).with_name("mock_libraries")))
     monkeypatch.setattr(MSAMP, "devices", ("cpu",))
     import msamp
 

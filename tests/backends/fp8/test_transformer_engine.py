@@ -44,7 +44,7 @@ def forget() -> None:
 
 
 @pytest.fixture(scope="module")
-def stand_in():
+def mock_library():
     path, devices, threads = [*sys.path], engine.TransformerEngine.devices, torch.get_num_threads()
     torch.set_num_threads(1)
     yield cpu.use()
@@ -54,11 +54,11 @@ def stand_in():
 
 
 @pytest.fixture
-def te(stand_in, monkeypatch):
+def te(mock_library, monkeypatch):
     quantization = sys.modules["transformer_engine.pytorch.quantization"]
-    for log in (quantization.ENTERED, quantization.REDUCED, stand_in.CHECKPOINTED):
+    for log in (quantization.ENTERED, quantization.REDUCED, mock_library.CHECKPOINTED):
         log.clear()
-    yield stand_in
+    yield mock_library
     quantization.FP8GlobalStateManager.reset()
 
 
@@ -95,7 +95,8 @@ def test_recipe_name_creates_the_librarys_recipe_with_its_options(te, name):
         assert (key in options) == (key in fields(plain) and name != "nvfp4")
         if key not in options:
             with pytest.raises(
-                ConfigurationError, match=rf"TERecipeKwargs: {key}=\S+ is not an option of .*recipe='{name}'"
+                ConfigurationError,
+                match=rf"TERecipeKwargs: {key}=\S+ is not an option of .*recipe='{name}'",
             ):
                 TERecipeKwargs(recipe=name, **{key: value})
 
@@ -223,7 +224,7 @@ def parameters(node: ast.FunctionDef) -> dict[str, str]:
 
 def test_mock_has_the_signatures_of_the_library():
     ours = {}
-    for file in (cpu.STAND_IN / "transformer_engine" / "pytorch").glob("*.py"):
+    for file in (cpu.MOCK_LIBRARIES / "transformer_engine" / "pytorch").glob("*.py"):
         ours |= tree(file)
     compared = 0
     for name, file in SOURCES.items():
@@ -279,7 +280,7 @@ def error_when_installed(monkeypatch, path: Path | None = None) -> str:
     with monkeypatch.context() as patch:
         for name in [one for one in sys.modules if one.partition(".")[0] == "transformer_engine"]:
             patch.delitem(sys.modules, name)
-        patch.setattr(sys, "path", [one for one in sys.path if one != str(cpu.STAND_IN)])
+        patch.setattr(sys, "path", [one for one in sys.path if one != str(cpu.MOCK_LIBRARIES)])
         patch.setattr(engine.TransformerEngine, "devices", ("cpu",))
         if path is not None:
             patch.syspath_prepend(path)

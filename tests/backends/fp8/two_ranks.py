@@ -195,7 +195,9 @@ def missing_weight_is_not_taken_from_another_layer() -> None:
         if layers == 4:
             accelerator.save_state(str(folder / "state"))
         else:
-            with pytest.raises(CheckpointError, match=r"do not fit .* 4\.weight is not in the checkpoint"):
+            with pytest.raises(
+                CheckpointError, match=r"do not fit .* 4\.weight is not in the checkpoint"
+            ):
                 accelerator.load_state(str(folder / "state"))
         accelerator.free_memory()
 
