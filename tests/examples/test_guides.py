@@ -84,7 +84,8 @@ MARKS = {
     "how_to/ray_tune.md": [pytest.mark.needs("ray"), pytest.mark.soak],
     "how_to/sweeps.md": [pytest.mark.needs("optuna")],
     "tutorials/from_fabric.md": [
-        pytest.mark.skipif(not _GUIDES.exists(), reason="lightning-fabric is not installed")
+        pytest.mark.skipif(not _GUIDES.exists(), reason="lightning-fabric is not installed"),
+        pytest.mark.soak,
     ],
     "tutorials/lora.md": [
         pytest.mark.needs("transformers"),
