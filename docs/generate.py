@@ -562,9 +562,8 @@ def drop_in() -> str:
         "The wheel that `make drop-in` builds is a distribution named `accelerate` with modules from "
         "accelerate-core, not from Hugging Face. It exists because libraries check for the distribution by "
         "name and version. sentence-transformers also reads the metadata, and starts only if the header "
-        "`Home-page` contains `huggingface`. In this wheel the header is the path of this section in the "
-        "repository, because the project has no public address yet; it names what the wheel replaces. "
-        "`pip show accelerate` prints it.",
+        "`Home-page` contains `huggingface`. In this wheel the header is the address of this section, whose "
+        "title names what the wheel replaces. `pip show accelerate` prints it.",
         "",
         "## Assigned after construction",
         "",

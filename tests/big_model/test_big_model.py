@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import socket
 import sys
 import weakref
 from pathlib import Path
@@ -37,6 +36,7 @@ from accelerate_core.utils import (
     dispatch_model,
     extract_submodules_state_dict,
     find_tied_parameters,
+    get_free_port,
     get_state_dict_offloaded_model,
     has_offloaded_params,
     infer_auto_device_map,
@@ -874,11 +874,8 @@ def test_rank_0_reads_and_sends_the_weights_to_the_others(
     model: TinyGPT, expected: torch.Tensor, tmp_path: Path
 ) -> None:
     checkpoint = write_checkpoint(model, tmp_path / "checkpoint", "safetensors")
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
     torch.multiprocessing.spawn(
-        _load_from_rank0, (port, str(checkpoint), str(tmp_path)), nprocs=2, join=True
+        _load_from_rank0, (get_free_port(), str(checkpoint), str(tmp_path)), nprocs=2, join=True
     )
     for rank in range(2):
         torch.testing.assert_close(torch.load(tmp_path / str(rank)), expected)

@@ -63,7 +63,7 @@ def test_passing_the_batch_size_is_an_error_with_the_right_call() -> None:
     @utils.find_executable_batch_size
     def train(batch_size: int, epochs: int) -> None: ...
 
-    with pytest.raises(TypeError, match=r"Call it without: train\(epochs=3\)"):
+    with pytest.raises(TypeError, match=r"Call it without that: train\(epochs=3\)"):
         train(8, 3)
     with pytest.raises(ConfigurationError, match="first argument"):
         utils.find_executable_batch_size(lambda: None)()

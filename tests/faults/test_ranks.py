@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support import clean_environment
+
+from accelerate_launch.devices import get_free_port
 
 FAULTY = Path(__file__).with_name("faulty.py")
 TIMEOUT = 120
 SOON = 20
-HIDDEN = ("ACCELERATE_", "TORCHELASTIC_", "MASTER_")
 
 pytestmark = pytest.mark.dist
 
@@ -64,14 +66,8 @@ def launch(folder: Path, fault: str, *options: str) -> Ended:
 
 
 def command_of(folder: Path, fault: str, *options: str) -> tuple[list[str], dict[str, str]]:
-    environ = {
-        name: text
-        for name, text in os.environ.items()
-        if not name.startswith(HIDDEN) and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    environ["ACCELERATE_CONFIG_HOME"] = os.devnull
     command = [sys.executable, "-m", "accelerate_core.cli", "launch", "--cpu", *options]
-    return [*command, "--num_processes", "2", str(FAULTY), fault, str(folder)], environ
+    return [*command, "--num_processes", "2", str(FAULTY), fault, str(folder)], clean_environment()
 
 
 @pytest.mark.parametrize(
@@ -140,16 +136,8 @@ def test_quiet_shows_only_the_first_failure_and_exits_with_its_status(tmp_path: 
 @pytest.mark.parametrize("fault", ["raise", "kill"])
 @pytest.mark.parametrize("how", ["standalone", "static"])
 def test_restart_after_a_failure_succeeds(tmp_path: Path, fault: str, how: str) -> None:
-    port = ["--main_process_port", str(_free_port())] if how == "static" else []
+    port = ["--main_process_port", str(get_free_port())] if how == "static" else []
     ended = launch(tmp_path, fault, "--max_restarts", "1", *port)
     assert ended.status == 0, ended.output
     assert sorted(file.name for file in tmp_path.glob("done*")) == ["done0.1", "done1.1"]
     assert ended.seconds < 2 * SOON
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

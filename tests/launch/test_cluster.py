@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -235,7 +234,3 @@ def test_invalid_slurm_node_lists_are_refused(text: str) -> None:
 def test_non_numeric_rank_variable_is_refused(script: Path) -> None:
     with pytest.raises(ConfigurationError, match="SLURM_NODEID='x' must be a number"):
         plan_of(script, {**STEP, "SLURM_NODEID": "x"})
-
-
-def test_tests_do_not_run_inside_mpirun() -> None:
-    assert "OMPI_COMM_WORLD_SIZE" not in os.environ

@@ -365,6 +365,7 @@ WRONG_COMMANDS: dict[tuple[str, ...], str] = {
     ("--main_process_port", "99999", "--num_processes", "2"): "is not in the range 0<=x<=65535",
     ("--tee", "9"): "must have the form",
     ("--cpu", "--multi_gpu"): "contradicts",
+    ("--module", "--no_python"): "cannot be used together",
     ("--config_file", "nowhere.yaml"): "Cannot read the config file nowhere.yaml",
 }
 
@@ -504,12 +505,6 @@ def _taken_or_refused(text: str) -> None:
         refused = False
     assert refused == bool(said.strip())
     assert len(said.splitlines()) <= 6 * mistakes
-
-
-def test_config_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00debug")
-    with pytest.raises(AccelerateError, match="codec can't decode byte 0xff"):
-        read_config(tmp_path / "c.yaml")
 
 
 def test_config_file_values_reach_the_processes_as_variables(tmp_path: Path) -> None:

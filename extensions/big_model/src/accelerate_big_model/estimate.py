@@ -394,10 +394,7 @@ def plan_of(
     class Block(nn.Module):
         """A module that is not split."""
 
-    if dtype not in DTYPES:
-        raise ConfigurationError(
-            f"dtypes: {dtype!r} is not one of {listing(DTYPES)}.{did_you_mean(dtype, DTYPES)}"
-        )
+    _check_dtype(dtype)
     model = nn.Module()
     for name, count in sizes.items():
         *path, leaf = name.split(".")
@@ -480,11 +477,15 @@ def _rank(parts: Mapping[str, int], divided: Sequence[str], world: int) -> int:
     return total + (parts["largest_layer"] if "weights" in divided and world > 1 else 0)
 
 
-def _parts(sizes: Mapping[str, int], dtype: str, optimizer: str) -> dict[str, int]:
+def _check_dtype(dtype: str) -> None:
     if dtype not in DTYPES:
         raise ConfigurationError(
             f"dtypes: {dtype!r} is not one of {listing(DTYPES)}.{did_you_mean(dtype, DTYPES)}"
         )
+
+
+def _parts(sizes: Mapping[str, int], dtype: str, optimizer: str) -> dict[str, int]:
+    _check_dtype(dtype)
     if optimizer.lower() not in _OPTIMIZERS:
         hint = did_you_mean(optimizer, _OPTIMIZERS)
         raise ConfigurationError(

@@ -17,7 +17,13 @@ from torch import nn
 
 from accelerate_big_model.hooks import remove_hook_from_module
 from accelerate_big_model.mapped import read_in
-from accelerate_big_model.offload import MAPPED, Index, offload_weight, save_offload_index
+from accelerate_big_model.offload import (
+    MAPPED,
+    Index,
+    mapped_key,
+    offload_weight,
+    save_offload_index,
+)
 from accelerate_big_model.tensors import (
     check_device_map,
     check_tied_parameters_on_same_device,
@@ -57,7 +63,7 @@ class _Loader:
 
     def read(self, path: Path) -> Iterator[int]:
         """Load all tensors of a file into the model, and yield the bytes of each one when it is done."""
-        kind = "safetensors_file" if path.suffix == ".safetensors" else "torch_file"
+        kind = mapped_key(path)
         name = ""
         try:
             self.file = MAPPED[kind](path)

@@ -26,6 +26,11 @@ MAPPED: dict[str, Any] = {"safetensors_file": SafetensorsFile, "torch_file": Tor
 Index = dict[str, dict[str, Any]]
 
 
+def mapped_key(path: Path) -> str:
+    """Return the key of `MAPPED` under which an index entry names a checkpoint file."""
+    return "safetensors_file" if path.suffix == ".safetensors" else "torch_file"
+
+
 def offload_weight(
     weight: torch.Tensor,
     weight_name: str,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from accelerate_big_model.offload import MAPPED, OffloadedWeightsLoader, whole_map
+from accelerate_big_model.offload import MAPPED, OffloadedWeightsLoader, mapped_key, whole_map
 from accelerate_big_model.tensors import joined, offload_hook
 from accelerate_checkpoint.weights import checkpoint_files
 from accelerate_core.errors import ConfigurationError
@@ -81,11 +81,7 @@ class OffloadedState:
                 places = {
                     found: path
                     for path in checkpoint_files(directory.resolve())
-                    for found in MAPPED[_kind(path)](path).names()
+                    for found in MAPPED[mapped_key(path)](path).names()
                 }
             if name in places:
-                weights.relocate(key, _kind(places[name]), places[name], name)
-
-
-def _kind(path: Path) -> str:
-    return "safetensors_file" if path.suffix == ".safetensors" else "torch_file"
+                weights.relocate(key, mapped_key(places[name]), places[name], name)

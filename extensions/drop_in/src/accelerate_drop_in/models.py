@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate_big_model.tensors import align_module_device, default_device, has_offloaded_params
+from accelerate_big_model.tensors import (
+    align_module_device,
+    default_device,
+    has_offloaded_params,
+    non_persistent_buffers,
+)
 from accelerate_core.builtin.compiled import (
     is_compiled_module,
     strip_compiled,
@@ -172,11 +177,8 @@ def get_non_persistent_buffers(
     module: nn.Module, recurse: bool = False, fqns: bool = False
 ) -> set[str]:
     """Return the names of buffers that are not in state dicts; full names with `fqns`."""
-    return {
-        f"{prefix}.{name}" if fqns and prefix else name
-        for prefix, one in (module.named_modules() if recurse else [("", module)])
-        for name in one._non_persistent_buffers_set
-    }
+    names = non_persistent_buffers(module, recurse)
+    return names if fqns else {name.rpartition(".")[2] for name in names}
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:

@@ -15,7 +15,7 @@ from accelerate_big_model import STRATEGIES
 from accelerate_big_model.device_map import get_balanced_memory, infer_auto_device_map
 from accelerate_big_model.dispatch import dispatch_model
 from accelerate_big_model.loading import from_hub, load_checkpoint_in_model
-from accelerate_big_model.mapped import SafetensorsFile, TorchFile
+from accelerate_big_model.offload import MAPPED, mapped_key
 from accelerate_big_model.tensors import (
     default_device,
     find_tied_parameters,
@@ -340,7 +340,7 @@ def _offloaded(device_map: Mapping[str, Any]) -> list[str]:
 def _expect_scales(model: nn.Module, checkpoint: str | Path) -> None:
     """Prepare 8-bit layers to load weights that were saved quantized, with their scales."""
     for file in checkpoint_files(checkpoint):
-        opened: Any = SafetensorsFile(file) if file.suffix == ".safetensors" else TorchFile(file)
+        opened = MAPPED[mapped_key(file)](file)
         layers = {n: one for n, one in model.named_modules() if _is_8bit(one)}
         for name in opened.names():
             owner, _, leaf = name.rpartition(".")
