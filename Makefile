@@ -1,4 +1,4 @@
-# The doors. Each works on a bare clone with nothing but Python >= 3.11 and make.
+# Each target works on a bare clone with nothing but Python >= 3.11 and make.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -21,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 help:
 	@echo "make quickstart   train on two processes, on real data"
 	@echo "make test         the tests (ARGS='-k name' for some)"
-	@echo "make conformance  the suite on every plugin of ours, and the rest of the author's kit"
+	@echo "make conformance  the conformance suite on each of our plugins, and the tests of the author's kit"
 	@echo "make faults       kills, signals, ranks that fail, two machines and a cut cable"
 	@echo "make megatron     megatron-core on two ranks and on four, where there is no GPU through a shim"
 	@echo "make fp8          fp8 by torchao, and by stand-ins of the other libraries"
@@ -37,7 +37,7 @@ help:
 	@echo "make matrix       the tests on other Pythons and torches, and on the lowest versions declared"
 	@echo "make gpu          what wants an accelerator, in ten minutes, without a network; writes a table"
 	@echo "make drop-in      the wheel that has the name accelerate, into dist"
-	@echo "make bench        compare with the peers"
+	@echo "make bench        compare with Accelerate and Lightning Fabric"
 	@echo "make downstream   the released plugins under the working core"
 	@echo "make soak         all of these, and the long forms"
 
@@ -71,7 +71,7 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp $(BACKENDS:%=%/pyproject.toml) $(TRACKERS:%
 quickstart: $(VENV)/run.stamp
 	$(BIN)/accelerate-core launch --cpu --num_processes 2 examples/quickstart.py
 
-# Folders with a door of their own; .ci/run goes through all of them. What is long comes first.
+# Folders with their own target; .ci/run runs all of them. Long ones come first.
 CONFORMANCE := tests/conformance/test_third_party.py tests/testing tests/conformance
 FAULTS := tests/faults tests/machines
 CLIENTS := tests/clients
@@ -181,7 +181,7 @@ matrix: $(VENV)/dev.stamp
 drop-in: $(VENV)/run.stamp
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation --wheel-dir dist extensions/drop_in/accelerate
 
-# The peers and the commands that run them in pairs of processes.
+# Other libraries, and the commands that run them in pairs of processes.
 PAIR = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2
 bench: $(VENV)/dev.stamp $(CLIENTS_MADE)/ours.stamp $(CLIENTS_MADE)/theirs.stamp
 	$(PIP) install -c constraints.txt accelerate==1.15.0 lightning-fabric==2.6.6

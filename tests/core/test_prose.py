@@ -18,7 +18,6 @@ _spec.loader.exec_module(prose)
 
 #: Files and directories that have not been rewritten yet.
 NOT_CLEAN: tuple[str, ...] = (
-    "Makefile",
     "backends/megatron",
     "core/",
     "docs/citation.md",
