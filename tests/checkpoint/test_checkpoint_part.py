@@ -298,7 +298,7 @@ def test_without_a_checkpointer_training_works_and_warns_once() -> None:
     )
     texts, requested, refused = run_python(code, without=True)
     assert len(texts) == 1
-    assert "ACCELERATE_DISABLED_PLUGINS keeps out 'directory'" in texts[0]
+    assert "ACCELERATE_DISABLED_PLUGINS disables 'directory'" in texts[0]
     assert requested is False
     assert list(refused) == [
         "save_state", "load_state", "save_model", "save", "wait_for_checkpoint",
@@ -306,7 +306,7 @@ def test_without_a_checkpointer_training_works_and_warns_once() -> None:
     for name, (kind, text) in refused.items():
         assert kind == "MissingPluginError"
         assert text.startswith(f"{name}: ")
-        assert "ACCELERATE_DISABLED_PLUGINS keeps out 'directory'" in text
+        assert "ACCELERATE_DISABLED_PLUGINS disables 'directory'" in text
 
 
 def test_without_a_checkpointer_settings_that_need_one_are_refused() -> None:
@@ -327,7 +327,7 @@ def test_without_a_checkpointer_settings_that_need_one_are_refused() -> None:
     assert [kind for kind, _ in texts] == ["MissingPluginError"] * 3
     for (_, text), name in zip(texts, ("signals='TERM'", "naming)=True", "limit)=2"), strict=True):
         assert name in text
-        assert "ACCELERATE_DISABLED_PLUGINS keeps out 'directory'" in text
+        assert "ACCELERATE_DISABLED_PLUGINS disables 'directory'" in text
 
 
 # --- files of plugins -----------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def check(
         ("heavy", "imports", ["matplotlib", "inside the functions"]),
         ("noisy", "imports", ["one more backend", "output of the import"]),
         ("void", "kept", ["no trace of", '{"elsewhere": true}']),
-        ("future", "api_version", ["2.0", "speaks 1.0", "upgrade accelerate-core"]),
+        ("future", "api_version", ["2.0", "has 1.0", "Upgrade accelerate-core"]),
         ("unsaid", "api_version", ["does not state an api_version"]),
         ("left", "selection", ["right (dummy-right 4.2)", "equal priority 50", "USE_BOTH"]),
     ],

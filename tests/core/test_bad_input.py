@@ -208,7 +208,7 @@ ENVIRONMENT: dict[str, tuple[dict[str, str], list[str]]] = {
             "ACCELERATE_MIXED_PRECISION": "fp61",
             "ACCELERATE_PROVENANCE": '{"ACCELERATE_MIXED_PRECISION": "command line --mixed_precision"}',
         },
-        ["asked for by command line --mixed_precision"],
+        ["requested by command line --mixed_precision"],
     ),
     "steps": (
         {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "two"},

@@ -353,5 +353,5 @@ def test_a_compiler_that_is_asked_for_is_chosen_like_any_plugin(
     assert reason in Accelerator(cpu=True).explain()
     assert "torch_compile" not in Accelerator(cpu=True, dynamo_backend="no").explain()
     monkeypatch.setenv("ACCELERATE_DISABLED_PLUGINS", "torch_compile")
-    with pytest.raises(PluginError, match="keeps out the extension plugin 'torch_compile'"):
+    with pytest.raises(PluginError, match="disables the extension plugin 'torch_compile'"):
         Accelerator(cpu=True)

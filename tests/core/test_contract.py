@@ -303,8 +303,8 @@ def test_another_major_version_is_refused_by_name(
     way_out = "accelerate-core" if name == "next" else owner
     assert f"({owner} 1.0)" in text
     assert f"version {theirs}" in text
-    assert "speaks 1.0" in text
-    assert f"upgrade {way_out}" in text
+    assert "has 1.0" in text
+    assert f"Upgrade {way_out}" in text
 
 
 @pytest.mark.parametrize("name", ["older", "next"])
@@ -352,7 +352,7 @@ class L:
 @pytest.mark.parametrize(
     ("stated", "refused"),
     [
-        ("", "states no api_version"),
+        ("", "has no api_version"),
         ("api_version = (2, 0)", "a newer contract, version 2.0"),
         ("api_version = (1, 0); __init__ = lambda self: 1 / 0", "raised ZeroDivisionError"),
     ],
@@ -477,7 +477,7 @@ def test_a_newer_argument_says_what_to_upgrade(tmp_path: Path) -> None:
         "dreams",
         "prepare_model",
         "1.7",
-        "upgrade accelerate-core",
+        "Upgrade accelerate-core",
     ):
         assert part in text
 

@@ -233,7 +233,7 @@ def test_the_table_and_why_decide_as_launch_does_with_the_same_file(
         "launcher": f"{config} line 3",
         "trigger": "requested by environment variable ROPE",
     }
-    expected = ("active", reason[key]) if key in reason else ("available", "nothing asks for it")
+    expected = ("active", reason[key]) if key in reason else ("available", "not requested")
     assert (rope["state"], rope["reason"]) == expected
 
 
@@ -372,7 +372,7 @@ def test_what_is_switched_off_is_not_called_missing(root: Path) -> None:
     ):
         env = clean_environment(ACCELERATE_DISABLED_PLUGINS=off)
         error = pool.run(["-c", run.format(asked)], env, 60).stderr.strip().splitlines()[-1]
-        assert f"ACCELERATE_DISABLED_PLUGINS keeps out '{off}'" in error
+        assert f"ACCELERATE_DISABLED_PLUGINS disables '{off}'" in error
         assert "installed" not in error
 
 

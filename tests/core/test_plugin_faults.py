@@ -223,7 +223,7 @@ def test_a_precision_may_enter_forward_its_own_way_and_is_named_where_it_raises(
     ("arguments", "environment", "said"),
     [
         ("backend='single', ", {}, "not active"),
-        ("", {"ACCELERATE_DISABLED_PLUGINS": "mine"}, "keeps out the backend plugin 'mine'"),
+        ("", {"ACCELERATE_DISABLED_PLUGINS": "mine"}, "disables the backend plugin 'mine'"),
     ],
 )
 def test_settings_that_nobody_reads_are_refused(root, arguments, environment, said):

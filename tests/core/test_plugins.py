@@ -122,8 +122,8 @@ out([Accelerator().backend.name, stronger, row["state"], asked, named])
     *names, state, asked, named = dummies.run(fifty, code, env)
     assert (names, state) == (["single", "single"], "disabled")
     assert asked[0] == named[0] == "PluginError"
-    assert "ACCELERATE_DISABLED_PLUGINS keeps out the backend plugin 'backend3'" in asked[1]
-    assert "asked for by environment variable ACCELERATE_USE_DUMMY3" in asked[1]
+    assert "ACCELERATE_DISABLED_PLUGINS disables the backend plugin 'backend3'" in asked[1]
+    assert "requested by environment variable ACCELERATE_USE_DUMMY3" in asked[1]
 
 
 def test_every_kind_of_trigger_fires(tmp_path: Path) -> None:
@@ -232,10 +232,10 @@ out(result)
 @pytest.mark.parametrize(
     ("name", "kind", "parts"),
     [
-        ("older", "PluginVersionError", ["older (dummy-older 1.0)", "0.9", "upgrade dummy-older"]),
-        ("next", "PluginVersionError", ["next (dummy-next 1.0)", "2.0", "upgrade accelerate-core"]),
+        ("older", "PluginVersionError", ["older (dummy-older 1.0)", "0.9", "Upgrade dummy-older"]),
+        ("next", "PluginVersionError", ["next (dummy-next 1.0)", "2.0", "Upgrade accelerate-core"]),
         ("next triggered", "PluginVersionError", ["next (dummy-next 1.0)", "2.0"]),
-        ("unsaid", "PluginError", ["states no api_version"]),
+        ("unsaid", "PluginError", ["has no api_version"]),
         ("misspelt", "PluginError", ["backwards"]),
         ("wrongarg", "PluginError", ["modle"]),
         (

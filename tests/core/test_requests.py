@@ -335,7 +335,7 @@ def slips(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("{'backend': 'key'}", {}, ["supports", "'no_synk'", "Did you mean 'no_sync'?"]),
         ("{'backend': 'word'}", {}, ["owns", "'acumulation'", "Did you mean 'accumulation'?"]),
         ("{'backend': 'accepts'}", {}, ["accepts", "'autocasts'", "Did you mean 'autocast'?"]),
-        ("{'backend': 'inherits'}", {}, ["states no api_version"]),
+        ("{'backend': 'inherits'}", {}, ["has no api_version"]),
         ("{'backend': 'renamed'}", {}, ["'renamed'", "'another'"]),
         ("{'backend': 'shard'}", {}, ["data_shard", "'shard'", "returned 1", "(index, count)"]),
         ("{'backend': 'outside'}", {}, ["data_shard", "(2, 2)"]),

@@ -125,7 +125,7 @@ def behind_a_decorator(patch: pytest.MonkeyPatch, folder: Path) -> None:
     ("cause", "said"),
     [
         (older_argument, "is an older name"),
-        (near_miss, "is not known and ignored"),
+        (near_miss, "is unknown and has no effect"),
         (disabled_plugin, "no such plugin is installed"),
         (forgotten_parameters, "are in no optimizer"),
         (note, "noted"),

@@ -298,7 +298,7 @@ WRONG_FILES: dict[str, tuple[str, ...]] = {
     "debug: 3": ("is not a switch",),
     "use_cpu: {a: 1}": ("is not a switch",),
     "mixed_precision: bf61": ("Did you mean 'bf16'?", "line 1"),
-    "mixed_precision: [fp16]": ("must be a text",),
+    "mixed_precision: [fp16]": ("must be a string",),
     "fp8_config:\n  fp8_backnd: te": ("line 2", "Did you mean 'fp8_backend'?"),
     "fp8_config:\n  backend: tea": ("line 2", "Did you mean 'TE'?"),
     "fp8_config:\n  margin: 0\n  amax_history_size: 3": (
@@ -314,7 +314,7 @@ WRONG_FILES: dict[str, tuple[str, ...]] = {
     "compute_environment: AMAZON_SAGEMAKER": ("cannot be started from here",),
     "gpu_ids: 0,0": ("must be distinct numbers", "line 1"),
     "gpu_ids: first": ("must be distinct numbers",),
-    "gpu_ids: [0, 1]": ("must be a text",),
+    "gpu_ids: [0, 1]": ("must be a string",),
     "max_restarts: -1": ("must be at least 0",),
     "monitor_interval: 0": ("must be a positive number",),
     "monitor_interval: .nan": ("must be a number",),

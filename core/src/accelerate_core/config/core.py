@@ -1,4 +1,4 @@
-"""The core's own settings, each with the names every source knows it by."""
+"""The settings of the core, each with its name in every source."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from accelerate_core.config.schema import option, settings, settings_fields
 
 
 def _precision(text: str, variable: str) -> str:
-    if variable == "USE_FP16":  # older name of the seeds: a flag, not a precision
+    if variable == "USE_FP16":  # an older name, which holds a boolean
         return "fp16" if parse_bool(text) else "no"
     return text.lower()
 
 
 @settings(section=None)
 class CoreSettings:
-    """What the core itself takes, from every source and for every backend.
+    """The settings of the core, which apply to every backend.
 
-    Of the constructor they are arguments of `Accelerator`.
+    In the constructor they are arguments of `Accelerator`.
     """
 
     backend: str | None = option(default=None, help="name of the backend plugin; default: detected")

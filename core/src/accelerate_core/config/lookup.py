@@ -1,8 +1,8 @@
-"""Find the value of a setting among its sources, strongest first, and remember which won.
+"""Look up the value of a setting in its sources, strongest first, and record the source.
 
 constructor > command line > environment > config file > detection > default.
-The command line reaches a process as environment variables whose origin the
-launcher wrote down, so the two share one look-up here.
+The launcher passes the command line to processes as environment variables, together with their
+origin, so both share one look-up here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Sources:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Sources:
-        """Read the environment, and the config file it names, if it names one."""
+        """Read the environment, and the config file if it names one."""
         named = environ.get(CONFIG_VARIABLE)
         return cls(dict(environ), read_config(named) if named else None)
 
@@ -45,14 +45,14 @@ def resolve_core(
     """Resolve every setting of the core.
 
     Args:
-        given: values from the constructor; `None` stands for not given.
-        detected: values the active backend or the machine suggests.
-        sources: environment, config file and what stands for the command line.
-        collected: gets the mistakes, and settings with a wrong value are left out of the result;
-            without it they are raised.
+        given: values from the constructor; None if not given.
+        sources: environment, config file and command line.
+        detected: values that the active backend or the machine suggests.
+        collected: collects the mistakes; invalid settings are then missing from the result. Without
+            it, mistakes are raised.
 
     Raises:
-        ConfigurationError: values are wrong; all of them are named.
+        ConfigurationError: values are invalid; the message lists all of them.
     """
     made = {}
     mistakes = Mistakes() if collected is None else collected
@@ -70,7 +70,7 @@ def resolve_core(
 
 
 def section_of(cls: type[Any], owner: str) -> str:
-    """Return the section of a config file that has the fields of a settings class; "" is its top."""
+    """Return the section of a config file for a settings class; "" is the top level."""
     _, section, _ = getattr(cls, "__settings_names__", ("", "", ""))
     return f"{owner}_config" if owner and section == "" else section or ""
 
@@ -84,13 +84,13 @@ def resolve_settings(
         cls: a class made with `settings`.
         given: an instance from the constructor, or None.
         owner: the plugin's name, for the default environment names.
-        sources: environment, config file and what stands for the command line.
+        sources: environment, config file and command line.
 
     Returns:
-        A new instance and, per field, where its value came from.
+        A new instance, and the value of each field with its source.
 
     Raises:
-        ConfigurationError: a value that the class does not allow, with its origin.
+        ConfigurationError: the class does not allow a value; the message has its source.
     """
     _, _, argument = getattr(cls, "__settings_names__", ("", "", ""))
     section = section_of(cls, owner)
@@ -113,7 +113,7 @@ def resolve_settings(
     provenance = {
         name: SourcedValue(getattr(made, name), one.origin) for name, one in provenance.items()
     }
-    # A plugin that compares its fields with something else can name their sources.
+    # For plugins that want to name the source of a field in an error.
     object.__setattr__(made, "__provenance__", provenance)
     return made, provenance
 
@@ -122,7 +122,7 @@ def resolve_compiler(given: Mapping[str, Any], sources: Sources) -> TorchDynamoP
     """Return the compiler settings. `given` are the arguments of the Accelerator.
 
     Raises:
-        ConfigurationError: backend and plugin are given, or how to compile and not with what.
+        ConfigurationError: both backend and plugin are given, or options without a backend.
     """
     plugin, backend = given.get("dynamo_plugin"), given.get("dynamo_backend")
     if plugin is not None and backend is not None:
@@ -135,8 +135,8 @@ def resolve_compiler(given: Mapping[str, Any], sources: Sources) -> TorchDynamoP
         asked = getattr(made, name) not in (None, False, "default")
         if asked and made.backend is None and not made.disable:
             raise ConfigurationError(
-                f"{provenance[name].origin} sets {name}={getattr(made, name)!r}, but no backend to "
-                f"compile with: set it too, to 'inductor' for torch's own; 'no' compiles nothing."
+                f"{provenance[name].origin} sets {name}={getattr(made, name)!r} without a compiler "
+                "backend. Set that too: 'inductor' is torch's own, and 'no' compiles nothing."
             )
     return made
 
@@ -147,10 +147,10 @@ def look_up(
     section: str = "",
     detected: Mapping[str, SourcedValue] | None = None,
 ) -> SourcedValue:
-    """Return the value of a setting that no argument gives, from the strongest source that has one.
+    """Return the value of a setting from the strongest source that has one.
 
     Raises:
-        ConfigurationError: it is no value of the setting; with source and what is allowed.
+        ConfigurationError: the value is invalid. The message has its source and the allowed values.
     """
     for name in field.env:
         if text := sources.environ.get(name):
@@ -167,10 +167,16 @@ def look_up(
 
 
 def converted(field: SettingField, value: Any, shown: str, *, variable: str = "") -> Any:
-    """Turn what a source says into a value of the field; `shown` is value and source, for errors.
+    """Convert a value from a source to the type of the field.
+
+    Args:
+        field: the setting.
+        value: the value.
+        shown: the value with its source, for errors.
+        variable: the environment variable that it comes from.
 
     Raises:
-        ConfigurationError: it is none; with what is allowed and the nearest right value.
+        ConfigurationError: it is invalid. The message has the allowed values and the nearest one.
     """
     text = str(value).strip().lower()
     if field.optional and text in ("none", "null"):
@@ -189,7 +195,7 @@ def converted(field: SettingField, value: Any, shown: str, *, variable: str = ""
     if field.kind == "text":
         return _annotated(field, value, shown) if isinstance(value, str) else value
     if isinstance(value, bool | dict | list):
-        raise ConfigurationError(f"{shown} must be a text.")
+        raise ConfigurationError(f"{shown} must be a string.")
     return field.read(str(value), variable) if field.read is not None else str(value)
 
 
@@ -215,7 +221,7 @@ def _number(field: SettingField, value: Any, shown: str) -> float:
 
 
 def _annotated(field: SettingField, text: str, shown: str) -> Any:
-    """Turn a text into the type of a field that is no plain one: JSON, or as pydantic reads it."""
+    """Convert a string to the annotated type of a field, from JSON or as pydantic reads it."""
     import pydantic
 
     if field.annotation is None:
@@ -235,9 +241,9 @@ def _annotated(field: SettingField, text: str, shown: str) -> Any:
 
 
 def warn_near_misses(environ: Mapping[str, str], known: Iterable[str]) -> None:
-    """Warn once about `ACCELERATE_*` variables that look like a slip of the pen.
+    """Warn once about `ACCELERATE_*` variables that look misspelt.
 
-    Unknown ones that resemble nothing are left alone: they may be another tool's.
+    Unknown names that resemble no known one are ignored, because they may belong to another tool.
     """
     names = {*known, PROVENANCE_VARIABLE, CONFIG_VARIABLE}
     for name in environ:
@@ -246,7 +252,7 @@ def warn_near_misses(environ: Mapping[str, str], known: Iterable[str]) -> None:
             if near:
                 _warned.add(name)
                 warn(
-                    f"Environment variable {name} is not known and ignored.{did_you_mean(name, near)}",
+                    f"Environment variable {name} is unknown and has no effect.{did_you_mean(name, near)}",
                 )
 
 

@@ -72,18 +72,18 @@ def distributions() -> frozenset[str]:
 
 
 def extra_for(kind: str, name: str) -> str | None:
-    """Return the extra that installs a plugin, None for one we never heard of."""
+    """Return the extra that installs a plugin; None for an unknown plugin."""
     return known_names(kind).get(name)
 
 
 def known_names(kind: str) -> Mapping[str, str]:
-    """Return the plugin names of one kind that this catalog can name a package for."""
+    """Return the plugins of one kind whose package this catalog knows."""
     names: Mapping[str, str] = _tables()["NAMES"].get(kind, {})
     return names
 
 
 def pip_command(extra: str) -> str:
-    """Return the pip command that installs an extra, from the core's clone if it was installed from one."""
+    """Return the pip command that installs an extra; from the clone, if the core was installed from one."""
     here = {one.name: one for one in metadata.distributions()}
     own = here.get("accelerate-core")
     said = json.loads((own and own.read_text("direct_url.json")) or "{}")

@@ -1,4 +1,4 @@
-"""What is installed, read from package metadata alone: nothing here imports a plugin by itself."""
+"""Find installed plugins in package metadata, without importing them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GROUPS = {
     "accelerate_core.loaders": "loaders",
     "accelerate_core.tracking": "tracking",
 }
-#: Kinds that an extension hosts: name of the kind -> the entry point group of its plugins.
+#: Kinds that extensions host: the name of the kind -> the entry point group of its plugins.
 _KINDS = "accelerate_core.kinds"
 _EXPORTS = "accelerate_core.exports"
 _TRIGGERS = "accelerate_core.triggers"
@@ -55,19 +55,19 @@ class PluginRecord:
     distribution: str
     version: str
     triggers: set[str] = field(default_factory=set)
-    #: What importing it raised, if it was tried and broke.
+    #: The exception that importing it raised.
     failure: BaseException | None = None
-    #: What was imported, once it was.
+    #: The imported object; None before the import.
     loaded: Any = None
 
     @property
     def label(self) -> str:
-        """`name (distribution version)`, as error texts and notes show it."""
+        """`name (distribution version)`, as shown in errors and notes."""
         return f"{self.name} ({self.distribution} {self.version})".strip()
 
     @property
     def identity(self) -> dict[str, str]:
-        """Kind, name, distribution and version, by these names."""
+        """The kind, name, distribution and version, as a dictionary."""
         return {one: getattr(self, one) for one in ("kind", "name", "distribution", "version")}
 
     def load(self) -> Any:
@@ -88,10 +88,10 @@ class PluginRecord:
         return self.loaded
 
     def load_checked(self) -> Any:
-        """Import the plugin, and refuse one of another major version of the contract.
+        """Import the plugin, and check the major version of its contract.
 
         Raises:
-            PluginError: it is broken, or states no version.
+            PluginError: it is broken, or has no `api_version`.
             PluginVersionError: it was written for another major version.
         """
         plugin = self.load()
@@ -100,9 +100,9 @@ class PluginRecord:
 
     @contextmanager
     def broken_if_raises(self, method: str) -> Iterator[None]:
-        """Call a method of the plugin in the block; an exception means that the plugin is broken.
+        """Report an exception in the block as a broken plugin.
 
-        An `AccelerateError` is raised as it is: its text says what is wrong.
+        An `AccelerateError` is not changed, because its message already says what is wrong.
         """
         try:
             yield
@@ -112,16 +112,16 @@ class PluginRecord:
             raise self.broken(f"its {method}() raised {type(error).__name__}: {error}") from error
 
     def broken(self, how: str) -> PluginError:
-        """Return the error for a plugin that does not do what one of its kind has to."""
+        """Return the error for a plugin that does not do what its kind requires."""
         return PluginError(
             f"The {self.kind} plugin {self.label} is broken: {how}. Reinstall or upgrade "
-            f"{self.distribution}, or keep it out with ACCELERATE_DISABLED_PLUGINS={self.name}."
+            f"{self.distribution}, or disable it with ACCELERATE_DISABLED_PLUGINS={self.name}."
         )
 
 
 @dataclass(frozen=True)
 class Installed:
-    """Everything found in one scan."""
+    """The result of one scan."""
 
     plugins: tuple[PluginRecord, ...]
     exports: Mapping[str, tuple[str, str]]  # public name -> (target, distribution)
@@ -130,7 +130,7 @@ class Installed:
     groups: Mapping[str, str]
 
     def of_kind(self, kind: str) -> tuple[PluginRecord, ...]:
-        """Return the plugins of one kind, by name."""
+        """Return the plugins of one kind, sorted by name."""
         return tuple(record for record in self.plugins if record.kind == kind)
 
 
@@ -151,7 +151,7 @@ def installed() -> Installed:
             if group == _EXPORTS:
                 exports.setdefault(point.name, (point.value, owner[0]))
             elif group == _TRIGGERS:
-                # A table of entry points has each name once: `always.this` and `always.that` are two.
+                # Names are unique in a table of entry points, so `always.this` and `always.that` are distinct.
                 triggers.setdefault(point.name.partition(".")[0], []).append(point.value)
             else:
                 records.append(PluginRecord(groups[group], point.name, point.value, *owner))
@@ -164,7 +164,7 @@ def installed() -> Installed:
 
 
 def disabled_names(environ: Mapping[str, str] | None = None) -> frozenset[str]:
-    """Return the plugins `ACCELERATE_DISABLED_PLUGINS` keeps out."""
+    """Return the names of the plugins that `ACCELERATE_DISABLED_PLUGINS` disables."""
     variables = os.environ if environ is None else environ
     text = variables.get("ACCELERATE_DISABLED_PLUGINS", "")
     return frozenset(name.strip() for name in text.split(",") if name.strip())
@@ -176,51 +176,54 @@ def find(
     """Return the installed plugin with a name.
 
     Args:
-        kind: `backend`, `tracker`, `precision`, `launcher` or another.
-        source: what requests it, shown in errors.
+        kind: `backend`, `tracker`, `precision`, `launcher` or another kind.
+        name: the name of the plugin.
+        source: what requests it; shown in errors.
+        environ: the environment variables; default: `os.environ`.
 
     Raises:
-        MissingPluginError: it is not installed; the text has the pip command or the nearest name.
-        ConfigurationError: the same of a precision.
-        PluginError: it is disabled, or two distributions bring one of that name.
+        MissingPluginError: it is not installed. The message has the pip command or the nearest name.
+        ConfigurationError: no precision has this name.
+        PluginError: it is disabled, or two distributions provide a plugin of this name.
     """
     name = name.strip()
     records = [r for r in installed().of_kind(kind) if r.name == name]
     if name in disabled_names(environ):
         raise PluginError(
-            f"ACCELERATE_DISABLED_PLUGINS keeps out the {kind} plugin {name!r}, asked for by {source}."
+            f"ACCELERATE_DISABLED_PLUGINS disables the {kind} plugin {name!r}, requested by {source}."
         )
     if len(records) > 1:
         owners = " and ".join(f"{r.distribution} {r.version}" for r in records)
         raise PluginError(
-            f"{len(records)} distributions bring the {kind} plugin {name!r}: {owners}. Uninstall one, "
-            f"such as with: pip uninstall {records[-1].distribution}"
+            f"{len(records)} distributions provide the {kind} plugin {name!r}: {owners}. Uninstall one, "
+            f"for example with: pip uninstall {records[-1].distribution}"
         )
     if records:
         return records[0]
     extra = catalog.extra_for(kind, name)
     if extra is not None and not any(one.name == extra for one in installed().plugins):
         raise MissingPluginError(
-            f"The {kind} plugin {name!r} (asked for by {source}) is not installed. "
+            f"The {kind} plugin {name!r} (requested by {source}) is not installed. "
             f"Install it with: {catalog.pip_command(extra)}",
             name=name,
         )
     here = [record.name for record in installed().of_kind(kind)]
     near = suggestion(name, here, catalog.known_names(kind))
     hint = without_entry_point(name, kind, near=near)
-    # A precision is a word among a few, rather than a package.
+    # A precision is one of a few words rather than a package.
     error = ConfigurationError if kind == "precision" else MissingPluginError
     raise error(
-        f"No {kind} plugin is named {name!r} (asked for by {source}). Installed: {listing(here)}.{hint}"
+        f"No {kind} plugin is named {name!r} (requested by {source}). Installed: {listing(here)}.{hint}"
     )
 
 
 def suggestion(name: str, here: Iterable[str], installable: Mapping[str, str]) -> str:
-    """Return the hint for a misspelt name: what was meant, and how to install it if it is not there.
+    """Return the hint for a misspelt name: the nearest name, and how to install it if it is missing.
 
     Args:
-        here: the names that can be used in this environment.
-        installable: further names, each with the extra that brings it.
+        name: the misspelt name.
+        here: the names available in this environment.
+        installable: other names, each with the extra that installs it.
     """
     here = set(here)
     near = nearest(name, sorted(here | installable.keys() - {name}))
@@ -233,20 +236,21 @@ def suggestion(name: str, here: Iterable[str], installable: Mapping[str, str]) -
 
 
 def why_without(kind: str, extra: str = "standard") -> str:
-    """Say why a run has no part of a kind that usual installations have, and which extra brings it."""
+    """Explain why a run has no part of a kind that most installations have, and how to install one."""
     if off := disabled_names() & {record.name for record in installed().of_kind(kind)}:
-        return f"ACCELERATE_DISABLED_PLUGINS keeps out {listing(sorted(off))}"
+        return f"ACCELERATE_DISABLED_PLUGINS disables {listing(sorted(off))}"
     return f"no {kind} plugin is installed: {catalog.pip_command(extra)}"
 
 
 def without_entry_point(name: str, kind: str = "", *, near: str = "") -> str:
-    """Name the distribution that seems to be the plugin and declares no entry point, if any.
+    """Return a hint about a distribution that seems to be the plugin but declares no entry point.
 
-    A library of that very name, which has nothing to do with this package, is none.
+    An unrelated library of the same name is ignored.
 
     Args:
-        kind: of the plugin; "" if that is not known.
-        near: the hint to return where there is none.
+        name: the name of the plugin.
+        kind: its kind; "" if unknown.
+        near: the hint to return if there is no such distribution.
     """
     wanted = name.lower().replace("_", "-")
     groups = installed().groups
@@ -258,7 +262,7 @@ def without_entry_point(name: str, kind: str = "", *, near: str = "") -> str:
         ours = own == f"accelerate-{wanted}" or (ours and wanted in (own, *own.split("-")))
         if ours and not any(point.group in (*groups, _EXPORTS) for point in dist.entry_points):
             return (
-                f" {dist.metadata['Name']} {dist.version} is installed, but declares no plugin: it needs "
+                f" {dist.metadata['Name']} {dist.version} is installed, but declares no plugin. It needs "
                 f'an entry point [project.entry-points."{group}"] {name} = "package.module:Class" in '
                 "its pyproject.toml."
             )
@@ -266,32 +270,32 @@ def without_entry_point(name: str, kind: str = "", *, near: str = "") -> str:
 
 
 def check_api_version(record: PluginRecord, plugin: Any) -> None:
-    """Raise an error for a plugin of another major version of the contract.
+    """Refuse a plugin that was written for another major version of the contract.
 
     Raises:
-        PluginError: it states none, or another name than its entry point.
-        PluginVersionError: with both versions and what to do.
+        PluginError: it has no `api_version`, or its name differs from its entry point.
+        PluginVersionError: the major versions differ.
     """
     version = getattr(plugin, "api_version", None)
     if (said := getattr(plugin, "name", record.name)) != record.name:
         raise PluginError(
-            f"The {record.kind} plugin {record.label} is called {said!r} by its class and "
-            f"{record.name!r} by its entry point: let both be one name."
+            f"The {record.kind} plugin {record.label} has the name {said!r} in its class and "
+            f"{record.name!r} in its entry point. Use the same name in both."
         )
     try:
         major, minor = version  # type: ignore[misc]
     except (TypeError, ValueError):
         raise PluginError(
-            f"The {record.kind} plugin {record.label} states no api_version; "
-            f"it needs a class attribute such as api_version = {API_VERSION}."
+            f"The {record.kind} plugin {record.label} has no api_version. "
+            f"It needs a class attribute such as api_version = {API_VERSION}."
         ) from None
     if major != API_VERSION[0]:
         older = major < API_VERSION[0]
         side = "an older" if older else "a newer"
         raise PluginVersionError(
             f"The {record.kind} plugin {record.label} was written for {side} contract, version "
-            f"{major}.{minor}; this accelerate-core speaks {API_VERSION[0]}.{API_VERSION[1]}: "
-            f"upgrade {record.distribution if older else OWN_DISTRIBUTION}."
+            f"{major}.{minor}, and this accelerate-core has {API_VERSION[0]}.{API_VERSION[1]}. "
+            f"Upgrade {record.distribution if older else OWN_DISTRIBUTION}."
         )
 
 
@@ -302,10 +306,10 @@ def exported(name: str) -> Any:
     """Return the object that an installed plugin exports under `name`.
 
     Raises:
-        MissingPluginError: a known plugin would bring it, or it needs a library that is not installed;
-            the text has the pip command.
+        MissingPluginError: a known plugin exports it, or it needs a library, that is not installed.
+            The message has the pip command.
         PluginError: the plugin that exports it is broken.
-        AttributeError: nobody knows the name, or an installed plugin does not offer it.
+        AttributeError: the name is unknown, or an installed plugin does not export it.
     """
     found = installed().exports.get(name)
     if found is not None and found[1] not in disabled_names():
@@ -324,7 +328,7 @@ def exported(name: str) -> Any:
         mine = [record for record in installed().plugins if record.name == extra]
         if mine:
             raise AttributeError(
-                f"{name} is a name of Hugging Face Accelerate's that {mine[0].label} does not offer."
+                f"{name} exists in Hugging Face Accelerate, but {mine[0].label} does not provide it."
             )
         raise MissingPluginError(
             f"{name} comes with a plugin that is not installed. "
@@ -337,17 +341,17 @@ def exported(name: str) -> Any:
 
 
 def exported_names() -> list[str]:
-    """List the names installed plugins export, and the probes."""
+    """Return the names that installed plugins export, and the probes."""
     return sorted({*installed().exports, *catalog.PROBES})
 
 
 def _probe(name: str, library: str) -> Callable[..., bool]:
     def probe(*_: bool, **__: bool) -> bool:
-        # Some of Accelerate's take switches that narrow them; without the library all are False.
+        # Some probes of Accelerate take arguments that narrow them; without the library all are False.
         try:
             if (spec := importlib.util.find_spec(library)) is None or spec.origin is not None:
                 return spec is not None
-            # A folder of that name on the path, or a namespace that a distribution has brought.
+            # Either a folder of that name on the path, or the namespace of a distribution.
             return library in importlib.metadata.packages_distributions()
         except Exception:  # it imports the packages above
             return False

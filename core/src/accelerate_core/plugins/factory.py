@@ -1,4 +1,4 @@
-"""Creates plugins: loads them, checks their version, resolves their settings, and names them in errors."""
+"""Create plugins: load them, check their version, resolve their settings, and name them in errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import PluginRecord
 from accelerate_core.plugins.sections import add_section_mistakes
 
-#: The kinds of parts, each a core setting of that name, and the Protocol that a part implements.
+#: The kinds of parts, each with the Protocol that it implements. A core setting of that name selects one.
 PARTS: dict[str, type] = {
     "checkpointer": Checkpointer,
     "tracking": Tracking,
@@ -44,25 +44,27 @@ class PluginFactory:
     sources: Sources
     handlers: Mapping[type, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    #: What was resolved: plugin -> field of its `Settings` -> value and where it came from.
+    #: The resolved settings: plugin -> field of its `Settings` -> value with its source.
     settings: dict[PluginRecord, dict[str, SourcedValue]] = field(default_factory=dict)
 
     def create(
         self, record: PluginRecord, *arguments: Any, plugin: Any = None, **named: Any
     ) -> Any:
-        """Return a plugin's instance.
+        """Create an instance of a plugin.
 
-        The class is called with `arguments`, then its settings if it has any, then the handlers that
-        were given for it if it takes some; `named` are further arguments. A backend is always called
-        with settings and handlers.
+        The class is called with `arguments`, its settings if it has any, its handlers if it takes
+        some, and the keyword arguments `named`. A backend always gets settings and handlers.
 
         Args:
-            plugin: the class that selection has checked, or an instance, which is returned as it is;
+            record: the plugin.
+            arguments: the first arguments of the class.
+            plugin: a class that is already checked, or an instance, which is returned unchanged;
                 default: load and check the record.
+            named: keyword arguments of the class.
 
         Raises:
-            ConfigurationError: one of its settings has a wrong value.
-            PluginError: the plugin is broken, states no version of the contract, or another name.
+            ConfigurationError: one of its settings has an invalid value.
+            PluginError: the plugin is broken, has no `api_version`, or has another name.
             PluginVersionError: it was written for another major version of the contract.
         """
         if plugin is None:
@@ -85,10 +87,10 @@ class PluginFactory:
             return plugin(*arguments, **named)
 
     def create_part(self, record: PluginRecord, *arguments: Any) -> Any:
-        """Return a part, with the plugin's name added to whatever its methods raise.
+        """Create a part whose exceptions name the plugin.
 
         Raises:
-            PluginError: it lacks a member of the Protocol for its kind; and as `create`.
+            PluginError: it lacks a member of its Protocol, or for the reasons of `create`.
         """
         part = self.create(record, *arguments)
         check_members(part, PARTS[record.kind], f"The {record.kind} plugin {record.label}")
@@ -100,7 +102,7 @@ class PluginFactory:
         spelled = [one for one in names if self.arguments.get(one) is not None]
         if len(spelled) > 1:
             raise ConfigurationError(
-                f"{listing(spelled)} are names of one argument; pass one of them."
+                f"{listing(spelled)} are different names of the same argument. Pass only one of them."
             )
         argument = spelled[0] if spelled else names[0]
         passed = self.arguments[argument] if spelled else self.handlers.get(cls)
@@ -130,10 +132,12 @@ class PluginFactory:
 
 @dataclass(frozen=True)
 class Part:
-    """A part that was chosen; it is imported when it is made.
+    """A selected part, which is imported when it is created.
 
     Attributes:
-        reason: why it was chosen.
+        record: the plugin.
+        reason: why it was selected.
+        factory: creates it.
     """
 
     record: PluginRecord
@@ -141,18 +145,18 @@ class Part:
     factory: PluginFactory
 
     def make(self, *arguments: Any) -> Any:
-        """Return the part, made with these arguments and its settings."""
+        """Create the part with these arguments and its settings."""
         return self.factory.create_part(self.record, *arguments)
 
 
-# --- whose errors they are ------------------------------------------------------------------------
+# --- attribution of errors ------------------------------------------------------------------------
 
 
 def add_plugin_note(error: BaseException, hook: str, record: PluginRecord) -> None:
-    """Note on an exception which hook of which plugin raised it.
+    """Add a note to an exception that names the hook and the plugin that raised it.
 
-    A missing plugin is a configuration error, so no plugin is named. Neither is one when one of our
-    own packages raises an error on purpose: its text says what the caller did wrong.
+    A missing plugin is a configuration error, so no plugin is named. Errors that our own packages
+    raise on purpose get no note either, because their message says what the caller did wrong.
     """
     if isinstance(error, MissingPluginError):
         return
@@ -163,7 +167,7 @@ def add_plugin_note(error: BaseException, hook: str, record: PluginRecord) -> No
 
 
 def attribute_methods(plugin: Any, record: PluginRecord, names: Iterable[str]) -> None:
-    """Add the plugin's name to whatever these methods of an object raise; each costs one more call."""
+    """Name the plugin in exceptions of these methods. Each call of a method costs one more call."""
     for name in names:
         method = getattr(plugin, name)
         setattr(plugin, name, functools.wraps(method)(attributed(method, name, record)))
@@ -171,7 +175,7 @@ def attribute_methods(plugin: Any, record: PluginRecord, names: Iterable[str]) -
 
 @contextmanager
 def attribution(hook: str, record: PluginRecord) -> Iterator[None]:
-    """Add the plugin's name to whatever the block raises."""
+    """Name the plugin in exceptions that the block raises."""
     try:
         yield
     except BaseException as error:
@@ -180,7 +184,7 @@ def attribution(hook: str, record: PluginRecord) -> Iterator[None]:
 
 
 class Attributed:
-    """Passes everything on to an object, and adds its plugin's name to whatever a method raises."""
+    """Forwards everything to an object, and names its plugin in exceptions of its methods."""
 
     def __init__(self, part: Any, record: PluginRecord) -> None:
         self.__dict__.update(_part=part, _record=record)
@@ -200,7 +204,7 @@ class Attributed:
 
 
 def attributed(method: Callable[..., Any], name: str, record: PluginRecord) -> Callable[..., Any]:
-    """Return a method that adds its plugin's name to what it raises."""
+    """Return a method that names its plugin in exceptions."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""One Accelerator's plugins: registered, checked and called, with hooks bound to it."""
+"""Register, check and call the plugins of one Accelerator."""
 
 from __future__ import annotations
 
@@ -37,18 +37,19 @@ else:
 
 R = TypeVar("R")
 
-#: Takes a hook's name, the plugin (`kind:name`, or `core` for a default) and what it calls; returns
-#: what is called instead. An extension has it as its method `wrap_hook`.
+#: Takes the name of a hook, the plugin (`kind:name`, or `core` for a default) and its function, and
+#: returns the function to call instead. Extensions provide it as the method `wrap_hook`.
 HookWrapper = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass
 class OwnerMethod:
-    """The active backend's answer to one owner hook.
+    """The active backend's implementation of one owner hook.
 
     Attributes:
+        name: the name of the hook.
         function: takes the Accelerator and the hook's other arguments, in order.
-        plugin: named in what the function raises; None for the core's own default.
+        plugin: the plugin to name in errors; None for the core's default.
     """
 
     name: str
@@ -59,8 +60,8 @@ class OwnerMethod:
 class SharedHooks:
     """The stage, broadcast and registration hooks of one Accelerator.
 
-    Several plugins may implement each; the tables are made once, when all plugins are active. Like
-    `BoundHooks` this refers to the Accelerator weakly.
+    Several plugins may implement each hook. The tables are built once, when all plugins are active.
+    Like `BoundHooks`, this holds a weak reference to the Accelerator.
     """
 
     def __init__(self, plugins: ActivePlugins, accelerator: AcceleratorView) -> None:
@@ -73,12 +74,12 @@ class SharedHooks:
         return self._table[hook]
 
     def call(self, implementation: Contribution, **arguments: Any) -> Any:
-        """Call one implementation with the hook's arguments, and return its answer."""
+        """Call one implementation with the hook's arguments, and return its result."""
         arguments["accelerator"] = self._accelerator()
         return implementation(arguments)
 
     def call_each(self, hook: str, **arguments: Any) -> list[Any]:
-        """Call a broadcast or registration hook of every plugin; return the answers that are not None."""
+        """Call a broadcast or registration hook of every plugin; return the results that are not None."""
         arguments["accelerator"] = self._accelerator()
         answers = [one(arguments) for one in self._table[hook]]
         return [answer for answer in answers if answer is not None]
@@ -97,15 +98,15 @@ class SharedHooks:
             attributes: Mapping[str, object] = self.call(one) or {}
             for name in attributes.keys() & owners.keys():
                 warn_once(
-                    f"{one.record.label} serves the attribute {name!r}, which {owners[name]} has, too. "
-                    "Scripts only get one of them: give it another name."
+                    f"{one.record.label} serves the attribute {name!r}, which {owners[name]} also has. "
+                    "Scripts only see one of them, so the plugin should rename it."
                 )
             served |= attributes
             owners |= dict.fromkeys(attributes, one.record.label)
         return served
 
     def run_stage(self, stage: str, model: torch.nn.Module) -> torch.nn.Module:
-        """Pass the model through every implementation of a stage.
+        """Run every implementation of a stage on the model.
 
         Raises:
             PluginError: an implementation returned something that is not a module.
@@ -121,7 +122,7 @@ class SharedHooks:
 
 
 def bind(method: Callable[..., R], accelerator: AcceleratorView) -> Callable[..., R]:
-    """Return a method whose first argument is the Accelerator, without it; refers to it weakly."""
+    """Bind the first argument of a method to the Accelerator, with a weak reference."""
     reference = weakref.ref(accelerator)
     return lambda *arguments: method(reference(), *arguments)
 
@@ -129,13 +130,13 @@ def bind(method: Callable[..., R], accelerator: AcceleratorView) -> Callable[...
 class BoundHooks(OwnerHooks):
     """The owner hooks of one Accelerator: `hooks.backward(loss, {})`.
 
-    The Accelerator's own parts hold these hooks, so they refer to it weakly: otherwise only the
-    garbage collector could free it. What a script may use after it has dropped the Accelerator,
-    such as a prepared optimizer, needs `holding()`.
+    The parts of an Accelerator hold these hooks, so the hooks refer to it weakly; otherwise only the
+    garbage collector could free it. Objects that a script may use after it drops the Accelerator,
+    such as a prepared optimizer, need `holding()`.
 
     Args:
-        methods: by the name of the hook.
-        accelerator: what hooks are called with; before there is an Accelerator, its setup.
+        methods: the methods by the name of the hook.
+        accelerator: the first argument of every hook; before the Accelerator exists, its setup.
         hold: whether the hooks keep the Accelerator alive.
     """
 
@@ -153,7 +154,7 @@ class BoundHooks(OwnerHooks):
     def holding(self) -> BoundHooks:
         """Return the same hooks, which keep the Accelerator alive."""
         accelerator = self._accelerator()
-        assert accelerator is not None, "asked for while the Accelerator is alive"
+        assert accelerator is not None, "holding() is called while the Accelerator exists"
         return BoundHooks(self._methods, accelerator, hold=True)
 
     if not TYPE_CHECKING:  # type checkers read the hooks' own signatures
@@ -171,8 +172,8 @@ class BoundHooks(OwnerHooks):
     def _bind(self, method: OwnerMethod) -> Callable[..., Any]:
         function, accelerator = method.function, self._accelerator
         if method.plugin is None:
-            # Neither costs a Python call. `autocast` hands the Accelerator on to a precision, which
-            # may keep it: a proxy would not do.
+            # A partial costs no Python call. `autocast` passes the Accelerator to a precision, which
+            # may keep it, so it cannot get a proxy.
             if self._held is not None:
                 return functools.partial(function, self._held)
             if method.name != "autocast":
@@ -192,7 +193,7 @@ class BoundHooks(OwnerHooks):
 
 @dataclass(frozen=True)
 class Implementation:
-    """What one plugin does at a hook; its name is added to whatever it raises."""
+    """One plugin's implementation of a hook. The plugin is named in exceptions that it raises."""
 
     hook: str
     key: str
@@ -212,7 +213,7 @@ class ActivePlugins:
     """The plugin manager of one Accelerator, with its active set only.
 
     Args:
-        bases: kind of plugin -> the core's class for it. The methods of `Backend` are the owner specs.
+        bases: the kind of plugin -> the core's base class. The methods of `Backend` are the owner specs.
     """
 
     def __init__(self, bases: Mapping[str, type]) -> None:
@@ -227,16 +228,16 @@ class ActivePlugins:
         """Register a plugin instance.
 
         Raises:
-            PluginError: it is not of the class for its kind; it implements a hook the contract does
-                not have, with arguments the hook does not have, as a wrapper, or an owner hook
-                without being the backend; or a method of it is nearly a hook, or it is an extension
-                without any.
+            PluginError: it is not an instance of the base class of its kind; it implements an unknown
+                hook, a hook with unknown arguments, a hook as a wrapper, or an owner hook without
+                being the backend; the name of a method is close to that of a hook; or it is an
+                extension without hooks.
         """
         key = f"{record.kind}:{record.name}"
         label = f"The {record.kind} plugin {record.label}"
         base = self._bases.get(record.kind, object)
         if not isinstance(plugin, base):
-            raise PluginError(f"{label} is no subclass of accelerate_core.{base.__name__}.")
+            raise PluginError(f"{label} is not a subclass of accelerate_core.{base.__name__}.")
         mark_hooks(plugin, base, label)
         try:
             self._manager.register(plugin, name=key)
@@ -261,7 +262,7 @@ class ActivePlugins:
     def _check(implementation: Any, hook: str, record: PluginRecord) -> None:
         if hook not in HOOKS:
             if is_newer(implementation.plugin) or implementation.optionalhook:
-                return  # a hook of its own version: what both know is what is used
+                return  # a hook of a newer contract, which this version does not call
             raise PluginError(
                 f"{record.label} does not keep the contract: unknown hook {hook!r}."
                 f"{did_you_mean(hook, HOOKS)}"
@@ -307,10 +308,10 @@ class ActivePlugins:
     def owner_methods(
         self, backend: Any, record: PluginRecord, base: type
     ) -> dict[str, OwnerMethod]:
-        """Return the backend's method for each owner hook.
+        """Return the method of the backend for each owner hook.
 
         Raises:
-            PluginError: a method names an argument that its hook does not have.
+            PluginError: a method has an argument that its hook does not have.
         """
         methods = [_owner_method(backend, record, name, base) for name in hooks_of_kind("owner")]
         for method in methods:
@@ -326,7 +327,7 @@ def _written_for(plugin: Any) -> str:
     ours = ".".join(map(str, API_VERSION))
     return (
         f" It was written for version {major}.{minor} of the contract, and this accelerate-core "
-        f"speaks {ours}: upgrade accelerate-core."
+        f"has {ours}. Upgrade accelerate-core."
     )
 
 
@@ -341,7 +342,7 @@ def _owner_method(backend: Any, record: PluginRecord, name: str, base: type) -> 
     unknown = [argument for argument in taken if argument not in wanted]
     if unknown:
         raise PluginError(
-            f"{record.label}: hook {name!r} names the argument {unknown[0]!r}, which it does not have."
+            f"{record.label}: hook {name!r} takes the argument {unknown[0]!r}, which does not exist."
             f"{did_you_mean(unknown[0], wanted)}{_written_for(backend)}"
         )
     if taken == wanted:

@@ -1,4 +1,4 @@
-"""The sections of a config file that belong to the compiler and to plugins, checked as a whole."""
+"""Check the sections of a config file that belong to the compiler and to plugins."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from accelerate_core.plugins.discovery import disabled_names, installed
 def add_section_mistakes(
     given: Mapping[str, Any], sources: lookup.Sources, mistakes: Mistakes
 ) -> None:
-    """Add what is wrong in these sections, so that one error names all mistakes in a file.
+    """Collect the mistakes in these sections, so that one error lists all mistakes in a file.
 
-    This imports plugins that are not active, so it is called when there is a mistake already.
+    This imports plugins that are not active, so it is only called if there already is a mistake.
 
     Args:
         given: the arguments of the Accelerator.
         sources: environment and config file.
-        mistakes: what was found before; gets the rest.
+        mistakes: the mistakes found so far; more are added.
     """
     with mistakes:
         lookup.resolve_compiler(given, sources)

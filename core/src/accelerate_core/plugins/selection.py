@@ -1,4 +1,4 @@
-"""Which plugins are active for one Accelerator, and why."""
+"""Select the plugins of one Accelerator, and record why."""
 
 from __future__ import annotations
 
@@ -261,13 +261,13 @@ def _take_usual(made: Selection, usual: str, request: Request) -> None:
     there = {record.name for record in installed().of_kind(made.kind)}
     reason = "default"
     if made.kind == "backend":  # the one kind of which there must be one
-        reason = "one process, nothing else asked for"
+        reason = "one process, no other backend requested"
         if request.topology.num_processes > 1:
             asked = [one for one in made.candidates if one.state != "available"]
             passed = "; ".join(f"{one.record.name}: {one.reason}" for one in asked)
             raise MissingPluginError(
                 f"{request.topology.num_processes} processes were started "
-                f"({request.topology.source}), but no installed backend takes them"
+                f"({request.topology.source}), but no installed backend claims them"
                 f"{f' ({passed})' if passed else ''}. Install one with: "
                 f"{catalog.pip_command(catalog.SEVERAL_PROCESSES)}"
             )
@@ -278,7 +278,7 @@ def _take_usual(made: Selection, usual: str, request: Request) -> None:
 
 
 def _ask_for_claims(made: Selection, request: Request) -> None:
-    """Import those that a trigger asks for, and let them claim."""
+    """Import the plugins whose triggers were set off, and ask for their claims."""
     rule = made.rule
     disabled = disabled_names(request.environ)
     kept_out: list[tuple[Precedence, str, str]] = []
@@ -296,7 +296,7 @@ def _ask_for_claims(made: Selection, request: Request) -> None:
         elif record.name == rule.usual or record in named:
             continue
         elif not hits:
-            one = Candidate(record, "available", "nothing asks for it")
+            one = Candidate(record, "available", "not requested")
         else:
             one = _asked(record, hits, own, request, rule)
         made.candidates.append(one)
@@ -322,10 +322,10 @@ def _ask_for_claims(made: Selection, request: Request) -> None:
 def _asked(
     record: PluginRecord, hits: list[TriggerHit], own: str, request: Request, rule: Rule
 ) -> Candidate:
-    """Import one triggered plugin and ask for its claim; what it cannot answer is recorded.
+    """Import a triggered plugin and ask for its claim. Errors are recorded in the candidate.
 
     Args:
-        own: where the section of its own stands, "" without: that asks for it by name.
+        own: where its own section of the config file is, which requests it by name; "" without one.
     """
     asked = max(hit.precedence for hit in hits)
     try:
@@ -336,21 +336,21 @@ def _asked(
         version = isinstance(error, PluginVersionError)
         state = "broken" if isinstance(error, PluginError) and not version else "refused"
         return Candidate(record, state, str(error), asked=asked, error=error)
-    told = f"asked because of {hits[0].reason}; does not take this run"
+    told = f"asked because of {hits[0].reason}; it does not claim this run"
     if claim is not None:
         told = f"{claim.reason}, priority {claim.priority}"
     return Candidate(record, "passed over", told, claim, asked, section=bool(own))
 
 
 def _own_section(record: PluginRecord, config: ConfigFile | None) -> str:
-    """Return where a section of the config file stands that is this backend's own; "" without."""
+    """Return where the backend's own section of the config file is; "" without one."""
     names = (f"{record.name}_config", *(n for n, o in catalog.SECTIONS.items() if o == record.name))
     found = [name for name in names if config is not None and _asked_by_file(name, config)]
     return config.where(found[0]) if config is not None and found else ""
 
 
 def _detect(record: PluginRecord, request: Request) -> Claim | None:
-    """Ask a plugin's class for its claim."""
+    """Call `detect` of a plugin class."""
     plugin = record.load_checked()
     with record.broken_if_raises("detect"):
         claim = plugin.detect(request)
@@ -362,10 +362,10 @@ def _detect(record: PluginRecord, request: Request) -> Claim | None:
 def _strongest(
     claims: list[tuple[Claim, Candidate]], made: Selection
 ) -> list[tuple[Claim, Candidate]]:
-    """Return the claim of the highest priority, if there is any.
+    """Return the claim with the highest priority, if there is one.
 
     Raises:
-        PluginConflictError: two claim with equal priority, or by sections of a file.
+        PluginConflictError: two claims have equal priority, or two plugins have sections in the file.
     """
     top = max((claim.priority for claim, _ in claims), default=None)
     best = [(claim, one) for claim, one in claims if claim.priority == top]
@@ -374,25 +374,25 @@ def _strongest(
     if len(best) > 1:
         names = [one.record.name for _, one in best]
         reasons = "; ".join(f"{one.record.label}: {claim.reason}" for claim, one in best)
-        equal = "by sections of their own" if best is sections else f"with equal priority {top}"
+        equal = "with their own sections" if best is sections else f"with equal priority {top}"
         raise PluginConflictError(
             f"The {made.kind}s {listing(names)} claim this run {equal} ({reasons}). "
             f"Choose one: {made.rule.by_name.format(name=names[0])}, "
-            f"or keep one out with ACCELERATE_DISABLED_PLUGINS={names[-1]}."
+            f"or disable one with ACCELERATE_DISABLED_PLUGINS={names[-1]}."
         )
     return best
 
 
-# --- what asks for a plugin -----------------------------------------------------------------------
+# --- triggers and names -----------------------------------------------------------------------
 
 
 def trigger_hits(request: Request) -> dict[str, TriggerHit]:
-    """Return the triggers that this request sets off, each with what set it off.
+    """Return the triggers that this request sets off, each with its cause.
 
-    A trigger is named after a constructor argument, an environment variable, a key of the config
-    file, `multi_process` (more than one process) or `always`. A variable that is not ours and is not
-    a true value, or a key that is neither true nor a section, does not request the plugin: it only
-    lets the plugin detect for itself.
+    A trigger has the name of a constructor argument, an environment variable or a key of the config
+    file, or it is `multi_process` (more than one process) or `always`. Two kinds of hits do not
+    request the plugin, but let its `detect` decide: variables without the prefix `ACCELERATE_` that
+    have no true value, and keys whose value is neither true nor a section.
 
     Raises:
         ConfigurationError: a variable `ACCELERATE_USE_...` is not a boolean.
@@ -401,7 +401,7 @@ def trigger_hits(request: Request) -> dict[str, TriggerHit]:
     for name in installed().triggers:
         text = request.environ.get(name, "")
         if name == "always":
-            hits[name] = TriggerHit("it asks to be probed always")
+            hits[name] = TriggerHit("its trigger 'always'")
         elif name == "multi_process":
             if request.topology.num_processes > 1:
                 source = request.topology.source
@@ -423,9 +423,9 @@ def trigger_hits(request: Request) -> dict[str, TriggerHit]:
 
 
 def _asked_by_file(name: str, config: ConfigFile) -> bool:
-    """Tell whether a key of the config file asks for a plugin.
+    """Tell whether a key of the config file requests a plugin.
 
-    Accelerate's file says by `distributed_type` which of its sections is meant.
+    In a file of Accelerate, `distributed_type` says which section applies.
     """
     kind, owner = config.get("distributed_type"), catalog.SECTIONS.get(name)
     if not config.get(name) or kind is None or owner not in catalog.DISTRIBUTED_TYPES.values():
@@ -434,9 +434,9 @@ def _asked_by_file(name: str, config: ConfigFile) -> bool:
 
 
 def _named_elsewhere(kind: str, request: Request) -> SourcedValue:
-    """Return the name that stands in no setting, if there is one.
+    """Return a plugin name that comes from outside the settings, if there is one.
 
-    `ACCELERATE_PLUGINS` names extensions. A file's `distributed_type` names a backend.
+    `ACCELERATE_PLUGINS` names extensions, and `distributed_type` in a file names a backend.
     """
     if kind == "extension":
         text = request.environ.get("ACCELERATE_PLUGINS")
@@ -450,7 +450,7 @@ def _named_elsewhere(kind: str, request: Request) -> SourcedValue:
 
 
 def _refuse_missing(request: Request, least: int) -> None:
-    """Refuse to ignore a known request of at least this strength for want of its plugin."""
+    """Raise an error for a request of at least this precedence whose plugin is not installed."""
     have, config = {record.name for record in installed().plugins}, request.config
     sections = {n: o for n, o in catalog.SECTIONS.items() if o in catalog.NAMES["backend"].values()}
     for name, extra in {**catalog.ARGUMENTS, **catalog.VARIABLES, **sections}.items():

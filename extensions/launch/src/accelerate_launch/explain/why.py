@@ -81,7 +81,7 @@ def _explained(record: PluginRecord, run: PlannedRun) -> Explanation:
     made.advice = ask.format(name=record.name, kind=record.kind)
     made.steps += [("installed", f"{_release(record)}, entry point {record.target}")]
     api = api_of(record)
-    says = f"version {api}" if api else "its source states no api_version"
+    says = f"version {api}" if api else "its source has no api_version"
     made.steps.append(("contract", stated(record.target).missing or says))
     same_name = [one for one in installed().of_kind(record.kind) if one.name == record.name]
     if twins := [one for one in same_name if one is not record]:
