@@ -151,7 +151,7 @@ def installed() -> Installed:
             if group == _EXPORTS:
                 exports.setdefault(point.name, (point.value, owner[0]))
             elif group == _TRIGGERS:
-                # Names are unique in a table of entry points, so `always.this` and `always.that` are distinct.
+                # Names are unique in a table of entry points: `always.this` and `always.that` are distinct.
                 triggers.setdefault(point.name.partition(".")[0], []).append(point.value)
             else:
                 records.append(PluginRecord(groups[group], point.name, point.value, *owner))
