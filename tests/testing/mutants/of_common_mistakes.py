@@ -66,7 +66,7 @@ class SwallowsExceptions(Sound):
 # --- steps --------------------------------------------------------------------------------------------
 
 
-@caught_by("training")
+@caught_by("groups")
 class DoubleLearningRate(Sound):
     def prepare_optimizer(self, accelerator, optimizer):
         for group in optimizer.param_groups:
