@@ -270,7 +270,7 @@ def test_inputs_and_output_are_moved_between_devices() -> None:
     [
         ({"embed": "cpu"}, "has no device for position"),
         ({"": "disk"}, "Pass a folder"),
-        ({"": 7}, "torch sees none"),
+        ({"": 7}, "torch finds none"),
     ],
 )
 def test_invalid_device_map_is_refused_with_an_explanation(
@@ -768,7 +768,7 @@ def _escaping_shard(folder: Path) -> Path:
         (_nothing, "must contain one checkpoint"),
         (_missing, "There is no checkpoint"),
         (_missing_shard, "does not exist next to it"),
-        (_escaping_shard, "outside of its folder"),
+        (_escaping_shard, "outside its folder"),
     ],
 )
 def test_invalid_checkpoint_is_refused_with_an_explanation(

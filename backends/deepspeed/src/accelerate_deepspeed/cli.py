@@ -58,7 +58,7 @@ def command() -> None:
     "--json", "as_json", is_flag=True, help="print only the config that DeepSpeed receives"
 )
 def show_config(config: str | None, as_json: bool, **options: Any) -> None:
-    """Show each value of the resolved config, and where it comes from.
+    """Show each value of the resolved config and its source.
 
     Every "auto" is resolved. Values that depend on the run, such as the loader's batch size or the
     model's hidden size, stay "auto" unless you pass them as options.
@@ -167,9 +167,10 @@ def consolidate(checkpoint: Path, output: Path, engine: int, max_shard_size: str
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True)
 def universal(checkpoint: Path, output: Path, workers: int) -> None:
-    """Convert CHECKPOINT to DeepSpeed's universal format, for other programs.
+    """Convert CHECKPOINT to DeepSpeed's universal format.
 
-    You don't need this for `load_state`, which converts checkpoints if the number of ranks changes.
+    The result is for other programs. You don't need it for `load_state`, which converts checkpoints if the
+    number of ranks changes.
     """
     with _errors_shown():
         for folder in _engines(checkpoint):

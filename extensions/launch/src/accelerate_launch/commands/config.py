@@ -62,7 +62,7 @@ def command(ctx: click.Context, config_file: str | None, yes: bool) -> None:
 @_file_option
 @click.option("--mixed_precision", metavar="NAME", help="The precision to write into the file.")
 def default_command(config_file: str | None, mixed_precision: str | None) -> None:
-    """Write a config file that suits this machine, without asking questions."""
+    """Write a config file for this machine, without asking questions."""
     values = ask_everything(os.environ, ask=False)
     if mixed_precision is not None:
         find("precision", mixed_precision.lower(), source="command line --mixed_precision")
@@ -169,7 +169,7 @@ def schema_command() -> None:
 @command.command("update", context_settings=CONTEXT)
 @_file_option
 def update_command(config_file: str | None) -> None:
-    """Rewrite an older file with current keys, and keep a backup next to it."""
+    """Rewrite an older file with current keys, and keep a backup."""
     path = _path(config_file)
     config = read_config(path)
     _check(config)

@@ -145,6 +145,4 @@ def _print(made: Mapping[str, Any]) -> None:
     plugins = [(row["kind"], row["name"], row["reason"]) for row in active]
     plugins += [(row["kind"], f"{row['name']}: {row['state']}", row["reason"]) for row in faulty]
     print_table(("kind", "active plugin", "reason"), plugins, title="plugins")
-    click.echo(
-        "Run accelerate-core plugins --all to list every plugin and why it is active or not."
-    )
+    click.echo("Run accelerate-core plugins --all to list every plugin and whether it is active.")

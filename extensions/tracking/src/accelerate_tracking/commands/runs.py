@@ -33,7 +33,7 @@ def command() -> None:
 def show(
     directory: Path, keys: tuple[str, ...], png: Path | None, with_config: bool, as_json: bool
 ) -> None:
-    """Print the last values and the curves of all runs in or below DIRECTORY."""
+    """Print the last values and curves of all runs in DIRECTORY or below."""
     runs = [read_run(path) for path in find_runs(directory)]
     _choose(directory, runs, keys)
     if png is not None:  # comes first, so that nothing is printed if it fails
