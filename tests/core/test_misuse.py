@@ -52,7 +52,7 @@ def test_unprepared_optimizer_inside_accumulate_is_warned_about_once() -> None:
         "accumulate(): the SGD, which was not prepared, steps in every micro-batch"
     )
     (text,) = said(lambda: accumulating(step_prepared=False))
-    assert "the SGD that prepare() was given, and not the one that it returned" in text
+    assert "the SGD that was passed to prepare(), not the one that it returned" in text
     assert said(lambda: accumulating(step_prepared=True)) == []
     assert said(lambda: accumulating(False, prepare_optimizer=False, steps=1)) == []
 
@@ -91,7 +91,7 @@ def test_loss_of_another_model_is_warned_about_once() -> None:
     assert text.startswith(
         "backward() got a loss that does not depend on a prepared model (Sequential)"
     )
-    assert "such as a parameter of shape [1" in text
+    assert "such as one of shape [1" in text
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_results_of_prepare_that_are_thrown_away_are_warned_about() -> None:
 
     (text,) = said(thrown_away)
     assert text.startswith("The results of prepare() are ignored")
-    assert "keeps using SGD, DataLoader as before" in text
+    assert "keeps using the unprepared SGD, DataLoader" in text
 
     def one_by_one() -> None:
         accelerator = Accelerator(cpu=True)

@@ -105,7 +105,7 @@ def test_launchers_are_chosen_and_blamed_like_every_plugin(tmp_path: Path) -> No
     tie, right, past_the_sick, named, failing = dummies.run(tmp_path, code)
     assert tie[0] == "PluginConflictError"
     assert "The launchers 'left', 'right' claim this run with equal priority 100" in tie[1]
-    assert "Choose one: --launcher left, or keep one out with" in tie[1]
+    assert "Choose one: --launcher left, or disable one with" in tie[1]
     assert right == past_the_sick == ["right"]
     assert named[0] == failing[0] == "PluginError"
     assert "sick (dummy-two 1.0) is broken: its __init__() raised OSError: no licence" in named[1]

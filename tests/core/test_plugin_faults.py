@@ -167,7 +167,7 @@ def test_who_cannot_answer_what_a_variable_asks_is_named_and_listed(root, variab
     ("name", "kind", "words"),
     [
         ("init", "ValueError", "hook '__init__'"),
-        ("nothing", "PluginError", "no subclass of"),
+        ("nothing", "PluginError", "not a subclass of"),
     ],
 )
 def test_who_is_asked_for_by_name_is_named(root, name, kind, words):
