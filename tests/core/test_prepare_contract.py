@@ -140,7 +140,9 @@ def test_parameters_with_different_hyperparameters_cannot_become_one() -> None:
 
 
 def test_a_new_name_that_nobody_says_is_an_error() -> None:
-    with pytest.raises(PrepareError, match=r"no longer has a parameter with that name.*plan\.rename"):
+    with pytest.raises(
+        PrepareError, match=r"no longer has a parameter with that name.*plan\.rename"
+    ):
         prepared(FusesInSilence, lambda m: m.parameters())
 
 

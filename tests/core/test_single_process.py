@@ -214,7 +214,9 @@ def test_an_optimizer_of_another_model_is_told(recwarn):
         accelerator.prepare(optimizers[1])  # before its model, which may come later
         accelerator.prepare(net, optimizers[0])
         assert not [one for one in recwarn if "holds no parameter" in str(one.message)]
-        with pytest.warns(UserWarning, match=r"SGD passed to prepare\(\) holds no parameter of a prep"):
+        with pytest.warns(
+            UserWarning, match=r"SGD passed to prepare\(\) holds no parameter of a prep"
+        ):
             accelerator.prepare(Net(), optimizers[2])
 
 
