@@ -9,7 +9,7 @@ import pytest
 from accelerate_dispatch.prefetch import Prefetcher
 
 
-def test_results_come_in_order_and_then_follows_each():
+def test_results_arrive_in_order_with_a_callback_after_each():
     made, events = iter(range(5)), []
     worker = Prefetcher(lambda: next(made), lambda: events.append("then"))
     for expected in range(5):
@@ -21,7 +21,7 @@ def test_results_come_in_order_and_then_follows_each():
     assert not [thread for thread in threading.enumerate() if thread.name == "dispatch"]
 
 
-def test_failures_are_raised_where_the_result_is_taken():
+def test_take_raises_the_error_of_the_prefetched_call():
     def fails():
         raise OSError("disk")
 
@@ -33,7 +33,7 @@ def test_failures_are_raised_where_the_result_is_taken():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_died_is_replaced():
+def test_dead_worker_thread_is_replaced():
     def dies():
         raise RuntimeError("against the contract")
 
@@ -46,7 +46,7 @@ def test_a_thread_that_died_is_replaced():
     worker.close()
 
 
-def test_what_was_started_is_waited_for_and_dropped():
+def test_close_waits_for_a_pending_result_and_drops_it():
     gate, done = threading.Event(), []
 
     def slow():

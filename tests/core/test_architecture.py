@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("core", "backends", "trackers", "extensions", "examples", "tests", "docs")
 
 
-def test_every_path_of_the_page_exists() -> None:
+def test_every_path_on_the_architecture_page_exists() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"`([\w./-]+(?:\.py|\.md|\.pyi|\.json|/))`", page))
     there = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]

@@ -59,12 +59,12 @@ def accelerator() -> Iterator[Accelerator]:
 
 
 @pytest.mark.parametrize("name", HONOURED)
-def test_an_assigned_value_is_kept(accelerator: Accelerator, name: str) -> None:
+def test_assigned_value_is_kept(accelerator: Accelerator, name: str) -> None:
     setattr(accelerator, name, HONOURED[name])
     assert getattr(accelerator, name) == HONOURED[name]
 
 
-def test_loaders_follow_what_was_assigned_before_they_were_prepared(
+def test_loaders_use_settings_assigned_before_they_were_prepared(
     accelerator: Accelerator,
 ) -> None:
     accelerator.dataloader_config = DataLoaderConfiguration(even_batches=False)
@@ -76,7 +76,7 @@ def test_loaders_follow_what_was_assigned_before_they_were_prepared(
     assert options.rng_types == ["torch"]
 
 
-def test_assigned_project_configuration_is_used_by_the_next_save(
+def test_next_save_uses_the_assigned_project_configuration(
     accelerator: Accelerator, tmp_path: Any
 ) -> None:
     accelerator.prepare(nn.Linear(2, 2))
@@ -87,7 +87,9 @@ def test_assigned_project_configuration_is_used_by_the_next_save(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_only_construction_reads_is_refused(accelerator: Accelerator, name: str) -> None:
+def test_attributes_read_only_by_the_constructor_cannot_be_assigned(
+    accelerator: Accelerator, name: str
+) -> None:
     with pytest.raises(AttributeError):
         setattr(accelerator, name, object())
 
@@ -101,7 +103,7 @@ def test_what_only_construction_reads_is_refused(accelerator: Accelerator, name:
         ("fp8_enabled", "it follows from what the Accelerator was made with"),
     ],
 )
-def test_the_error_says_what_to_do_instead(
+def test_assignment_error_says_what_to_do_instead(
     accelerator: Accelerator, name: str, way_out: str
 ) -> None:
     with pytest.raises(AssignmentError, match=f"{name} cannot be replaced: {way_out}"):
@@ -112,7 +114,7 @@ def test_the_error_says_what_to_do_instead(
     ("name", "value"),
     [("dataloader_config", None), ("device_placement", "no"), ("rng_types", ["nonsense"])],
 )
-def test_a_value_of_another_kind_is_refused(
+def test_assigning_a_value_of_the_wrong_type_is_refused(
     accelerator: Accelerator, name: str, value: Any
 ) -> None:
     with pytest.raises(ConfigurationError):
@@ -139,7 +141,7 @@ accelerator.state.fsdp_plugin = None  # as it is
 """
 
 
-def test_a_state_cannot_be_changed() -> None:
+def test_state_attributes_cannot_be_assigned() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _ASSIGN_TO_STATES, *OF_STATE],
         env=clean_environment(),
@@ -151,13 +153,13 @@ def test_a_state_cannot_be_changed() -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-def test_the_current_value_is_accepted(accelerator: Accelerator) -> None:
+def test_assigning_the_current_value_is_accepted(accelerator: Accelerator) -> None:
     accelerator.deepspeed_plugin = None
     accelerator.scaler = accelerator.scaler
     accelerator.ddp_handler = None
 
 
-def test_a_script_keeps_attributes_of_its_own(accelerator: Accelerator) -> None:
+def test_scripts_can_add_their_own_attributes(accelerator: Accelerator) -> None:
     for value in (1, 2):
         accelerator.mine = value
         assert accelerator.mine == value

@@ -176,7 +176,9 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
 
 @pytest.mark.parametrize(("arguments", "kind", "said"), CONSTRUCTOR.values(), ids=CONSTRUCTOR)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_constructor(arguments: dict[str, Any], kind: type[Exception], said: list[str]) -> None:
+def test_errors_for_invalid_constructor_arguments(
+    arguments: dict[str, Any], kind: type[Exception], said: list[str]
+) -> None:
     with pytest.raises(kind) as failure:
         Accelerator(**arguments)
     for part in said:
@@ -188,7 +190,7 @@ def test_constructor(arguments: dict[str, Any], kind: type[Exception], said: lis
 OWN = ("accelerate-core", "accelerate-tracking")
 
 
-def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = discovery.installed()
     plugins = tuple(one for one in found.plugins if one.distribution in OWN)
     without = dataclasses.replace(found, plugins=plugins)
@@ -232,7 +234,7 @@ ENVIRONMENT: dict[str, tuple[dict[str, str], list[str]]] = {
 
 
 @pytest.mark.parametrize(("variables", "said"), ENVIRONMENT.values(), ids=ENVIRONMENT)
-def test_environment(
+def test_errors_for_invalid_environment_variables(
     variables: dict[str, str], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
@@ -251,18 +253,18 @@ def test_environment(
         ({"PMI_RANK": "3", "PMI_SIZE": "3"}, "PMI_RANK=3 is outside"),
     ],
 )
-def test_ranks(variables: dict[str, str], said: str) -> None:
+def test_errors_for_invalid_rank_variables(variables: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         read_topology(variables)
 
 
-def test_several_processes_without_a_backend_for_them() -> None:
+def test_error_for_several_processes_without_a_distributed_backend() -> None:
     request = Request({}, {"ACCELERATE_DISABLED_PLUGINS": "ddp"}, Topology(0, 2, source="a test"))
     with pytest.raises(MissingPluginError, match=re.escape('pip install "accelerate-core[ddp]"')):
         select("backend", request).or_raise()
 
 
-def test_a_misspelt_variable_is_pointed_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misspelt_variable_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISON", "bf16")
     with pytest.warns(UserWarning, match="Did you mean 'ACCELERATE_MIXED_PRECISION'"):
         assert Accelerator().mixed_precision == "no"
@@ -277,7 +279,7 @@ def test_a_misspelt_variable_is_pointed_out_once(monkeypatch: pytest.MonkeyPatch
         ("a: [1\n", ["not valid YAML"]),
     ],
 )
-def test_config_file(
+def test_errors_for_an_invalid_config_file(
     text: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "config.yaml"
@@ -308,14 +310,14 @@ SETTINGS: dict[str, tuple[Callable[[], Any], list[str]]] = {
 
 
 @pytest.mark.parametrize(("make", "said"), SETTINGS.values(), ids=SETTINGS)
-def test_settings(make: Callable[[], Any], said: list[str]) -> None:
+def test_errors_for_invalid_settings(make: Callable[[], Any], said: list[str]) -> None:
     with pytest.raises(ConfigurationError) as failure:
         make()
     for part in said:
         assert part in str(failure.value)
 
 
-def test_names() -> None:
+def test_errors_for_unknown_names() -> None:
     with pytest.raises(AttributeError, match="Did you mean 'Accelerator'"):
         accelerate_core.Acelerator  # noqa: B018
     with pytest.raises(ImportError, match=re.escape('pip install "accelerate-core[warp]"')):
@@ -324,7 +326,7 @@ def test_names() -> None:
         Accelerator().mixed_precison  # noqa: B018
 
 
-def test_calls() -> None:
+def test_errors_for_invalid_method_arguments() -> None:
     accelerator = Accelerator()
     with pytest.raises(AccelerateError, match="device_placement has 1 entries for 2"):
         accelerator.prepare(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), device_placement=[True])
@@ -333,7 +335,7 @@ def test_calls() -> None:
     assert "state_dict" in str(failure.value)
 
 
-def test_checkpoints(tmp_path: Path) -> None:
+def test_errors_for_invalid_checkpoints(tmp_path: Path) -> None:
     accelerator = Accelerator()
     model = torch.nn.Linear(2, 2)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -413,13 +415,15 @@ def test_mistakes_in_arguments_are_reported_together() -> None:
         ({"mixed_precision": "bf17"}, ConfigurationError),
     ],
 )
-def test_a_single_mistake_keeps_its_class(wrong: dict[str, Any], kind: type[Exception]) -> None:
+def test_single_mistake_keeps_its_exception_type(
+    wrong: dict[str, Any], kind: type[Exception]
+) -> None:
     with pytest.raises(kind) as failure:
         Accelerator(cpu=True, **wrong)
     assert type(failure.value) is kind
 
 
-def test_one_mistake_in_a_file_is_said_as_it_is(
+def test_single_mistake_in_a_file_is_reported_without_a_list(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "config.yaml"
@@ -443,7 +447,7 @@ def test_one_mistake_in_a_file_is_said_as_it_is(
         ),
     ],
 )
-def test_a_misspelt_name_of_a_missing_plugin_takes_one_error(
+def test_misspelt_name_of_a_missing_plugin_is_one_error(
     arguments: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(AccelerateError) as failure:
@@ -451,20 +455,22 @@ def test_a_misspelt_name_of_a_missing_plugin_takes_one_error(
     assert said in str(failure.value)
 
 
-def test_a_suggestion_is_never_a_name_that_is_refused_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suggested_name_is_accepted_or_has_an_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """`fsdp` is another name of the package whose plugin is called `fsdp2`."""
     with pytest.raises(MissingPluginError, match="Did you mean 'fsdp2'") as failure:
         Accelerator(backend="fdsp")
     assert "'fsdp'" not in str(failure.value)
 
 
-def test_an_import_of_a_misspelt_name_says_what_was_meant() -> None:
+def test_importing_a_misspelt_name_suggests_the_right_one() -> None:
     with pytest.raises(ImportError, match="Did you mean 'Accelerator'"):
         exec("from accelerate_core import Acelerator")
     assert not hasattr(accelerate_core, "Acelerator")
 
 
-def test_a_loss_that_is_no_number_is_named_with_its_shape() -> None:
+def test_error_for_a_non_scalar_loss_shows_its_shape() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = accelerator.prepare(torch.nn.Linear(2, 1))
     outputs = model(torch.ones(3, 2))
@@ -473,6 +479,6 @@ def test_a_loss_that_is_no_number_is_named_with_its_shape() -> None:
     accelerator.backward(model(torch.ones(3, 2)), gradient=torch.ones(3, 1))  # torch's own way
 
 
-def test_a_loss_that_is_no_tensor_is_named() -> None:
+def test_error_for_a_loss_that_is_not_a_tensor_names_its_type() -> None:
     with pytest.raises(ConfigurationError, match=r"backward\(loss=3\)"):
         Accelerator(cpu=True).backward(3)

@@ -15,19 +15,19 @@ TOTAL = 9_710  # docs/decisions/031-a-typed-contract.md says what the lines over
 DEPENDENCIES = {"torch", "pluggy", "packaging", "pydantic", "PyYAML"}
 
 
-def test_the_core_stays_within_its_budget() -> None:
+def test_core_stays_within_its_line_budget() -> None:
     lines = sum(code_lines(path) for path in CORE.rglob("*.py"))
     print(f"{lines} of {TOTAL} lines of code")
     assert lines <= TOTAL
 
 
-def test_files_are_few_and_short() -> None:
+def test_core_has_few_and_short_files() -> None:
     paths = list(CORE.rglob("*.py"))
     assert len(paths) <= 100
     assert {p.name: n for p in paths if (n := len(p.read_text().splitlines())) > 500} == {}
 
 
-def test_the_core_needs_five_libraries() -> None:
+def test_core_depends_on_five_libraries() -> None:
     text = (ROOT / "core" / "pyproject.toml").read_text()
     block = re.search(r"^dependencies = \[(.*?)\]", text, re.S | re.M)
     assert block is not None

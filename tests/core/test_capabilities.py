@@ -100,7 +100,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("usual", "misspelt", None, "PluginError", ["'module'", "Did you mean 'modules'?"]),
     ],
 )
-def test_what_is_needed_is_accepted_or_named(
+def test_needs_of_a_precision_are_met_or_reported(
     root: Path, backend: str, precision: str, dynamo: str | None, kind: str, said: list[str]
 ) -> None:
     found, text = run(root, TRY.format(backend=backend, precision=precision, dynamo=dynamo))
@@ -137,7 +137,7 @@ else:
         ("misdeclares", 1, "PluginError", ["'steps'", "Did you mean 'step'?"]),
     ],
 )
-def test_when_gradients_are_reduced_is_said_or_asked_for(
+def test_backend_must_declare_when_it_reduces_gradients(
     root: Path, backend: str, processes: int, kind: str, said: list[str]
 ) -> None:
     code = ASK.replace("BACKEND", repr(backend)).replace("COUNT", str(processes))

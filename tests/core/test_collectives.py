@@ -75,7 +75,7 @@ TREES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_a_walk_keeps_types_and_changes_no_input(tree: Any) -> None:
+def test_mapping_over_a_tree_keeps_types_and_leaves_the_input_unchanged(tree: Any) -> None:
     before = [leaf.clone() for _, leaf in iterate_leaves(tree)]
     result = map_tensors(lambda leaf: leaf + 1, tree)
     assert type(result) is type(tree)
@@ -86,7 +86,7 @@ def test_a_walk_keeps_types_and_changes_no_input(tree: Any) -> None:
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_what_is_taken_apart_can_be_put_together(tree: Any) -> None:
+def test_unflatten_reverses_flatten(tree: Any) -> None:
     leaves = flatten(tree)
     again = unflatten(tree, leaves)
     assert type(again) is type(tree)
@@ -95,21 +95,21 @@ def test_what_is_taken_apart_can_be_put_together(tree: Any) -> None:
         unflatten(tree, leaves[:-1])
 
 
-def test_a_dict_subclass_keeps_its_extras() -> None:
+def test_dict_subclass_keeps_its_attributes() -> None:
     result = map_tensors(lambda leaf: leaf * 2, Output(a=torch.ones(1)))
     assert result.a is result["a"]
     table = map_tensors(lambda leaf: leaf, defaultdict(int, a=torch.ones(1)))
     assert table["missing"] == 0
 
 
-def test_recursively_apply_passes_arguments_and_refuses_on_request() -> None:
+def test_recursively_apply_passes_arguments_and_can_refuse_other_types() -> None:
     assert trees.recursively_apply(torch.add, [torch.tensor(1), "x"], 2, alpha=3)[0] == 7
     assert trees.recursively_apply(len, ["ab", 1], test_type=lambda x: isinstance(x, str)) == [2, 1]
     with pytest.raises(TypeError, match=r"square does not accept a str.*is_torch_tensor"):
         trees.recursively_apply(torch.square, ["x"], error_on_other_type=True)
 
 
-def test_kinds_are_told_apart() -> None:
+def test_tensors_tensor_information_and_namedtuples_are_recognised() -> None:
     info = TensorInformation(torch.Size([2]), torch.float32)
     assert trees.is_torch_tensor(torch.ones(1))
     assert not trees.is_torch_tensor([1])
@@ -123,20 +123,20 @@ def test_kinds_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_what_is_on_the_device_is_the_very_same_object(tree: Any) -> None:
+def test_send_to_device_returns_the_same_object_if_nothing_moves(tree: Any) -> None:
     assert send_to_device(tree, "cpu") is tree
     assert send_to_device(tree, torch.device("cpu"), non_blocking=True) is tree
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_send_moves_every_tensor(tree: Any) -> None:
+def test_send_to_device_moves_every_tensor(tree: Any) -> None:
     result = send_to_device(tree, "meta")
     assert type(result) is type(tree)
     assert {leaf.device.type for _, leaf in iterate_leaves(result)} == {"meta"}
     assert {leaf.device.type for _, leaf in iterate_leaves(tree)} == {"cpu"}
 
 
-def test_send_honours_skip_keys_and_objects_that_move_themselves() -> None:
+def test_send_to_device_honours_skip_keys_and_custom_to_methods() -> None:
     batch = {"a": torch.ones(1), "deep": [{"keep": torch.ones(1)}], "text": "x", "none": None}
     result = send_to_device(batch, "meta", skip_keys="keep")
     assert result["a"].is_meta
@@ -152,7 +152,7 @@ def test_send_honours_skip_keys_and_objects_that_move_themselves() -> None:
     assert (part["ids"].is_meta, part["n"].is_meta) == (True, False)
 
 
-def test_structures_can_be_allocated() -> None:
+def test_tensors_are_allocated_from_their_description() -> None:
     structure = get_data_structure({"x": torch.zeros(2, 3, dtype=torch.int8), "n": 3})
     assert structure == {"x": TensorInformation(torch.Size([2, 3]), torch.int8), "n": 3}
     empty = trees.initialize_tensors(structure)
@@ -168,7 +168,7 @@ def test_structures_can_be_allocated() -> None:
         ({"loss": torch.tensor(1.0), "x": (torch.ones(4),)}, 4),
     ],
 )
-def test_batch_size_is_found(data: Any, size: int) -> None:
+def test_batch_size_is_found_in_nested_batches(data: Any, size: int) -> None:
     assert trees.find_batch_size(data) == size
     assert trees.ignorant_find_batch_size(data) == size
 
@@ -182,24 +182,24 @@ def test_batch_size_is_found(data: Any, size: int) -> None:
         (torch.tensor(1), ValueError, "0-d"),
     ],
 )
-def test_batch_size_that_is_not_there(data: Any, error: type[Exception], text: str) -> None:
+def test_missing_batch_size_is_an_error(data: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         trees.find_batch_size(data)
     assert trees.ignorant_find_batch_size(data) is None
 
 
-def test_device_is_found() -> None:
+def test_device_is_found_in_nested_batches() -> None:
     assert find_device({"n": 1, "x": [torch.ones(1, device="meta")]}) == torch.device("meta")
     assert find_device(["x"]) is None
 
 
-def test_listify() -> None:
+def test_listify_converts_tensors_to_lists_of_numbers() -> None:
     tree = {"a": torch.ones(2, dtype=torch.bfloat16), "b": (torch.tensor(3, requires_grad=False),)}
     assert trees.listify(tree) == {"a": [1.0, 1.0], "b": (3,)}
     assert trees.listify(torch.ones(1, requires_grad=True)) == [1.0]
 
 
-def test_slices_and_concatenation_are_inverse() -> None:
+def test_concatenate_reverses_slicing() -> None:
     tree = {"x": torch.arange(6).view(3, 2), "p": Point(torch.arange(3), [torch.arange(3.0)])}
     parts = [
         trees.slice_tensors(tree, slice(0, 2), 0, 2),
@@ -217,7 +217,7 @@ def test_slices_and_concatenation_are_inverse() -> None:
         trees.concatenate([["a"], ["b"]])
 
 
-def test_half_precision_becomes_single() -> None:
+def test_half_precision_is_converted_to_float32() -> None:
     tree = [torch.ones(1, dtype=d) for d in (torch.float16, torch.bfloat16, torch.float64)]
     result = convert_to_fp32([*tree, torch.ones(1, dtype=torch.int8), "x"])
     assert [t.dtype for t in result[:4]] == [
@@ -241,13 +241,13 @@ def test_half_precision_becomes_single() -> None:
         ((), 5, 2, 0, ()),
     ],
 )
-def test_inputs_are_padded_to_divide(
+def test_inputs_are_padded_to_a_multiple_of_the_number_of_processes(
     shape: tuple[int, ...], batch: int, processes: int, dim: int, expected: tuple[int, ...]
 ) -> None:
     assert trees.pad_input_tensors(torch.rand(shape), batch, processes, dim).shape == expected
 
 
-def test_padding_of_inputs_repeats_the_last() -> None:
+def test_inputs_are_padded_with_their_last_sample() -> None:
     assert trees.pad_input_tensors([torch.arange(3)], 3, 5)[0].tolist() == [0, 1, 2, 2, 2]
 
 
@@ -263,7 +263,7 @@ def alone(**more: Any) -> Communicator:
     return Communicator(rank=0, size=1, device=device, hooks=Silent(), **more)
 
 
-def test_alone_every_verb_is_the_identity() -> None:
+def test_collectives_are_the_identity_on_one_process() -> None:
     comm = alone(debug=True)
     tree = {"x": torch.tensor(1.0, requires_grad=True), "y": [torch.ones(2)]}
     assert collectives.gather(tree, comm) is tree
@@ -275,7 +275,7 @@ def test_alone_every_verb_is_the_identity() -> None:
     assert copy_tensor_to_devices(tree["y"][0], comm=comm) is tree["y"][0]
 
 
-def test_alone_a_communicator_is_the_identity() -> None:
+def test_communicator_is_the_identity_on_one_process() -> None:
     comm = alone()
     t = torch.ones(2)
     for result in (comm.gather(t), comm.reduce(t), comm.broadcast(t), comm.all_to_all(t)):
@@ -290,7 +290,7 @@ def test_alone_a_communicator_is_the_identity() -> None:
     assert "size=1" in repr(comm)
 
 
-def test_alone_reduce_copies_and_gives_the_dtypes_of_a_larger_run() -> None:
+def test_reduce_on_one_process_copies_and_returns_the_same_dtypes_as_on_several() -> None:
     total = torch.ones(2)
     result = collectives.reduce(total, comm=alone())
     total.zero_()
@@ -300,7 +300,7 @@ def test_alone_reduce_copies_and_gives_the_dtypes_of_a_larger_run() -> None:
     assert collectives.reduce(torch.tensor([3.0]), "mean", 2.0, comm=alone()).tolist() == [6]
 
 
-def test_a_backend_may_answer_with_a_slice_of_something_larger() -> None:
+def test_collective_hook_can_return_a_slice_of_a_larger_tensor() -> None:
     class Odd(Silent):
         def gather(self, tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
             return torch.cat([tensor.new_zeros(1), tensor, tensor])[1:]
@@ -350,7 +350,7 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: Any) -> list[dict[
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", worker.CASES)
-def test_among_processes(reports: list[dict[str, str]], name: str) -> None:
+def test_case(reports: list[dict[str, str]], name: str) -> None:
     for rank, report in enumerate(reports):
         assert name in report, f"process {rank} stopped before, in {list(report)[-1]}"
         assert not report[name], f"process {rank}:\n{report[name]}"

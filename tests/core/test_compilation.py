@@ -97,7 +97,7 @@ def gradients(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[tor
 
 @pytest.mark.parametrize("regional", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "EAGER"])
-def test_compiled_equals_not_compiled(backend: str, regional: bool) -> None:
+def test_compiled_model_has_the_same_results(backend: str, regional: bool) -> None:
     plain = Net()
     model = copy.deepcopy(plain)
     result = compile_model(model, dynamo(backend=backend, use_regional_compilation=regional))
@@ -133,7 +133,7 @@ class NamedSequential(nn.Sequential):
     ids=["own", "Sequential", "SequentialSubclass", "Linear", "TransformerEncoderLayer"],
 )
 @pytest.mark.parametrize("regional", [False, True])
-def test_a_graph_is_really_made(make: Any, regional: bool) -> None:
+def test_compiled_model_runs_a_compiled_graph(make: Any, regional: bool) -> None:
     counter = Counter()
     model = make()
     keys = list(model.state_dict())
@@ -145,7 +145,7 @@ def test_a_graph_is_really_made(make: Any, regional: bool) -> None:
     torch.testing.assert_close(out, strip_compiled(model)(x))
 
 
-def test_a_wrapper_of_torch_is_left_and_its_model_compiled() -> None:
+def test_model_inside_of_a_torch_wrapper_is_compiled() -> None:
     counter = Counter()
     model = nn.DataParallel(sequential())
     compile_model(model, dynamo(backend=registered(counter)))
@@ -156,7 +156,7 @@ def test_a_wrapper_of_torch_is_left_and_its_model_compiled() -> None:
     assert is_compiled_module(model.module)
 
 
-def test_repeated_blocks_share_one_graph_and_the_rest_stays_eager() -> None:
+def test_repeated_blocks_share_one_graph_and_other_layers_stay_eager() -> None:
     counter = Counter()
     model = compile_regions(Net(depth=12), backend=counter)
     assert [name for name, part in model.named_modules() if is_compiled_module(part)] == [
@@ -169,7 +169,7 @@ def test_repeated_blocks_share_one_graph_and_the_rest_stays_eager() -> None:
     assert not is_compiled_module(model)
 
 
-def test_blocks_of_torchs_own_class_share_one_graph() -> None:
+def test_repeated_blocks_of_a_torch_class_share_one_graph() -> None:
     counter = Counter()
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
@@ -178,7 +178,7 @@ def test_blocks_of_torchs_own_class_share_one_graph() -> None:
     assert counter.graphs == 1
 
 
-def test_more_classes_than_the_graph_limit_are_all_compiled() -> None:
+def test_blocks_of_more_classes_than_the_graph_limit_are_all_compiled() -> None:
     counter = Counter()
     kinds = [type(f"Seq{i}", (nn.Sequential,), {}) for i in range(12)]
     for i, kind in enumerate(kinds):
@@ -188,7 +188,7 @@ def test_more_classes_than_the_graph_limit_are_all_compiled() -> None:
     assert counter.graphs == 12
 
 
-def test_plain_containers_are_no_blocks() -> None:
+def test_plain_containers_are_not_compiled_as_blocks() -> None:
     levels = nn.Sequential(
         nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     )
@@ -197,7 +197,7 @@ def test_plain_containers_are_no_blocks() -> None:
     assert not has_compiled_regions(levels)
 
 
-def test_a_method_named_compile_is_not_called() -> None:
+def test_custom_method_named_compile_is_not_called() -> None:
     class Keras(Head):
         def compile(self, optimizer: str) -> None:  # type: ignore[override]
             raise AssertionError("mine, for something else")
@@ -206,13 +206,13 @@ def test_a_method_named_compile_is_not_called() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"backend": "no"}, {"backend": "NO"}, {"backend": None}])
-def test_off_is_off(fields: dict[str, Any]) -> None:
+def test_nothing_is_compiled_by_default(fields: dict[str, Any]) -> None:
     model = compile_model(Net(), dynamo(**fields))
     assert not is_compiled_module(model)
     assert not is_compiled_module(compile_model(model, dynamo(disable=True)))
 
 
-def test_a_backend_may_be_an_enum_member() -> None:
+def test_compiler_can_be_an_enum_member() -> None:
     class Backend(str, enum.Enum):  # noqa: UP042  Accelerate's enums are of this form
         EAGER = "EAGER"
 
@@ -234,14 +234,16 @@ def test_a_backend_may_be_an_enum_member() -> None:
         ({"backend": registered(Counter()), "options": {"a": 1}}, "does not support options"),
     ],
 )
-def test_an_impossible_request_fails_at_once(fields: dict[str, Any], message: str) -> None:
+def test_impossible_compilation_settings_fail_at_construction(
+    fields: dict[str, Any], message: str
+) -> None:
     model = Net()
     with pytest.raises(ConfigurationError, match=message):
         compile_model(model, dynamo(**fields))
     assert not is_compiled_module(model)
 
 
-def test_a_model_the_user_compiled_is_not_compiled_again() -> None:
+def test_model_that_the_user_compiled_is_not_compiled_again() -> None:
     net = Net()
     wrapped = torch.compile(net, backend="eager")
     assert compile_model(wrapped, dynamo()) is wrapped
@@ -256,7 +258,7 @@ def test_a_model_the_user_compiled_is_not_compiled_again() -> None:
     assert canonical_key("my_orig_mod.weight") == "my_orig_mod.weight"
 
 
-def test_blocks_the_user_compiled_are_kept() -> None:
+def test_blocks_that_the_user_compiled_are_kept() -> None:
     model = Net()
     for i, block in enumerate(model.blocks):
         model.blocks[i] = torch.compile(block, backend="eager")
@@ -271,7 +273,7 @@ def test_blocks_the_user_compiled_are_kept() -> None:
 
 
 @pytest.mark.parametrize("regional", [False, True])
-def test_the_stripped_view_shares_what_is_trained(regional: bool) -> None:
+def test_uncompiled_view_shares_its_parameters_with_the_model(regional: bool) -> None:
     counter = Counter()
     model = compile_model(
         Net(), dynamo(backend=registered(counter), use_regional_compilation=regional)
@@ -292,7 +294,7 @@ def test_the_stripped_view_shares_what_is_trained(regional: bool) -> None:
     assert is_compiled_module(model) or has_compiled_regions(model)
 
 
-def test_the_view_keeps_shared_modules_shared_and_patched_methods_its_own() -> None:
+def test_uncompiled_view_keeps_shared_modules_and_patched_methods() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -311,14 +313,14 @@ def test_the_view_keeps_shared_modules_shared_and_patched_methods_its_own() -> N
     assert view.forward(torch.ones(1)) is view
 
 
-def test_nothing_compiled_is_the_model_itself() -> None:
+def test_uncompiled_view_of_an_uncompiled_model_is_the_model() -> None:
     model = Net()
     assert strip_compiled(model) is model
     assert not is_compiled_module("text")
     assert not has_compiled_regions(None)
 
 
-def test_asking_does_not_import_the_compiler() -> None:
+def test_checking_for_compiled_modules_does_not_import_the_compiler() -> None:
     code = (
         "import sys, torch\n"
         "from accelerate_core.builtin.compiled import *\n"
@@ -329,13 +331,13 @@ def test_asking_does_not_import_the_compiler() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_a_compiler_that_is_named_and_asked_for_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_selected_twice_is_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_PLUGINS", "torch_compile")
     accelerator = Accelerator(cpu=True, dynamo_backend="eager")
     assert is_compiled_module(accelerator.prepare(nn.Linear(1, 1)))
 
 
-def test_settings_that_ask_for_nothing_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_settings_alone_do_not_enable_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     with Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(mode="default")) as accelerator:
         assert not is_compiled_module(accelerator.prepare(Net()))
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "true")
@@ -343,7 +345,7 @@ def test_settings_that_ask_for_nothing_compile_nothing(monkeypatch: pytest.Monke
         Accelerator(cpu=True)
 
 
-def test_a_compiler_that_is_asked_for_is_chosen_like_any_plugin(
+def test_compilers_are_selected_like_other_plugins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reason = "torch_compile (accelerate-compile 0.1.0)  (the compiler 'eager' is requested)"

@@ -30,7 +30,7 @@ from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.errors import ConfigurationError
 
 
-def test_the_strongest_source_wins_and_says_so(
+def test_source_with_the_highest_precedence_wins_and_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "gradient_accumulation_steps"
@@ -55,7 +55,7 @@ def test_the_strongest_source_wins_and_says_so(
     assert steps(gradient_accumulation_plugin=plugin).startswith("5 (constructor argument")
 
 
-def test_a_backends_own_defaults_are_stronger_than_ours_only(tmp_path: Path) -> None:
+def test_backend_defaults_override_only_the_cores_defaults(tmp_path: Path) -> None:
     extra = "    def core_defaults(self): return {'gradient_accumulation_steps': 6}\n"
     dummies.backend(tmp_path, "engine", extra=extra)
     code = """
@@ -69,14 +69,14 @@ def test_a_backends_own_defaults_are_stronger_than_ours_only(tmp_path: Path) -> 
     assert given == "1 (constructor argument gradient_accumulation_steps)"
 
 
-def test_older_names_still_mean_what_they_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deprecated_names_keep_their_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USE_FP16", "yes")
     assert Accelerator().mixed_precision == "fp16"
     monkeypatch.setenv("USE_FP16", "no")
     assert Accelerator().mixed_precision == "no"
 
 
-def test_settings_objects_behave_as_dataclasses() -> None:
+def test_settings_objects_behave_like_dataclasses() -> None:
     config = ProjectConfiguration("runs", automatic_checkpoint_naming=True)
     assert config.logging_dir == "runs"
     assert dataclasses.replace(config, total_limit=2).total_limit == 2
@@ -85,7 +85,7 @@ def test_settings_objects_behave_as_dataclasses() -> None:
     assert InitProcessGroupKwargs(backend="gloo").to_kwargs() == {"backend": "gloo"}
 
 
-def test_only_what_was_not_given_is_filled_from_elsewhere(tmp_path: Path) -> None:
+def test_other_sources_only_fill_fields_that_were_not_passed(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("dynamo_config:\n  mode: max-autotune\n  fullgraph: true\n")
     environ = {"ACCELERATE_DYNAMO_BACKEND": "eager", "ACCELERATE_DYNAMO_USE_FULLGRAPH": "no"}
@@ -105,7 +105,7 @@ def test_only_what_was_not_given_is_filled_from_elsewhere(tmp_path: Path) -> Non
     assert given.backend is None
 
 
-def test_enumerations_are_open() -> None:
+def test_enumerations_accept_unknown_names() -> None:
     accelerator = Accelerator()
     assert accelerator.distributed_type == DistributedType.NO == "NO"
     assert accelerator.distributed_type != DistributedType.SOMETHING_NEW
@@ -118,7 +118,7 @@ def test_enumerations_are_open() -> None:
         DistributedType.lower_case_is_no_member  # noqa: B018
 
 
-def test_enumerations_print_as_the_originals_do() -> None:
+def test_enumerations_print_like_those_of_accelerate() -> None:
     kind = DistributedType.MULTI_CPU
     assert (str(kind), f"{kind}") == ("DistributedType.MULTI_CPU",) * 2
     assert f"{DistributedType.NO:>20}" == "  DistributedType.NO"
@@ -133,13 +133,13 @@ def test_enumerations_print_as_the_originals_do() -> None:
     assert "Distributed environment: DistributedType.NO\n" in repr(Accelerator(cpu=True).state)
 
 
-def test_the_environment_is_read_and_not_written() -> None:
+def test_environment_is_read_but_never_written() -> None:
     before = dict(os.environ)
     Accelerator(mixed_precision="bf16", gradient_accumulation_steps=3, dynamo_backend="eager")
     assert dict(os.environ) == before
 
 
-def test_mistakes_in_sections_of_plugins_are_reported_with_those_of_the_core(
+def test_mistakes_in_plugin_sections_are_reported_together_with_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "settings.yaml"

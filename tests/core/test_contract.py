@@ -28,7 +28,7 @@ from accelerate_testing.contract import contract
 SNAPSHOT = Path(__file__).with_name("contract.json")
 
 
-def test_the_contract_is_what_was_committed() -> None:
+def test_contract_matches_the_committed_snapshot() -> None:
     """A change is deliberate: raise API_VERSION as the policy says, then write the snapshot anew:
 
     accelerate-core plugins hooks --json > tests/core/contract.json
@@ -41,7 +41,7 @@ def test_the_contract_is_what_was_committed() -> None:
     assert now == was
 
 
-def test_the_contract_holds_the_classes_plugins_are_made_of() -> None:
+def test_contract_contains_the_classes_that_plugins_use() -> None:
     public = contract()["public"]
     assert public["Precision"]["scaler"] == {
         "kind": "method",
@@ -77,7 +77,7 @@ def test_the_contract_holds_the_classes_plugins_are_made_of() -> None:
         ),
     ],
 )
-def test_types_defaults_and_the_order_of_fields_are_held(
+def test_contract_records_types_defaults_and_field_order(
     place: tuple[str, ...], change: dict[str, Any], said: str
 ) -> None:
     was = contract()
@@ -90,7 +90,7 @@ def test_types_defaults_and_the_order_of_fields_are_held(
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_a_hook_takes_the_accelerator_first_and_has_no_defaults(name: str) -> None:
+def test_hook_specs_take_the_accelerator_first_and_have_no_defaults(name: str) -> None:
     spec = getattr(Backend, name, None) or getattr(HookSpecs, name)
     _, first, *more = inspect.signature(spec).parameters.values()
     early = name in ("device", "init_process_group")  # before there is an Accelerator
@@ -180,7 +180,7 @@ NO_ARGUMENT = {"arguments": ["accelerator", "optimizer"], "deprecated": {}}
         ),
     ],
 )
-def test_a_change_against_the_policy_is_named(
+def test_policy_check_reports_each_violation(
     version: tuple[int, int], changes: dict[str, Any], said: str | None
 ) -> None:
     old = changed(contract(), (1, 3), OLD)
@@ -293,7 +293,7 @@ KINDS = ["backend", "extension", "precision", "tracker", "launcher"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["older", "next"])
-def test_another_major_version_is_refused_by_name(
+def test_plugin_for_another_major_version_is_refused_by_name(
     matrix: dict[Any, Any], kind: str, name: str
 ) -> None:
     error, text = matrix[kind, name, "named"]
@@ -308,7 +308,7 @@ def test_another_major_version_is_refused_by_name(
 
 
 @pytest.mark.parametrize("name", ["older", "next"])
-def test_another_major_version_is_refused_where_a_variable_asks_for_it(
+def test_plugin_for_another_major_version_is_refused_when_a_variable_requests_it(
     matrix: dict[Any, Any], name: str
 ) -> None:
     for kind in ("backend", "extension"):
@@ -320,7 +320,9 @@ def test_another_major_version_is_refused_where_a_variable_asks_for_it(
 
 
 @pytest.mark.parametrize("name", ["equal", "newer"])
-def test_the_same_and_a_newer_minor_version_work(matrix: dict[Any, Any], name: str) -> None:
+def test_plugins_for_the_same_or_a_newer_minor_version_work(
+    matrix: dict[Any, Any], name: str
+) -> None:
     for how in ("named", "automatic"):
         assert matrix["backend", name, how] == ["fine", name]
         assert matrix["extension", name, how] == ["fine", f"['e{name}']"]
@@ -330,7 +332,7 @@ def test_the_same_and_a_newer_minor_version_work(matrix: dict[Any, Any], name: s
     assert matrix["tracker", name, "automatic"] == ["fine", f"[['t{name}'], []]"]
 
 
-def test_the_table_tells_the_version_without_an_import(matrix: dict[Any, Any]) -> None:
+def test_table_shows_contract_versions(matrix: dict[Any, Any]) -> None:
     rows = matrix["rows"]
     assert {name: rows[name] for name in VERSIONS} == {
         "older": ["refused", "0.9"],
@@ -357,7 +359,7 @@ class L:
         ("api_version = (1, 0); __init__ = lambda self: 1 / 0", "raised ZeroDivisionError"),
     ],
 )
-def test_a_launcher_that_is_refused_is_passed_over_unless_it_is_named(
+def test_incompatible_launcher_is_skipped_unless_it_is_requested_by_name(
     tmp_path: Path, stated: str, refused: str
 ) -> None:
     groups = {"launchers": {"odd": "L"}, "triggers": {"ODD": "L"}}
@@ -413,7 +415,7 @@ def test_launcher_with_a_matching_trigger_wins_with_any_priority(tmp_path: Path)
 
 
 @pytest.mark.parametrize("method", ["launch_command", "launch_environment"])
-def test_a_launcher_that_raises_is_named(tmp_path: Path, method: str) -> None:
+def test_launcher_that_raises_is_named(tmp_path: Path, method: str) -> None:
     code = LAUNCHER.format(name="odd", stated="api_version = (1, 0)")
     code += f"    def {method}(self, plan): raise KeyError('no such thing')\n"
     dummies.distribution(tmp_path, "odd", code, {"launchers": {"odd": "L"}})
@@ -429,7 +431,7 @@ def test_a_launcher_that_raises_is_named(tmp_path: Path, method: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_an_older_minor_version_works_and_is_told_what_is_deprecated(tmp_path: Path) -> None:
+def test_plugin_for_an_older_minor_version_works_with_a_deprecation_warning(tmp_path: Path) -> None:
     extra = (
         "    def on_step_end(self, accelerator, optimizer): ...\n"
         "    def zero_grad(self, accelerator, optimizer, set_to_none): ...\n"
@@ -460,7 +462,7 @@ def test_an_older_minor_version_works_and_is_told_what_is_deprecated(tmp_path: P
     ]
 
 
-def test_a_newer_argument_says_what_to_upgrade(tmp_path: Path) -> None:
+def test_error_for_a_newer_hook_argument_says_what_to_upgrade(tmp_path: Path) -> None:
     extra = "    def prepare_model(self, accelerator, model, dreams): return model\n"
     dummies.backend(tmp_path, "ahead", api="(1, 7)", extra=extra)
     code = """
@@ -513,7 +515,7 @@ def registered(backend: Backend) -> tuple[list[Any], Any]:
 
 
 @pytest.mark.usefixtures("two_more_hooks")
-def test_a_method_older_than_the_hook_of_its_name_stays_the_plugins_own() -> None:
+def test_older_plugins_method_with_a_newer_hooks_name_is_not_called() -> None:
     class Older(Backend):
         name = "older"
         api_version = (1, 0)
@@ -538,7 +540,7 @@ def test_a_method_older_than_the_hook_of_its_name_stays_the_plugins_own() -> Non
 
 
 @pytest.mark.usefixtures("two_more_hooks")
-def test_a_newer_hook_is_called_where_its_class_is_written_for_it() -> None:
+def test_newer_hook_is_called_only_in_plugins_written_for_its_version() -> None:
     class Newer(Backend):
         name = "newer"
         api_version = (1, 1)

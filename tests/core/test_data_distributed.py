@@ -36,6 +36,6 @@ def run(folder: str, rank: int) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes(results, case):
+def test_case(results, case):
     for rank, result in enumerate(results):
         assert result[case] == "ok", f"rank {rank}:\n{result[case]}"

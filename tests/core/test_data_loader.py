@@ -98,7 +98,7 @@ def run(loader, epochs=2):
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_one_process_is_plain_pytorch(name):
+def test_loader_on_one_process_behaves_like_plain_pytorch(name):
     torch.manual_seed(3)
     expected = run(LOADERS[name]())
     torch.manual_seed(3)
@@ -106,7 +106,7 @@ def test_one_process_is_plain_pytorch(name):
     assert run(prepared) == expected
 
 
-def test_two_loaders_side_by_side_draw_in_the_same_order():
+def test_interleaved_loaders_draw_random_numbers_in_the_plain_order():
     def both(prepare):
         torch.manual_seed(3)
         pair = [prepare(DataLoader(range(6), 2, shuffle=True)) for _ in range(2)]
@@ -119,7 +119,7 @@ def test_two_loaders_side_by_side_draw_in_the_same_order():
 
 
 @pytest.mark.parametrize("name", ["sequential", "no batches"])
-def test_a_known_end_needs_no_reading_ahead(name):
+def test_loader_with_a_known_length_does_not_read_ahead(name):
     loader = prepare_data_loader(LOADERS[name](), None, 1, 0)
     torch.manual_seed(0)
     next(iter(LOADERS[name]()))
@@ -129,7 +129,7 @@ def test_a_known_end_needs_no_reading_ahead(name):
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_the_users_own_class_of_loader_is_the_base():
+def test_prepared_loader_is_an_instance_of_the_users_class():
     loader = prepare_data_loader(Custom(range(10), "mint"), None, 2, 1)
     assert isinstance(loader, DataLoader)
     assert isinstance(loader, DataLoaderShard)
@@ -146,14 +146,14 @@ def test_the_users_own_class_of_loader_is_the_base():
         _ = loader.no_such
 
 
-def test_the_users_loader_is_left_alone():
+def test_original_loader_is_not_modified():
     plain = DataLoader(range(10), 2, shuffle=True)
     before = dict(plain.__dict__)
     list(prepare_data_loader(plain, None, 2, 1, use_seedable_sampler=True))
     assert plain.__dict__ == before
 
 
-def test_a_subclass_with_its_own_iteration_is_dealt_as_it_comes():
+def test_batches_of_a_subclass_with_custom_iteration_are_dealt_in_order():
     loaders = [prepare_data_loader(Doubling(range(8), "mint"), None, 2, r) for r in range(2)]
     assert [b.tolist() for b in loaders[1]] == [[0, 10], [20, 30], [40, 50], [60, 70]]
     one = prepare_data_loader(Doubling(range(4), "mint"), None, 1, 0)
@@ -163,7 +163,7 @@ def test_a_subclass_with_its_own_iteration_is_dealt_as_it_comes():
     assert ends == [False, False, False, True]
 
 
-def test_sizes():
+def test_lengths_and_batch_sizes_of_prepared_loaders():
     loader = prepare_data_loader(DataLoader(range(10), 4), None, 2, 0)
     assert (loader.total_batch_size, loader.total_dataset_length, len(loader)) == (8, 10, 2)
     split = prepare_data_loader(DataLoader(range(10), 4), None, 2, 0, split_batches=True)
@@ -174,7 +174,7 @@ def test_sizes():
         len(stream)
 
 
-def test_batches_that_need_no_move_are_not_touched():
+def test_batches_already_on_the_device_are_not_copied():
     calls = []
 
     def feed(batches):
@@ -197,7 +197,7 @@ def test_batches_that_need_no_move_are_not_touched():
     assert [end for _, end in served] == [False, True]
 
 
-def test_the_default_device_is_that_of_the_process():
+def test_default_device_is_the_current_device():
     loader = prepare_data_loader(DataLoader(range(4), 2), num_processes=1, process_index=0)
     assert loader.device is None
     placed = prepare_data_loader(
@@ -206,13 +206,13 @@ def test_the_default_device_is_that_of_the_process():
     assert placed.device == current_runtime().device
 
 
-def test_the_default_feed_moves_batches():
+def test_default_device_feed_moves_batches():
     plain = DataLoader(TensorDataset(torch.arange(4.0)), 2)
     loader = prepare_data_loader(plain, "meta", 1, 0, put_on_device=True)
     assert all(batch[0].device.type == "meta" for batch in loader)
 
 
-def test_a_feed_that_reads_ahead_does_not_move_the_end():
+def test_device_feed_that_reads_ahead_does_not_shift_the_end():
     def ahead(batches):
         held = list(batches)
         yield from held
@@ -227,7 +227,7 @@ def test_a_feed_that_reads_ahead_does_not_move_the_end():
     assert loader.state_dict()["epoch"] == 1
 
 
-def test_seedable_sampler_is_a_function_of_seed_and_epoch():
+def test_seedable_sampler_order_depends_only_on_seed_and_epoch():
     def order(epoch, **options):
         loader = prepare_data_loader(
             DataLoader(range(10), 5, shuffle=True), None, 1, 0, use_seedable_sampler=True, **options
@@ -244,7 +244,7 @@ def test_seedable_sampler_is_a_function_of_seed_and_epoch():
     assert order(2, data_seed=5) != order(3, data_seed=5)
 
 
-def test_seedable_epochs_advance_by_themselves():
+def test_seedable_sampler_advances_its_epoch_automatically():
     loader = prepare_data_loader(
         DataLoader(range(10), 5, shuffle=True),
         None,
@@ -262,7 +262,7 @@ def test_seedable_epochs_advance_by_themselves():
     assert list(sampler) == epochs[0]
 
 
-def test_set_epoch_reaches_the_dataset_and_only_when_called():
+def test_set_epoch_reaches_the_dataset_only_when_called():
     data = Numbers()
     loader = prepare_data_loader(DataLoader(data, 2), None, 2, 0)
     list(loader)
@@ -299,7 +299,7 @@ class Around(BatchSampler):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_set_epoch_reaches_own_batch_samplers_and_samplers_on_any_number_of_ranks(world):
+def test_set_epoch_reaches_custom_samplers_on_any_number_of_ranks(world):
     batches = TellingBatches(range(8))
     loader = prepare_data_loader(DataLoader(range(8), batch_sampler=batches), None, world, 0)
     loader.set_epoch(3)
@@ -312,7 +312,7 @@ def test_set_epoch_reaches_own_batch_samplers_and_samplers_on_any_number_of_rank
     assert sampler.epoch == 5
 
 
-def test_an_epoch_broken_off_has_drawn_no_batches_beyond_the_next_step():
+def test_interrupted_epoch_has_read_at_most_one_step_ahead():
     batches = TellingBatches(range(16))
     loader = prepare_data_loader(DataLoader(range(16), batch_sampler=batches), None, 2, 0)
     next(iter(loader))
@@ -322,7 +322,7 @@ def test_an_epoch_broken_off_has_drawn_no_batches_beyond_the_next_step():
 @pytest.mark.parametrize("taken", [0, 1, 3, 5])
 @pytest.mark.parametrize("kind", ["sequential", "shuffled", "workers", "generator", "stream"])
 @pytest.mark.parametrize("stateful", [False, True])
-def test_a_run_interrupted_and_resumed_sees_what_was_left(kind, taken, stateful):
+def test_resumed_run_reads_only_the_remaining_batches(kind, taken, stateful):
     if stateful:
         pytest.importorskip("torchdata")
 
@@ -371,7 +371,7 @@ def again_with_draws(loader):
 
 @pytest.mark.parametrize("worlds", [(1, 2), (2, 1), (2, 4), (4, 2), (2, 3)])
 @pytest.mark.parametrize("split", [False, True])
-def test_a_position_holds_for_another_number_of_ranks(worlds, split):
+def test_saved_position_resumes_on_another_number_of_ranks(worlds, split):
     before, after = worlds
     size = 12 if split else 2
     data = range(41)
@@ -400,7 +400,7 @@ def test_a_position_holds_for_another_number_of_ranks(worlds, split):
     assert seen == list(data)
 
 
-def test_a_filled_step_is_filled_alike_after_resuming():
+def test_last_step_is_padded_identically_after_resuming():
     def build():
         return prepare_data_loader(DataLoader(range(9), 2), None, 2, 1)
 
@@ -414,7 +414,7 @@ def test_a_filled_step_is_filled_alike_after_resuming():
     assert [batch.tolist() for batch in again] == rest
 
 
-def test_a_foreign_state_is_refused():
+def test_state_of_another_kind_of_loader_is_refused():
     loader = prepare_data_loader(DataLoader(range(9), 2), None, 1, 0)
     with pytest.raises(ConfigurationError, match="not the position of a prepared loader"):
         loader.load_state_dict({"_num_yielded": 3})
@@ -425,7 +425,7 @@ def test_a_foreign_state_is_refused():
 
 @pytest.mark.parametrize("kind", ["map", "stream", "no batches"])
 @pytest.mark.parametrize("prepared", [False, True])
-def test_skipping(kind, prepared):
+def test_skip_first_batches_yields_the_remaining_batches(kind, prepared):
     data = Numbers() if kind == "stream" else range(10)
     plain = DataLoader(data, batch_size=None if kind == "no batches" else 2)
     loader = prepare_data_loader(plain, None, 1, 0) if prepared else plain
@@ -440,7 +440,7 @@ def test_skipping(kind, prepared):
     assert list(skip_first_batches(loader, 100)) == []
 
 
-def test_skipping_loads_nothing():
+def test_skipped_batches_are_not_loaded():
     loaded = []
 
     class Watched:
@@ -460,7 +460,7 @@ def test_skipping_loads_nothing():
         assert loaded == [8, 9]
 
 
-def test_skipping_after_loading_counts_from_the_start_and_the_next_epoch_follows():
+def test_skipping_after_loading_a_state_counts_from_the_start_of_the_epoch():
     def build():
         plain = DataLoader(range(10), 2, shuffle=True)
         return prepare_data_loader(plain, None, 1, 0, use_seedable_sampler=True, data_seed=3)
@@ -479,7 +479,7 @@ def test_skipping_after_loading_counts_from_the_start_and_the_next_epoch_follows
     assert [b.tolist() for b in again] == epochs[2]
 
 
-def test_skip_batch_sampler():
+def test_skip_batch_sampler_skips_and_keeps_its_length():
     sampler = SkipBatchSampler(BatchSampler(range(10), 3, False), 2)
     assert list(sampler) == [[6, 7, 8], [9]]
     assert (len(sampler), sampler.total_length, sampler.batch_size) == (2, 4, 3)
@@ -487,7 +487,7 @@ def test_skip_batch_sampler():
         skip_first_batches(DataLoader(range(3)), -1)
 
 
-def test_even_batches_can_be_overridden_for_a_while():
+def test_even_batches_can_be_overridden_temporarily():
     loader = prepare_data_loader(DataLoader(range(5), 2), None, 2, 1)
     with override_even_batches([loader], False):
         assert [batch.tolist() for batch in loader] == [[2, 3]]
@@ -495,7 +495,7 @@ def test_even_batches_can_be_overridden_for_a_while():
     assert loader.even_batches
 
 
-def test_a_failing_dataset_fails_where_it_would():
+def test_dataset_error_is_raised_at_its_own_batch():
     class Failing(IterableDataset):
         def __iter__(self):
             yield from range(4)
@@ -508,7 +508,7 @@ def test_a_failing_dataset_fails_where_it_would():
     assert got == [([0, 1], False), ([2, 3], False)]
 
 
-def test_stateful_keeps_the_subclass_and_needs_torchdata(monkeypatch):
+def test_stateful_loader_keeps_the_subclass_and_needs_torchdata(monkeypatch):
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     loader = prepare_data_loader(Custom(range(4), "mint"), None, 1, 0, use_stateful_dataloader=True)
     assert isinstance(loader.base, torchdata.StatefulDataLoader)
@@ -519,7 +519,7 @@ def test_stateful_keeps_the_subclass_and_needs_torchdata(monkeypatch):
         prepare_data_loader(DataLoader(range(4)), None, 1, 0, use_stateful_dataloader=True)
 
 
-def test_a_stream_with_its_own_state_resumes_through_it():
+def test_stream_with_state_methods_resumes_through_them():
     pytest.importorskip("torchdata")
     reads = []
 
@@ -556,7 +556,7 @@ def test_a_stream_with_its_own_state_resumes_through_it():
     assert reads == [5, 6, 7, 8, 9, 10]
 
 
-def test_persistent_workers_keep_working():
+def test_persistent_workers_survive_several_epochs():
     plain = DataLoader(range(8), 2, num_workers=1, persistent_workers=True)
     loader = prepare_data_loader(plain, None, 2, 0)
     for _ in range(2):

@@ -64,7 +64,7 @@ def stream_loader(workers, size=17, **options):
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
-def test_a_stream_with_a_state_goes_on_through_it(workers):
+def test_stateful_stream_resumes_from_its_own_state(workers):
     whole = samples(stream_loader(workers))
     assert sorted(whole) == list(range(17))
     running = stream_loader(workers)
@@ -82,7 +82,7 @@ def test_a_stream_with_a_state_goes_on_through_it(workers):
 @pytest.mark.parametrize("kind", ["table", "shuffled", "stream", "plain stream"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world", [1, 2])
-def test_torchdatas_loader_goes_on_where_asked_for(kind, workers, world):
+def test_torchdata_loader_resumes_when_stateful_loaders_are_enabled(kind, workers, world):
     pytest.importorskip("torchdata.stateful_dataloader")
 
     def loader(rank):
@@ -108,7 +108,7 @@ def test_torchdatas_loader_goes_on_where_asked_for(kind, workers, world):
         assert seen + samples(resumed) == whole
 
 
-def test_going_on_does_not_read_again_what_was_read():
+def test_resuming_does_not_read_samples_again():
     running = stream_loader(0)
     iterator = iter(running)
     for _ in range(5):
@@ -120,7 +120,7 @@ def test_going_on_does_not_read_again_what_was_read():
     assert samples(resumed) == list(range(17))
 
 
-def test_an_interruption_of_what_was_resumed():
+def test_resumed_run_can_be_interrupted_and_resumed_again():
     for workers in (0, 2):
         whole = samples(stream_loader(workers))
         loader, seen = stream_loader(workers), []
@@ -134,7 +134,7 @@ def test_an_interruption_of_what_was_resumed():
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_another_number_of_workers_is_refused():
+def test_stateful_stream_cannot_resume_with_another_number_of_workers():
     loader = stream_loader(2)
     next(iter(loader))
     resumed = stream_loader(3)
@@ -145,7 +145,7 @@ def test_another_number_of_workers_is_refused():
 
 @pytest.mark.parametrize("kind", [Stream, Plain])
 @pytest.mark.parametrize("worlds", [(2, 3), (3, 2), (4, 1), (1, 3)])
-def test_a_stream_on_another_number_of_processes(kind, worlds):
+def test_stateful_stream_cannot_resume_on_another_number_of_processes(kind, worlds):
     before, after = worlds
 
     def parts(count):
@@ -166,7 +166,7 @@ def test_a_stream_on_another_number_of_processes(kind, worlds):
     assert len(rest) - real < 2 * after  # the rest fills up the last step
 
 
-def test_skipping_does_not_take_a_streams_state():
+def test_skipping_does_not_read_the_state_of_a_stream():
     loader = stream_loader(0)
     iterator = iter(loader)
     next(iterator), next(iterator)
@@ -188,7 +188,7 @@ class Counting(torch.utils.data.Dataset):
         return index
 
 
-def test_skipping_loads_nothing_and_walks_nothing():
+def test_skipping_neither_loads_samples_nor_walks_the_sampler():
     data = Counting(10**7)
     plain = DataLoader(data, 5)
     for loader in (plain, prepare_data_loader(plain, None, 4, 1)):
@@ -200,7 +200,7 @@ def test_skipping_loads_nothing_and_walks_nothing():
 
 @pytest.mark.parametrize("kind", ["shuffle", "subset", "weights"])
 @pytest.mark.parametrize("worlds", [(1, 2), (2, 1), (2, 2)])
-def test_an_order_drawn_without_a_generator_goes_on_on_other_ranks(worlds, kind):
+def test_order_drawn_without_a_generator_resumes_on_another_number_of_ranks(worlds, kind):
     samplers = {
         "shuffle": lambda: RandomSampler(range(16)),
         "subset": lambda: SubsetRandomSampler(range(16)),

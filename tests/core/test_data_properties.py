@@ -124,7 +124,7 @@ def steps_of(loaders):
 
 @given(setups())
 @settings(max_examples=250, deadline=None)
-def test_the_ranks_share_the_epoch_of_the_plain_loader(setup):
+def test_ranks_together_read_the_epoch_of_the_plain_loader(setup):
     plain = [sample for batch in plain_loader(setup) for sample in batch.tolist()]
     every = [
         sample for batch in plain_loader(setup | {"drop_last": False}) for sample in batch.tolist()
@@ -148,7 +148,7 @@ def test_the_ranks_share_the_epoch_of_the_plain_loader(setup):
 
 @given(setups())
 @settings(max_examples=150, deadline=None)
-def test_metrics_see_the_dataset_exactly_once(setup):
+def test_metrics_see_every_sample_exactly_once(setup):
     plain = [sample for batch in plain_loader(setup) for sample in batch.tolist()]
     seen = []
     for step in steps_of(prepared(setup)):
@@ -166,7 +166,7 @@ def test_metrics_see_the_dataset_exactly_once(setup):
 
 @given(setups())
 @settings(max_examples=100, deadline=None)
-def test_the_end_is_known_on_the_last_batch_and_the_length_before(setup):
+def test_end_is_flagged_on_the_last_batch_and_length_is_exact(setup):
     for loader in prepared(setup):
         ends = [loader.end_of_dataloader for _ in loader]
         assert ends == [False] * (len(ends) - 1) + [True] * bool(ends)
@@ -176,7 +176,7 @@ def test_the_end_is_known_on_the_last_batch_and_the_length_before(setup):
 
 @given(setups(), st.integers(0, 40), st.integers(1, 5), st.booleans())
 @settings(max_examples=250, deadline=None)
-def test_an_interrupted_run_sees_exactly_what_was_left(setup, interrupted, world, same_world):
+def test_resumed_run_reads_only_the_remaining_samples(setup, interrupted, world, same_world):
     plain = [sample for batch in plain_loader(setup) for sample in batch.tolist()]
     world = setup["world"] if same_world or setup["split_batches"] else world
     before = prepared(setup)
@@ -210,7 +210,7 @@ def test_an_interrupted_run_sees_exactly_what_was_left(setup, interrupted, world
 
 @given(setups(), st.integers(0, 12))
 @settings(max_examples=100, deadline=None)
-def test_skipping_leaves_out_the_first_batches_of_every_rank(setup, count):
+def test_skip_first_batches_skips_on_every_rank(setup, count):
     for whole, part in zip(prepared(setup), prepared(setup), strict=True):
         expected = [batch.tolist() for batch in whole][count:]
         assert [batch.tolist() for batch in skip_first_batches(part, count)] == expected
@@ -235,7 +235,7 @@ def samplers(size, seed):
 
 @given(st.integers(0, 40), st.integers(0, 99), st.lists(st.integers(0, 9), max_size=12), st.data())
 @settings(max_examples=150, deadline=None)
-def test_a_cursor_reads_what_the_sampler_gives(size, seed, moves, data):
+def test_cursor_reads_the_same_indices_as_the_sampler(size, seed, moves, data):
     for make in samplers(size, seed):
         sampler, other = make(), make()
         expected = list(sampler)
@@ -255,7 +255,7 @@ def test_a_cursor_reads_what_the_sampler_gives(size, seed, moves, data):
 
 @given(st.integers(0, 30), st.integers(1, 5), st.booleans(), st.integers(0, 8), st.integers(0, 4))
 @settings(max_examples=100, deadline=None)
-def test_iterating_from_a_batch(size, batch, drop_last, start, keep):
+def test_iteration_can_start_at_any_batch(size, batch, drop_last, start, keep):
     for plan in (BatchSampler(range(size), batch, drop_last), OwnBatches(size, batch)):
         whole = list(plan)
         expected = [*whole[: keep if start else 0], *whole[start:]]
@@ -264,7 +264,7 @@ def test_iterating_from_a_batch(size, batch, drop_last, start, keep):
 
 @given(st.integers(0, 30), st.integers(1, 4), st.integers(1, 4), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_batches_of_a_users_own_batch_sampler_are_dealt_whole(size, batch, world, even):
+def test_batches_of_a_custom_batch_sampler_are_not_split(size, batch, world, even):
     whole = list(OwnBatches(size, batch))
     shards = [
         list(BatchSamplerShard(OwnBatches(size, batch), world, rank, even_batches=even))

@@ -68,7 +68,7 @@ def check(case, ranks, tails):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_ranks_share_the_batches_of_one_process(size):
+def test_ranks_divide_the_batches_of_the_plain_loader(size):
     for case in cases(size):
         _, per_rank, world, split, even, drop_last = case
         batch_size = per_rank * world if split else per_rank
@@ -80,7 +80,7 @@ def test_ranks_share_the_batches_of_one_process(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_ranks_share_a_stream(size):
+def test_ranks_divide_a_stream(size):
     for case in cases(size):
         _, per_rank, world, split, even, drop_last = case
         batch_size = per_rank * world if split else per_rank
@@ -97,7 +97,7 @@ def test_ranks_share_a_stream(size):
 
 
 @pytest.mark.parametrize("size", range(0, 41, 3))
-def test_steps_of_whole_batches_are_the_same_steps(size):
+def test_whole_batches_form_the_same_steps(size):
     for case in cases(size):
         _, per_rank, world, split, even, drop_last = case
         batch_size = per_rank * world if split else per_rank
@@ -114,7 +114,7 @@ def test_steps_of_whole_batches_are_the_same_steps(size):
 
 @pytest.mark.parametrize("size", [0, 1, 2, 7, 12, 13, 25])
 @pytest.mark.parametrize("kind", ["map", "stream", "foreign"])
-def test_prepared_loaders_know_their_end_and_what_was_added(size, kind):
+def test_prepared_loaders_report_their_end_and_padding(size, kind):
     for case in cases(size):
         _, per_rank, world, split, even, drop_last = case
         batch_size = per_rank * world if split else per_rank
@@ -159,14 +159,14 @@ class Foreign:
         return len(self.loader)
 
 
-def test_a_loader_of_another_class_is_the_base():
+def test_loader_that_is_not_a_dataloader_can_be_prepared():
     loader = prepare_data_loader(Foreign(DataLoader(range(8))), None, 2, 1)
     assert loader.base.colour == "green"
     assert isinstance(loader, DataLoader)
     assert [batch.item() for batch in loader] == [1, 3, 5, 7]
 
 
-def test_a_batch_sampler_without_a_size_is_filled_with_whole_batches():
+def test_batch_sampler_without_a_batch_size_is_padded_with_whole_batches():
     batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
     shards = [BatchSamplerShard(batches, 2, rank) for rank in range(2)]
     assert [list(shard) for shard in shards] == [
@@ -176,7 +176,7 @@ def test_a_batch_sampler_without_a_size_is_filled_with_whole_batches():
     assert [shard.real for shard in shards] == [1, 1]
 
 
-def test_a_short_batch_in_the_middle_loses_nothing():
+def test_short_batch_in_the_middle_loses_no_samples():
     class Ragged:
         batch_size = 2
         drop_last = False
@@ -188,7 +188,7 @@ def test_a_short_batch_in_the_middle_loses_nothing():
     assert [list(shard) for shard in shards] == [[[0, 1], [3, 4]], [[2], [5, 0]]]
 
 
-def test_a_rank_loads_only_its_own_samples():
+def test_each_rank_loads_only_its_own_samples():
     class Watched:
         def __init__(self):
             self.loaded = []
@@ -206,14 +206,14 @@ def test_a_rank_loads_only_its_own_samples():
         assert data.loaded == [2 * rank, 2 * rank + 1, 2 * rank + 6, 2 * rank + 7]
 
 
-def test_items_that_are_batches_are_dealt():
+def test_dataset_items_that_are_whole_batches_are_dealt():
     data = [torch.arange(i, i + 3) for i in range(0, 15, 3)]
     loaders = [prepare_data_loader(DataLoader(data, batch_size=None), None, 2, r) for r in (0, 1)]
     assert [[batch[0].item() for batch in loader] for loader in loaders] == [[0, 6, 12], [3, 9, 0]]
     assert [loader._served.real for loader in loaders] == [3, 3]
 
 
-def test_workers_say_which_of_their_steps_were_filled():
+def test_workers_report_which_steps_are_padded():
     class Own(IterableDataset):
         """Each worker has ten samples of its own, so each one's last step is filled."""
 
@@ -232,7 +232,7 @@ def test_workers_say_which_of_their_steps_were_filled():
     assert sorted(kept) == list(range(20))
 
 
-def test_pinning_reaches_into_a_tagged_batch(monkeypatch):
+def test_tensors_in_a_tagged_batch_are_pinned(monkeypatch):
     pin = torch.utils.data._utils.pin_memory
     monkeypatch.setattr(pin, "pin_memory", lambda batch, device: ("pinned", batch))
     tagged = TaggedBatch([1], 3, 0, None).pin_memory("cuda")
@@ -248,14 +248,14 @@ def test_pinning_reaches_into_a_tagged_batch(monkeypatch):
         lambda: prepare_data_loader(DataLoader(Stream(9), 3), None, 2, 0, split_batches=True),
     ],
 )
-def test_a_batch_that_cannot_be_split_is_refused(build):
+def test_batch_that_cannot_be_split_is_refused(build):
     with pytest.raises(
         ConfigurationError, match=r"batch_size=3 is not divisible by num_processes=2"
     ):
         build()
 
 
-def test_other_mistakes_are_named():
+def test_errors_for_impossible_sharding_options():
     with pytest.raises(ConfigurationError, match="with a `batch_size`"):
         BatchSamplerShard([[0], [1]], 2, 0, split_batches=True)
     with pytest.raises(ConfigurationError, match="less than num_processes=2"):
@@ -268,7 +268,7 @@ def test_other_mistakes_are_named():
         prepare_data_loader(3, None, 1, 0)
 
 
-def test_skipping_indices_keeps_what_fills_the_end():
+def test_skipping_indices_keeps_the_padding_at_the_end():
     stream = IndexStream([[0], [1], [2], [3], [4]])
     stream.start, stream.head = 3, 2
     assert list(stream) == [[0], [1], [3], [4]]

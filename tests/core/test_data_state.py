@@ -23,7 +23,7 @@ def loader_of(state, size, batch_size=2, world=2, rank=0, **options):
     return prepare_data_loader(plain, None, world, rank, gradient_state=state, **options)
 
 
-def test_the_end_and_the_remainder_of_one_loop(state):
+def test_state_reports_the_end_and_the_remainder(state):
     seen = []
     for _ in loader_of(state, 9):
         seen.append((state.end_of_dataloader, state.metrics_cut()[0]))
@@ -32,7 +32,7 @@ def test_the_end_and_the_remainder_of_one_loop(state):
     assert (state.metrics_cut()[0], state.remainder) == (0, -1)
 
 
-def test_a_nested_loop_answers_while_it_runs(state):
+def test_state_describes_the_innermost_running_loop(state):
     train, val = loader_of(state, 12), loader_of(state, 5)
     seen = []
     for _ in train:
@@ -47,7 +47,7 @@ def test_a_nested_loop_answers_while_it_runs(state):
     assert seen == [((True, end), (True, end), 0) for end in (False, False, True)]
 
 
-def test_an_iterator_kept_for_later_says_nothing_about_the_loop(state):
+def test_unused_iterator_does_not_affect_the_state(state):
     train, val = loader_of(state, 8, world=1), loader_of(state, 6, world=1)
     ends, kept = [], None
     for index, _ in enumerate(train):
@@ -62,7 +62,7 @@ def test_an_iterator_kept_for_later_says_nothing_about_the_loop(state):
     del kept
 
 
-def test_a_loader_inside_itself(state):
+def test_loader_can_be_nested_in_itself(state):
     loader = loader_of(state, 8)
     ends = []
     for _ in loader:
@@ -74,7 +74,7 @@ def test_a_loader_inside_itself(state):
     assert ends == [(False, False), (True, True)]
 
 
-def test_an_abandoned_loader_leaves_the_loop_but_its_batch_is_still_cut(state):
+def test_abandoned_loader_is_inactive_but_its_padding_is_still_removed(state):
     train, val = loader_of(state, 8), loader_of(state, 3)
     for _ in train:
         next(iter(val))
@@ -83,14 +83,14 @@ def test_an_abandoned_loader_leaves_the_loop_but_its_batch_is_still_cut(state):
     assert not state.in_dataloader
 
 
-def test_an_abandoned_loader_that_is_gone_is_still_cut(state):
+def test_padding_of_a_deleted_loader_is_still_removed(state):
     next(iter(loader_of(state, 3)))
     gc.collect()
     assert state.metrics_cut()[0] == 3
     assert not state.in_dataloader
 
 
-def test_break_does_not_poison_the_next_loop(state):
+def test_break_does_not_affect_the_next_loop(state):
     first, second = loader_of(state, 40), loader_of(state, 8)
     for _ in first:
         break
@@ -101,7 +101,7 @@ def test_break_does_not_poison_the_next_loop(state):
     assert ends == [(False, 0), (True, 0)]
 
 
-def test_break_at_the_end_is_over_with_the_next_batch(state):
+def test_state_after_a_break_is_reset_by_the_next_batch(state):
     first, second = loader_of(state, 3), loader_of(state, 8)
     for _ in first:
         break
@@ -112,7 +112,7 @@ def test_break_at_the_end_is_over_with_the_next_batch(state):
     assert state.end_of_dataloader is False
 
 
-def test_an_exception_closes_the_loop_however_late(state):
+def test_exception_closes_the_loop_even_if_its_traceback_is_kept(state):
     train, other = loader_of(state, 12), loader_of(state, 8)
 
     def fail():
@@ -135,7 +135,7 @@ def test_an_exception_closes_the_loop_however_late(state):
     assert not state.in_dataloader
 
 
-def test_two_iterators_of_one_loader_close_in_any_order(state):
+def test_iterators_of_one_loader_can_close_in_any_order(state):
     loader = loader_of(state, 12)
     first, second = iter(loader), iter(loader)
     next(first)
@@ -149,7 +149,7 @@ def test_two_iterators_of_one_loader_close_in_any_order(state):
     assert not state.in_dataloader
 
 
-def test_loaders_are_held_weakly(state):
+def test_state_holds_loaders_weakly(state):
     loader = loader_of(state, 12)
     iterator = iter(loader)
     next(iterator)
@@ -161,7 +161,7 @@ def test_loaders_are_held_weakly(state):
     assert state.active_dataloader is None
 
 
-def test_uneven_batches_and_one_process_have_nothing_to_drop(state):
+def test_no_padding_with_uneven_batches_or_on_one_process(state):
     for loader in (
         loader_of(state, 5, even_batches=False),
         loader_of(state, 5, world=1),
@@ -170,14 +170,14 @@ def test_uneven_batches_and_one_process_have_nothing_to_drop(state):
             assert state.metrics_cut()[0] == 0
 
 
-def test_a_skipping_loader_counts_from_the_end_too(state):
+def test_skipping_loader_reports_its_end_and_remainder(state):
     seen = []
     for _ in skip_first_batches(loader_of(state, 9), 2):
         seen.append((state.end_of_dataloader, state.metrics_cut()[0]))
     assert seen == [(True, 1)]
 
 
-def test_settings_and_forgetting(state):
+def test_forget_resets_the_gradient_state(state):
     state.num_steps = 4
     assert state.plugin_kwargs["num_steps"] == 4
     assert state.sync_gradients is True

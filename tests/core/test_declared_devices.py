@@ -43,7 +43,7 @@ class OnCpu(Backend):
         ({"ACCELERATE_TORCH_DEVICE": "cpu"}, {}, "environment variable ACCELERATE_TORCH_DEVICE"),
     ],
 )
-def test_a_device_that_is_asked_for_and_not_declared_is_refused(
+def test_requested_device_that_the_backend_does_not_declare_is_refused(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], given: dict[str, bool], origin: str
 ) -> None:
     for name, value in environ.items():
@@ -59,13 +59,13 @@ def test_a_device_that_is_asked_for_and_not_declared_is_refused(
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has a device")
-def test_what_this_machine_has_is_compared_before_a_group_is_started() -> None:
+def test_detected_device_is_checked_before_the_process_group_starts() -> None:
     with pytest.raises(ConfigurationError, match=r"'cpu' \(what torch finds on this machine"):
         Accelerator(backend=OnDevices)
     assert runtimes.running() is None
 
 
-def test_a_device_this_process_runs_on_already_is_compared_too() -> None:
+def test_device_that_the_process_already_uses_is_checked() -> None:
     state = PartialState(cpu=True)
     try:
         with pytest.raises(ConfigurationError, match="where this process runs already"):
@@ -74,7 +74,7 @@ def test_a_device_this_process_runs_on_already_is_compared_too() -> None:
         state.destroy_process_group()
 
 
-def test_a_declared_device_is_taken_and_the_way_to_it_is_told(
+def test_declared_device_is_used_and_its_source_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     accelerator = Accelerator(backend=OnCpu, cpu=True)

@@ -48,7 +48,9 @@ class Trainer:
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("data", [range(8), Stream()], ids=["map", "stream"])
-def test_accelerator_and_loader_go_at_once(no_collection: None, data: Any, workers: int) -> None:
+def test_accelerator_and_loader_are_freed_immediately(
+    no_collection: None, data: Any, workers: int
+) -> None:
     trainer = Trainer(data, workers)
     state = trainer.accelerator.gradient_state
     held = [weakref.ref(one) for one in (trainer.accelerator, trainer.loader, state)]
@@ -56,7 +58,7 @@ def test_accelerator_and_loader_go_at_once(no_collection: None, data: Any, worke
     assert [one() for one in held] == [None] * 3
 
 
-def test_accelerator_that_prepared_nothing_goes_at_once(no_collection: None) -> None:
+def test_accelerator_that_prepared_nothing_is_freed_immediately(no_collection: None) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     accelerator.gather(torch.ones(1))
     held = weakref.ref(accelerator)
@@ -83,7 +85,7 @@ def train(model: Any, optimizer: Any, scheduler: Any, loader: Any) -> list[float
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_everything_goes_with_the_next_collection(precision: str) -> None:
+def test_everything_is_freed_by_the_next_garbage_collection(precision: str) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     prepared = accelerator.prepare(*parts())
     train(*prepared)
@@ -93,7 +95,7 @@ def test_everything_goes_with_the_next_collection(precision: str) -> None:
     assert [one() for one in held] == [None] * 5
 
 
-def test_everything_goes_at_once_after_free_memory(no_collection: None) -> None:
+def test_everything_is_freed_immediately_after_free_memory(no_collection: None) -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, scheduler, loader = accelerator.prepare(*parts())
     train(model, optimizer, scheduler, loader)
@@ -106,7 +108,7 @@ def test_everything_goes_at_once_after_free_memory(no_collection: None) -> None:
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_what_was_prepared_trains_on_without_the_accelerator(precision: str) -> None:
+def test_prepared_objects_keep_training_without_the_accelerator(precision: str) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     wanted = train(*accelerator.prepare(*parts()))
     prepared = Accelerator(cpu=True, mixed_precision=precision).prepare(*parts())
@@ -115,7 +117,7 @@ def test_what_was_prepared_trains_on_without_the_accelerator(precision: str) -> 
 
 
 @pytest.mark.dist
-def test_ranks_train_on_without_the_accelerator_and_everything_goes_in_the_end() -> None:
+def test_ranks_keep_training_without_the_accelerator_and_free_everything() -> None:
     run = run_workers(WORKER, 2, timeout=120).checked()
     for result in run.results:
         kept, deleted, dispatched, dispatched_and_deleted = result["weights"]

@@ -62,7 +62,7 @@ def streams(monkeypatch):
     return streams
 
 
-def test_the_next_batch_is_copied_before_this_one_is_handed_over(streams):
+def test_next_batch_is_copied_before_the_current_one_is_yielded(streams):
     batches = ({"x": torch.full((2,), i)} for i in range(3))
     seen = []
     for batch in feed(batches, torch.device("meta"), streams=streams):
@@ -75,7 +75,7 @@ def test_the_next_batch_is_copied_before_this_one_is_handed_over(streams):
     assert streams.said == [*copy(0), *copy(1), *hand(0), *copy(2), *hand(1), *hand(2)]
 
 
-def test_a_failure_comes_after_the_batch_before_it(streams):
+def test_error_is_raised_after_the_previous_batch_was_yielded(streams):
     def batches():
         yield torch.zeros(1)
         raise OSError("disk")
@@ -86,7 +86,7 @@ def test_a_failure_comes_after_the_batch_before_it(streams):
         next(feeding)
 
 
-def test_without_streams_each_is_moved_in_its_turn():
+def test_without_streams_batches_are_moved_one_at_a_time():
     drawn = []
 
     def batches():
@@ -100,7 +100,7 @@ def test_without_streams_each_is_moved_in_its_turn():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_device():
+def test_feed_on_a_real_device():
     device = torch.device("cuda", torch.cuda.current_device())
     batches = [{"x": torch.randn(1 << 16), "n": [i]} for i in range(20)]
     for fed, batch in zip(feed(iter(batches), device), batches, strict=True):

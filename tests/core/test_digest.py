@@ -31,7 +31,9 @@ WORKER = Path(__file__).with_name("digest_worker.py")
         ),
     ],
 )
-def test_ranks_compare_what_they_run(first: str, second: str, said: str) -> None:
+def test_ranks_with_different_configurations_are_refused(
+    first: str, second: str, said: str
+) -> None:
     done = run_workers(WORKER, 2, timeout=90, env={"ONLY_0": first, "ONLY_1": second}).checked()
     for kind, text, seconds in done.results:
         assert kind == ("ConfigurationError" if said else "fine")
@@ -56,7 +58,7 @@ class Sized:
 
 
 @pytest.mark.dist
-def test_settings_of_who_makes_loaders_are_compared(tmp_path: Path) -> None:
+def test_settings_of_loader_factories_are_compared(tmp_path: Path) -> None:
     distribution(tmp_path, "sized", SIZED, {"loaders": {"sized": "Sized"}})
     path = os.pathsep.join([str(tmp_path), str(WORKER.parents[1])])
     env = {"PYTHONPATH": path, "ACCELERATE_LOADERS": "sized", "ONLY_1": ""}
@@ -92,7 +94,7 @@ class Other:
 """
 
 
-def test_settings_of_two_plugins_of_one_name_stay_apart(tmp_path: Path) -> None:
+def test_settings_of_two_plugins_with_the_same_name_are_kept_apart(tmp_path: Path) -> None:
     groups = {"backends": {"twin": "Twin"}, "extensions": {"twin": "Other"}}
     distribution(tmp_path, "twin", TWINS, groups)
     code = """

@@ -36,7 +36,9 @@ importlib.metadata.entry_points = lambda **_: importlib.metadata.EntryPoints()
         ),
     ],
 )
-def test_a_missing_package_is_named(code: str, variables: dict[str, str], said: str) -> None:
+def test_error_for_an_exported_name_gives_the_install_command(
+    code: str, variables: dict[str, str], said: str
+) -> None:
     done = pool.run(["-c", f"{ALONE}\n{code}"], clean_environment(**variables), 60)
     assert done.returncode == 1
     assert said in done.stderr
@@ -69,7 +71,9 @@ else:
         (NO_DROP_IN, "bnb", None),
     ],
 )
-def test_probes_answer_without_the_drop_in(head: str, library: str, answer: bool | None) -> None:
+def test_availability_checks_work_without_the_drop_in(
+    head: str, library: str, answer: bool | None
+) -> None:
     name = f"is_{library}_available"
     code = f"{head}\nfrom accelerate_core.utils import {name}\nprint('said', {name}())"
     done = pool.run(["-c", code], clean_environment(), 60)
@@ -79,7 +83,7 @@ def test_probes_answer_without_the_drop_in(head: str, library: str, answer: bool
 
 
 @pytest.mark.parametrize("brought", [False, True])
-def test_a_namespace_is_a_library_if_a_distribution_brings_it(
+def test_namespace_package_is_available_only_if_a_distribution_owns_it(
     tmp_path: Path, brought: bool
 ) -> None:
     (tmp_path / "sagemaker" / "core").mkdir(parents=True)

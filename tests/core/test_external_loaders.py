@@ -88,7 +88,7 @@ def told(root: Path, fault: str, use: str = EPOCH) -> str:
     return said
 
 
-def test_an_external_loader_holds_the_plugins_own(tmp_path) -> None:
+def test_external_loader_wraps_the_plugins_loader(tmp_path) -> None:
     assert told(tmp_path, "") == "ExternalLoader Made 4 [False, False, False, True]"
 
 
@@ -106,20 +106,22 @@ def test_an_external_loader_holds_the_plugins_own(tmp_path) -> None:
         ("reading", "list(skip_first_batches(loader, 1))", "__iter__"),
     ],
 )
-def test_what_it_raises_names_its_plugin(tmp_path, fault: str, use: str, hook: str) -> None:
+def test_error_in_an_external_loader_names_its_plugin(
+    tmp_path, fault: str, use: str, hook: str
+) -> None:
     said = told(tmp_path, fault, use)
     note = f"accelerate-core: hook '{hook}' of plugin made (dummy-made 1.0)"
     assert said.count(note) == 1, said
     assert "ArithmeticError: boom" in said
 
 
-def test_what_the_loop_raises_is_not_its_fault(tmp_path) -> None:
+def test_error_in_the_users_loop_does_not_name_the_plugin(tmp_path) -> None:
     said = told(tmp_path, "", "[1 / 0 for _ in loader]")
     assert "ZeroDivisionError" in said
     assert "of plugin made" not in said
 
 
-def test_a_listener_of_the_loop_is_not_its_fault(tmp_path) -> None:
+def test_error_in_a_loop_listener_does_not_name_the_plugin(tmp_path) -> None:
     use = "setattr(accelerator.gradient_state, 'loop_body_end', lambda: 1 / 0) or list(loader)"
     said = told(tmp_path, "", use)
     assert "ZeroDivisionError" in said
@@ -130,31 +132,31 @@ HELD = "[accelerator.gradient_state.active_dataloader is held for held in [{}] f
 
 
 @pytest.mark.parametrize("held", ["loader", "skip_first_batches(loader, 1)"])
-def test_the_loader_that_is_open_is_the_one_the_script_holds(tmp_path, held: str) -> None:
+def test_active_loader_is_the_object_that_the_script_holds(tmp_path, held: str) -> None:
     assert told(tmp_path, "", HELD.format(held)).endswith("[True, True, True, True]")
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_state_that_cannot_be_saved_names_its_loader(tmp_path, blocking: bool) -> None:
+def test_error_for_a_state_that_cannot_be_saved_names_the_loader(tmp_path, blocking: bool) -> None:
     save = f"accelerator.save_state({str(tmp_path / 'saved')!r}, blocking={blocking})"
     said = told(tmp_path, "unsavable", f"({save}, accelerator.wait_for_checkpoint())")
     assert "CheckpointError" in said
     assert "state_dict of loader 0 (dummy_made.Made): TypeError: cannot pickle" in said
 
 
-def test_what_is_no_prepared_loader_is_refused(tmp_path) -> None:
+def test_result_that_is_not_a_prepared_loader_is_refused(tmp_path) -> None:
     said = told(tmp_path, "returned")
     assert "PluginError: A list, which make_loader of made (dummy-made 1.0) returned," in said
     assert "has no 'iteration', 'remainder', 'set_epoch'" in said
 
 
-def test_a_loader_that_tells_nobody_of_its_batches_is_refused(tmp_path) -> None:
+def test_loader_that_does_not_report_its_batches_is_refused(tmp_path) -> None:
     said = told(tmp_path, "alone")
     assert "The loader of made (dummy-made 1.0) hands out batches of its own" in said
     assert "gradient_state.serve(self, start, whole)" in said
 
 
-def test_a_copy_and_a_pickle_are_of_the_plugins_own_loader(tmp_path) -> None:
+def test_copies_and_pickles_contain_the_plugins_loader(tmp_path) -> None:
     use = (
         "[type(copy.copy(loader)).__name__, type(pickle.loads(pickle.dumps([loader]))[0]).__name__]"
     )
@@ -174,7 +176,7 @@ class Half:
 @pytest.mark.parametrize(
     ("kind", "lacks"), [("checkpointer", "'save_state'"), ("loaders", "'make_loader'")]
 )
-def test_a_part_that_lacks_a_method_is_refused_when_it_is_made(
+def test_plugin_that_lacks_a_method_is_refused_at_construction(
     tmp_path: Path, kind: str, lacks: str
 ) -> None:
     group = "checkpointers" if kind == "checkpointer" else kind
@@ -203,7 +205,7 @@ class Late:
 """
 
 
-def test_a_part_may_have_its_attributes_from_its_constructor(tmp_path: Path) -> None:
+def test_plugin_attributes_can_be_set_in_its_constructor(tmp_path: Path) -> None:
     distribution(tmp_path, "late", SETS_IN_INIT, {"checkpointers": {"late": "Late"}})
     code = """
     from accelerate_core import Accelerator

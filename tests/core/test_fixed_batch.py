@@ -50,7 +50,7 @@ def accelerator():
         (torch.arange(1.0).view(1, 1), 4, 4),
     ],
 )
-def test_every_batch_is_filled_and_metrics_are_cut(accelerator, data, size, shape):
+def test_every_batch_is_padded_and_metrics_drop_the_padding(accelerator, data, size, shape):
     model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(data, batch_size=size))
     kept, objects = [], []
     for batch in loader:
@@ -64,7 +64,7 @@ def test_every_batch_is_filled_and_metrics_are_cut(accelerator, data, size, shap
     assert {each[0] for each in Compiled.shapes} <= {shape, 4}
 
 
-def test_a_structure_is_filled_as_a_whole(accelerator):
+def test_all_tensors_of_a_nested_batch_are_padded(accelerator):
     rows = [{"x": torch.tensor([float(i)]), "name": f"row {i}"} for i in range(5)]
     loader = accelerator.prepare(DataLoader(rows, batch_size=4))
     last = list(loader)[-1]
@@ -72,7 +72,7 @@ def test_a_structure_is_filled_as_a_whole(accelerator):
     assert last["name"] == ["row 4"] * 4
 
 
-def test_a_step_over_a_filled_batch_resumes_where_it_was(accelerator):
+def test_run_resumes_after_a_padded_batch(accelerator):
     loader = accelerator.prepare(DataLoader(torch.arange(10.0), batch_size=4))
     batches, state = [], None
     for batch in loader:
@@ -84,7 +84,7 @@ def test_a_step_over_a_filled_batch_resumes_where_it_was(accelerator):
     assert [batch.tolist() for batch in again] == batches[2:] == [[8.0, 9.0, 8.0, 9.0]]
 
 
-def test_ranks_are_filled_at_the_end_of_an_epoch_alone():
+def test_several_ranks_only_pad_at_the_end_of_an_epoch():
     for rank in range(2):
         loader = prepare_data_loader(DataLoader(range(10), 4), None, 2, rank, fixed_batch=4)
         assert [len(batch) for batch in loader] == [4, 4]
@@ -97,7 +97,7 @@ def test_ranks_are_filled_at_the_end_of_an_epoch_alone():
         list(uneven)
 
 
-def test_the_default_leaves_batches_as_they_are():
+def test_batches_are_not_padded_by_default():
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(range(10), batch_size=4))
     assert [len(batch) for batch in loader] == [4, 4, 2]

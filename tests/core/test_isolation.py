@@ -67,7 +67,7 @@ def alone(arguments: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(("first", "second"), [(ONE, OTHER), (PLAIN, ONE), (OTHER, PLAIN)])
-def test_two_do_not_disturb_each_other(first, second):
+def test_two_accelerators_do_not_affect_each_other(first, second):
     expected = [alone(first), alone(second)]
     assert expected[0] != expected[1], "the two have to differ for this to show anything"
     with Accelerator(cpu=True, **first) as one, Accelerator(cpu=True, **second) as other:
@@ -81,7 +81,7 @@ def test_two_do_not_disturb_each_other(first, second):
     assert seen == expected
 
 
-def test_one_may_end_while_the_other_goes_on():
+def test_one_accelerator_can_end_while_another_continues():
     expected = alone(PLAIN)
     with Accelerator(cpu=True, **PLAIN) as stays:
         steps = training(stays, make(stays))
@@ -94,7 +94,7 @@ def test_one_may_end_while_the_other_goes_on():
     assert seen == expected
 
 
-def test_a_model_may_be_prepared_by_two():
+def test_model_can_be_prepared_by_two_accelerators():
     net = nn.Linear(4, 4)
     x = torch.randn(2, 4)
     with Accelerator(cpu=True, mixed_precision="bf16") as mixed, Accelerator(cpu=True) as plain:
@@ -105,7 +105,7 @@ def test_a_model_may_be_prepared_by_two():
         assert not torch.equal(net(x), rounded)
 
 
-def test_free_functions_follow_the_latest_that_lives():
+def test_module_level_state_is_that_of_the_latest_live_accelerator():
     with Accelerator(cpu=True, gradient_accumulation_steps=2) as one:
         with Accelerator(cpu=True, mixed_precision="bf16") as other:
             assert AcceleratorState().mixed_precision == "bf16"
@@ -129,7 +129,7 @@ def cycle() -> list[weakref.ref[Any]]:
     return [weakref.ref(one) for one in held]
 
 
-def test_fifty_leave_nothing_behind():
+def test_fifty_accelerators_leak_nothing():
     tracemalloc.start()
     try:
         # Python's cache of attribute look-ups keeps the names it saw last: let it fill up while
@@ -151,13 +151,13 @@ def test_fifty_leave_nothing_behind():
     assert running() is None
 
 
-def test_they_die_without_being_closed():
+def test_accelerators_are_freed_without_being_closed():
     references = [weakref.ref(Accelerator(cpu=True)) for _ in range(10)]
     gc.collect()
     assert [reference() for reference in references] == [None] * 10
 
 
-def test_the_environment_is_read_only(monkeypatch):
+def test_accelerator_does_not_write_environment_variables(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
     before = dict(os.environb)
     order = list(os.environb)
@@ -171,7 +171,7 @@ def test_the_environment_is_read_only(monkeypatch):
     assert dict(os.environb) == before
 
 
-def test_a_failed_construction_leaves_nothing():
+def test_failed_construction_leaves_nothing_behind():
     for wrong in ({"mixed_precision": "fp61"}, {"colour": 1}, {"gradient_accumulation_steps": 0}):
         with pytest.raises((ValueError, TypeError)):
             Accelerator(cpu=True, **wrong)
@@ -211,7 +211,7 @@ class Diary(GeneralTracker):
         self.lines.append("failed")
 
 
-def test_leaving_the_block_is_end_training():
+def test_leaving_the_with_block_ends_training():
     lines = []
     for by_hand in (True, False):
         diary = Diary()
@@ -229,7 +229,7 @@ def test_leaving_the_block_is_end_training():
 
 
 @pytest.mark.parametrize("error", [ValueError("lost"), KeyboardInterrupt()])
-def test_an_exception_reaches_the_trackers(error):
+def test_trackers_learn_that_the_run_failed(error):
     diary = Diary()
     accelerator = Accelerator(cpu=True, log_with=diary)
     accelerator.init_trackers("project")
@@ -262,7 +262,7 @@ class Unclosable:
 
 
 @pytest.mark.parametrize("by_error", [False, True])
-def test_all_is_ended_if_the_checkpointer_cannot_close(by_error, monkeypatch):
+def test_everything_ends_even_if_the_checkpointer_cannot_close(by_error, monkeypatch):
     record = PluginRecord("checkpointer", "unclosable", f"{__name__}:Unclosable", "tests", "1.0")
 
     def found(kind: str, name: str, **more: Any) -> PluginRecord:
@@ -282,7 +282,7 @@ def test_all_is_ended_if_the_checkpointer_cannot_close(by_error, monkeypatch):
     assert diary.lines.count("finished") + diary.lines.count("failed") == 1
 
 
-def test_another_device_is_refused_while_one_runs():
+def test_another_device_is_refused_while_an_accelerator_runs():
     with Accelerator(cpu=True) as first:
         with Accelerator(cpu=True) as second:
             assert second.device == first.device

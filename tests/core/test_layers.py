@@ -35,7 +35,7 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_words_of_backends_and_trackers_occur_in_the_catalog_only() -> None:
+def test_backend_and_tracker_names_occur_only_in_the_catalog() -> None:
     found = [
         f"{path.relative_to(CORE)}:{number}: {line.strip()}"
         for path in sorted(CORE.rglob("*.py"))
@@ -46,7 +46,7 @@ def test_words_of_backends_and_trackers_occur_in_the_catalog_only() -> None:
     assert found == []
 
 
-def test_the_word_search_finds_what_it_looks_for() -> None:
+def test_search_for_backend_names_finds_them() -> None:
     names = ("catalog.py", "known_packages.json")
     catalog = " ".join((CORE / "plugins" / name).read_text() for name in names)
     assert len(set(map(str.lower, WORDS.findall(catalog)))) > 10
@@ -62,7 +62,7 @@ def test_the_word_search_finds_what_it_looks_for() -> None:
         "from accelerate_launch import LaunchPlan, Launcher, Target, target_command",
     ],
 )
-def test_what_needs_no_torch_does_not_import_it(code: str) -> None:
+def test_modules_that_do_not_need_torch_do_not_import_it(code: str) -> None:
     assert "torch" not in modules_after(code)
 
 
@@ -71,7 +71,7 @@ def test_importing_a_plugin_loads_nothing_heavier_than_torch() -> None:
     assert not {*HEAVY} & (modules_after("import accelerate_ddp") - plain)
 
 
-def test_an_accelerator_of_one_process_imports_no_plugin() -> None:
+def test_accelerator_on_one_process_imports_no_plugin() -> None:
     code = "from accelerate_core import Accelerator; Accelerator(cpu=True)"
     assert "accelerate_ddp" not in modules_after(code)
 
@@ -100,7 +100,7 @@ PLUGINS = (
 )
 
 
-def test_authors_and_our_own_plugins_import_public_names_only() -> None:
+def test_plugins_import_only_public_names() -> None:
     policy = (ROOT / "docs" / "contract.md").read_text()
     assert all(f"`{module}`" in policy for module in PUBLIC)
     names = {module: set(import_module(module).__all__) for module in PUBLIC}
@@ -140,7 +140,7 @@ def test_authors_and_our_own_plugins_import_public_names_only() -> None:
     } <= found
 
 
-def test_every_name_of_the_plugin_module_is_on_its_page() -> None:
+def test_every_name_in_the_plugin_module_is_documented() -> None:
     from accelerate_core import plugin
 
     page = (ROOT / "docs" / "plugin_module.md").read_text()
@@ -150,7 +150,7 @@ def test_every_name_of_the_plugin_module_is_on_its_page() -> None:
         plugin.Backends  # noqa: B018
 
 
-def test_layers_hold() -> None:
+def test_modules_import_only_from_lower_layers() -> None:
     done = subprocess.run(
         [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"],
         cwd=ROOT,
@@ -162,12 +162,12 @@ def test_layers_hold() -> None:
 
 
 @pytest.mark.parametrize("folder", DISTRIBUTIONS, ids=lambda folder: folder.name)
-def test_every_distribution_is_complete(folder: Path) -> None:
+def test_every_distribution_has_the_required_files(folder: Path) -> None:
     for name in ("README.md", "CHANGELOG.md", "pyproject.toml"):
         assert (folder / name).read_text().strip(), name
     assert list(folder.glob("src/*/py.typed"))
 
 
-def test_no_file_is_too_long_to_be_read() -> None:
+def test_no_file_is_too_long() -> None:
     paths = [path for folder in DISTRIBUTIONS for path in folder.glob("src/**/*.py")]
     assert {str(p): n for p in paths if (n := len(p.read_text().splitlines())) > 700} == {}

@@ -78,7 +78,7 @@ def two_epochs(loader: Any, bar: Callable[[Any], Iterable[Any]] = iter) -> list[
 @pytest.mark.parametrize("bar", BARS)
 @pytest.mark.parametrize("seedable", [False, True])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_progress_bar_leaves_the_order_alone(kind: str, seedable: bool, bar: str) -> None:
+def test_progress_bar_does_not_change_the_order(kind: str, seedable: bool, bar: str) -> None:
     wanted = two_epochs(prepared(kind, seedable))
     assert two_epochs(prepared(kind, seedable), BARS[bar]) == wanted
 
@@ -100,7 +100,7 @@ def test_iterator_that_is_never_advanced_costs_nothing(kind: str, skipped: int) 
 
 
 @pytest.mark.filterwarnings("ignore:load_state moved this loader")
-def test_position_loaded_before_the_first_batch_is_where_the_iterator_begins() -> None:
+def test_iterator_starts_at_a_position_loaded_before_its_first_batch() -> None:
     loader = prepared("sequential", seedable=False)
     iterator = iter(loader)
     next(iterator)

@@ -16,7 +16,7 @@ class Meshed(Backend):
     supports = {"mesh": ("dp_shard", "tp")}
 
 
-def test_coordinates_and_shares():
+def test_coordinates_and_shards_of_each_rank():
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=2)
     assert config.total_size == 8
     assert config.active_mesh_dims == ["dp_replicate", "dp_shard", "tp"]
@@ -31,7 +31,7 @@ def test_coordinates_and_shares():
     assert config.non_dp_dim_names == ["tp"]
 
 
-def test_the_arithmetic_is_shown():
+def test_error_shows_the_arithmetic_of_the_mesh():
     with pytest.raises(
         ConfigurationError, match=r"dp_shard 2 x tp 2 = 4 .*8 were.*dp_shard_size=4"
     ):
@@ -44,7 +44,7 @@ def test_the_arithmetic_is_shown():
         ParallelismConfig(tp_size=0)
 
 
-def test_where_it_comes_from(monkeypatch, tmp_path):
+def test_errors_name_the_source_of_the_sizes(monkeypatch, tmp_path):
     def sizes(**arguments):
         with pytest.raises(ConfigurationError) as failure:
             Accelerator(cpu=True, backend=Meshed, **arguments)
@@ -70,7 +70,7 @@ def test_where_it_comes_from(monkeypatch, tmp_path):
     assert "config.yaml line 2" in text
 
 
-def test_a_backend_says_which_dimensions_it_has():
+def test_only_dimensions_that_the_backend_declares_are_accepted():
     with pytest.raises(
         ConfigurationError, match=r"'meshed' has no mesh dimension 'cp' .from constructor"
     ):

@@ -75,7 +75,7 @@ def plain_loop(
             optimizer.zero_grad()
 
 
-def test_accumulation_that_is_never_entered_is_warned_about_once() -> None:
+def test_accumulation_without_accumulate_is_warned_about_once() -> None:
     (text,) = said(lambda: plain_loop(steps=3))
     assert text.startswith("gradient_accumulation_steps=3 divides every loss by 3")
     assert "accelerator.accumulate(model)" in text
@@ -97,7 +97,7 @@ def test_loss_of_another_model_is_warned_about_once() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"mixed_precision": "bf16"}, {"dynamo_backend": "aot_eager"}]
 )
-def test_loss_of_a_prepared_model_is_accepted_in_whatever_way_it_was_computed(
+def test_loss_of_a_prepared_model_is_accepted_however_it_was_computed(
     options: dict[str, Any],
 ) -> None:
     def script() -> None:
@@ -115,7 +115,7 @@ def test_loss_of_a_prepared_model_is_accepted_in_whatever_way_it_was_computed(
     assert [text for text in said(script) if "backward()" in text] == []
 
 
-def test_results_of_prepare_that_are_thrown_away_are_warned_about() -> None:
+def test_discarding_the_results_of_prepare_is_warned_about() -> None:
     def thrown_away() -> None:
         accelerator = Accelerator(cpu=True)
         model, optimizer, loader = parts()
@@ -155,7 +155,7 @@ def test_prepare_refuses_what_cannot_be_prepared(wrong: Any, shown: str) -> None
         accelerator.prepare(torch.nn.Linear(1, 1), wrong)
 
 
-def test_prepare_warns_of_a_list_and_returns_the_rest_as_it_is() -> None:
+def test_prepare_warns_about_a_list_and_returns_other_objects_unchanged() -> None:
     accelerator = Accelerator(cpu=True)
     models = [torch.nn.Linear(1, 1)]
 
@@ -168,7 +168,7 @@ def test_prepare_warns_of_a_list_and_returns_the_rest_as_it_is() -> None:
     assert said(lambda: None if accelerator.prepare(*others) == others else 1 / 0) == []
 
 
-def test_gathering_a_text_on_one_process_is_warned_about() -> None:
+def test_gathering_a_string_on_one_process_is_warned_about() -> None:
     accelerator = Accelerator(cpu=True)
 
     def script() -> None:
@@ -183,7 +183,7 @@ def test_gathering_a_text_on_one_process_is_warned_about() -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("how", ["inner", "wrapper", "copied"])
-def test_calling_the_model_inside_of_its_wrapper_is_warned_about(how: str) -> None:
+def test_calling_the_unwrapped_model_is_warned_about(how: str) -> None:
     run = run_workers(Path(__file__).with_name("misuse_worker.py"), 2, [how]).checked()
     for texts in run.results:
         if how == "inner":

@@ -40,14 +40,14 @@ print([name for name in sys.modules if name.startswith("accelerate_tracking")])
 """
 
 
-def test_without_trackers_every_call_does_nothing_and_imports_nothing(tmp_path: Path) -> None:
+def test_tracking_calls_without_trackers_do_nothing_and_import_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
-def test_runs_of_a_checkpoint_are_known_without_their_trackers() -> None:
+def test_run_ids_are_loaded_from_a_checkpoint_without_trackers() -> None:
     tracking = NoTracking()
     tracking.load_state_dict({"runs": {"jsonl": "a"}})
     assert tracking.resumed_runs == {"jsonl": "a"}
@@ -63,8 +63,6 @@ def test_runs_of_a_checkpoint_are_known_without_their_trackers() -> None:
         ([LoggerType.WANDB, "mine", "mlflow"], "mlflow,wandb"),
     ],
 )
-def test_what_is_asked_for_and_cannot_be_had_is_an_error_with_the_command(
-    asked: object, extra: str
-) -> None:
+def test_error_for_a_missing_tracker_gives_the_install_command(asked: object, extra: str) -> None:
     with pytest.raises(MissingPluginError, match=rf'pip install "accelerate-core\[{extra}\]"'):
         NoTracking(asked)

@@ -30,7 +30,7 @@ def differs(name: str, world: int) -> str:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_order_is_that_of_the_original(world: int, tmp_path: Path) -> None:
+def test_samples_are_read_in_the_same_order_as_with_accelerate(world: int, tmp_path: Path) -> None:
     run_workers(WORKER, world, timeout=300, env={"ORDERS": str(tmp_path)}).checked()
     here = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(world)]
     assert here[0].keys() == RECORDED.keys()

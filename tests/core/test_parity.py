@@ -79,7 +79,7 @@ def test_half_precision_is_near_one_process(world, library, precision, reference
 @pytest.mark.parametrize(
     ("compiled", "plain"), [("whole", "fp32"), ("regional", "fp32"), ("bf16_whole", "bf16")]
 )
-def test_compiled_equals_not_compiled(library, compiled, plain):
+def test_compiled_model_has_the_same_results(library, compiled, plain):
     assert library[compiled]["graphs"][0] > library[plain]["graphs"][0] == 0
     keys = ("losses", "norms", "rates", "weights")
     assert difference(library[compiled], library[plain], *keys) == 0

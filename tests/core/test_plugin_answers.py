@@ -33,7 +33,7 @@ class Mode(enum.Enum):
         (torch.float32, torch.float32),
     ],
 )
-def test_equal_settings_are_comparable(one: Any, other: Any) -> None:
+def test_equal_settings_compare_equal(one: Any, other: Any) -> None:
     assert comparable(one) == comparable(other)
 
 
@@ -48,11 +48,11 @@ def test_equal_settings_are_comparable(one: Any, other: Any) -> None:
         (torch.float32, torch.float16),
     ],
 )
-def test_different_settings_are_told_apart(one: Any, other: Any) -> None:
+def test_different_settings_compare_unequal(one: Any, other: Any) -> None:
     assert comparable(one) != comparable(other)
 
 
-def test_weights_that_differ_in_one_bit_are_found() -> None:
+def test_weights_that_differ_in_one_bit_are_detected() -> None:
     ranks = []
     for rank in range(3):
         model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1).bfloat16())
@@ -66,7 +66,7 @@ def test_weights_that_differ_in_one_bit_are_found() -> None:
     assert first_difference(ranks[:2]) is None
 
 
-def test_large_models_are_compared_part_by_part() -> None:
+def test_large_models_are_compared_in_parts() -> None:
     model = torch.nn.Linear(8, 4)
     named = [*model.named_parameters()]
     turns = [weight_sums(named, turn, limit=20) for turn in range(4)]
@@ -164,7 +164,7 @@ class Hides(Base):
         return {"device": "mine", "own": 1}
 
 
-def test_attribute_that_the_accelerator_has_itself_is_named() -> None:
+def test_state_attribute_that_the_accelerator_already_has_is_named() -> None:
     with Accelerator(cpu=True, backend=Hides) as accelerator:
         with pytest.warns(UserWarning, match="serves the attribute 'device'"):
             assert accelerator.own == 1  # type: ignore[attr-defined]

@@ -92,7 +92,7 @@ def table(root: Path, **environ: str) -> dict[str, dict[str, str]]:
     return {row["name"]: row for row in json.loads(done.stdout)}
 
 
-def test_the_table_tells_kind_version_state_and_reason(root: Path) -> None:
+def test_table_shows_kind_version_state_and_reason(root: Path) -> None:
     rows = table(root, USE_LEFT="1", USE_RIGHT="1", ACCELERATE_DISABLED_PLUGINS="fp16")
     assert rows["left"] == {
         "kind": "backend",
@@ -115,7 +115,7 @@ def test_the_table_tells_kind_version_state_and_reason(root: Path) -> None:
     assert "no-such-library" in shown["diary"][1]
 
 
-def test_one_kind_alone(root: Path) -> None:
+def test_table_can_show_a_single_kind(root: Path) -> None:
     rows = json.loads(plugins(root, "--kind", "precision", "--json").stdout)
     assert {row["kind"] for row in rows} == {"precision"}
     wrong = plugins(root, "--kind", "precison")
@@ -132,13 +132,13 @@ def decision(root: Path, name: str, *more: str, **environ: str) -> dict[str, Any
     return made
 
 
-def test_why_tells_that_the_compiler_is_active(root: Path) -> None:
+def test_why_reports_the_active_compiler(root: Path) -> None:
     made = decision(root, "torch_compile", ACCELERATE_DYNAMO_BACKEND="eager")
     assert (made["state"], made["reason"]) == ("active", "the compiler 'eager' is requested")
     assert decision(root, "torch_compile", ACCELERATE_DYNAMO_BACKEND="no")["state"] == "available"
 
 
-def test_why_tells_what_a_plugin_chooses_by_itself(root: Path, tmp_path: Path) -> None:
+def test_why_explains_the_choices_of_a_plugin(root: Path, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("debug: true\nmixed_precision: fast\n")
     made = decision(root, "fast", "--config_file", str(file))
@@ -158,7 +158,7 @@ def test_why_tells_what_a_plugin_chooses_by_itself(root: Path, tmp_path: Path) -
     assert "its own choice" not in decision(root, "left")["steps"]
 
 
-def test_why_tells_triggers_claims_and_rivals(root: Path) -> None:
+def test_why_lists_triggers_claims_and_rivals(root: Path) -> None:
     right = decision(root, "right", USE_LEFT="1", USE_RIGHT="1")
     assert right["state"] == "passed over"
     assert right["steps"]["trigger USE_RIGHT"] == "matches: environment variable USE_RIGHT=1"
@@ -173,7 +173,7 @@ def test_why_tells_triggers_claims_and_rivals(root: Path) -> None:
     assert (tie["state"], "equal priority 70" in tie["reason"]) == ("undecided", True)
 
 
-def test_why_reads_configuration_and_the_number_of_processes(root: Path, tmp_path: Path) -> None:
+def test_why_uses_the_config_file_and_the_number_of_processes(root: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("backend: right\nmixed_precision: bf16\n")
     named = decision(root, "right", "--config_file", str(config))
@@ -194,9 +194,7 @@ class L:
 
 
 @pytest.mark.parametrize("key", ["launcher", "trigger", "neither"])
-def test_the_table_and_why_decide_as_launch_does_with_the_same_file(
-    tmp_path: Path, key: str
-) -> None:
+def test_table_and_why_agree_with_launch_for_the_same_file(tmp_path: Path, key: str) -> None:
     for name in ("rope", "tape"):
         groups = {"launchers": {name: "L"}, "triggers": {name.upper(): "L"}}
         dummies.distribution(tmp_path, name, LAUNCHER.format(name=name), groups)
@@ -251,7 +249,7 @@ def test_the_table_and_why_decide_as_launch_does_with_the_same_file(
         ({"USE_LEFT": "1", "USE_TIED": "1"}, "equal priority 70", {"backend"}),
     ],
 )
-def test_an_environment_that_decides_nothing_is_told(
+def test_invalid_environment_is_reported_and_selection_stays_undecided(
     root: Path, environ: dict[str, str], said: str, undecided: set[str]
 ) -> None:
     done = plugins(root, "--json", **environ)
@@ -264,7 +262,7 @@ def test_an_environment_that_decides_nothing_is_told(
     assert not any(row["kind"] in undecided and row["state"] == "available" for row in rows)
 
 
-def test_a_tie_is_told_once_and_what_is_counted_is_spelt_right(root: Path) -> None:
+def test_tie_is_reported_once_with_correct_plurals(root: Path) -> None:
     done = plugins(root, USE_LEFT="1", USE_TIED="1")
     assert done.returncode == 1
     assert (done.stdout + done.stderr).count("equal priority 70") == 1
@@ -272,14 +270,16 @@ def test_a_tie_is_told_once_and_what_is_counted_is_spelt_right(root: Path) -> No
     assert "accepts 1 process on 1 machine" in " ".join(done.stdout.split())
 
 
-def test_a_world_size_that_is_no_number_is_an_error(root: Path) -> None:
+def test_world_size_that_is_not_a_number_is_an_error(root: Path) -> None:
     for more in ((), ("why", "left")):
         done = plugins(root, *more, WORLD_SIZE="abc")
         assert done.returncode == 2
         assert "WORLD_SIZE='abc' must be a number" in done.stderr
 
 
-def test_a_config_file_that_launch_refuses_decides_nothing(root: Path, tmp_path: Path) -> None:
+def test_config_file_that_launch_refuses_leaves_selection_undecided(
+    root: Path, tmp_path: Path
+) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("num_procesess: 2\n")
     done = plugins(root, "--json", "--config_file", str(config))
@@ -301,7 +301,7 @@ def test_a_config_file_that_launch_refuses_decides_nothing(root: Path, tmp_path:
         ({"ACCELERATE_MIXED_PRECISION": "bf61"}, ("bf16", "lost")),
     ],
 )
-def test_why_says_what_the_table_says(
+def test_why_agrees_with_the_table(
     root: Path, environ: dict[str, str], names: tuple[str, ...]
 ) -> None:
     done = plugins(root, "--json", **environ)
@@ -324,7 +324,9 @@ def test_why_says_what_the_table_says(
         ("sound", "active", "environment variable ACCELERATE_CHECKPOINTER"),
     ],
 )
-def test_what_cannot_be_made_is_no_choice(root: Path, name: str, state: str, said: str) -> None:
+def test_plugin_that_cannot_be_created_is_reported_as_broken(
+    root: Path, name: str, state: str, said: str
+) -> None:
     environ = {"ACCELERATE_CHECKPOINTER": name}
     made = decision(root, name, **environ)
     assert made["state"] == state
@@ -348,7 +350,7 @@ def test_what_cannot_be_made_is_no_choice(root: Path, name: str, state: str, sai
         assert f"plugin {name} (dummy-" in error
 
 
-def test_a_precision_that_a_backend_does_not_accept_is_refused_before_a_run(root: Path) -> None:
+def test_precision_that_the_backend_does_not_accept_is_reported_before_a_run(root: Path) -> None:
     environ = {"ACCELERATE_BACKEND": "picky", "ACCELERATE_MIXED_PRECISION": "bf16"}
     made = decision(root, "bf16", **environ)
     assert made["state"] == "refused"
@@ -364,7 +366,7 @@ def test_a_precision_that_a_backend_does_not_accept_is_refused_before_a_run(root
     assert made["problem"] in pool.run(["-c", code], env, 60).stderr
 
 
-def test_what_is_switched_off_is_not_called_missing(root: Path) -> None:
+def test_disabled_plugin_is_not_reported_as_missing(root: Path) -> None:
     run = "from accelerate_core import Accelerator\nAccelerator(cpu=True, {})"
     for off, asked in (
         ("directory", "preemption_signals='SIGTERM'"),
@@ -376,7 +378,7 @@ def test_what_is_switched_off_is_not_called_missing(root: Path) -> None:
         assert "installed" not in error
 
 
-def test_no_one_is_told_to_ask_for_a_name_that_two_bring(root: Path) -> None:
+def test_why_advises_uninstalling_one_of_two_plugins_with_the_same_name(root: Path) -> None:
     twins = json.loads(plugins(root, "why", "twin", "--json").stdout)
     others = {"dummy-twin1": "dummy-twin2", "dummy-twin2": "dummy-twin1"}
     for twin in twins:
@@ -385,7 +387,7 @@ def test_no_one_is_told_to_ask_for_a_name_that_two_bring(root: Path) -> None:
     assert not others
 
 
-def test_why_names_what_is_broken_missing_or_twice_there(root: Path) -> None:
+def test_why_names_broken_missing_and_duplicate_plugins(root: Path) -> None:
     assert decision(root, "gone")["state"] == "broken"
     assert decision(root, "verb")["advice"] == "accelerate-core verb"
     assert "dummy-twin2 2.5" in decision(root, "twin")["steps"]["name"]
@@ -401,9 +403,7 @@ def test_why_names_what_is_broken_missing_or_twice_there(root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["noep", "ddq"])
-def test_a_distribution_without_entry_point_is_told_before_a_name_that_is_near(
-    root: Path, name: str
-) -> None:
+def test_missing_entry_point_is_reported_before_a_similar_name(root: Path, name: str) -> None:
     told = f"accelerate-{name} 0.3 is installed, but declares no plugin: it needs an entry point"
     for said, group in (
         (plugins(root, "why", name), "backends"),
@@ -417,7 +417,7 @@ def test_a_distribution_without_entry_point_is_told_before_a_name_that_is_near(
         assert "Did you mean" not in said.stderr
 
 
-def test_a_library_of_that_name_does_not_hide_a_name_that_is_near(root: Path) -> None:
+def test_library_with_the_requested_name_does_not_hide_a_suggestion(root: Path) -> None:
     said = plugins(root, "why", "lefft").stderr
     assert "Did you mean 'left'?" in said
     assert "declares no plugin" not in said
@@ -427,13 +427,13 @@ def test_a_library_of_that_name_does_not_hide_a_name_that_is_near(root: Path) ->
     assert "declares no plugin" not in done.stderr
 
 
-def test_why_for_people(root: Path) -> None:
+def test_why_prints_readable_text(root: Path) -> None:
     done = plugins(root, "why", "left", USE_LEFT="1")
     assert "backend left: active, left wants it" in done.stdout
     assert "dummy-left 1.0, entry point dummy_left:Plugin" in done.stdout
 
 
-def test_hooks_prints_the_contract(root: Path) -> None:
+def test_hooks_command_prints_the_contract(root: Path) -> None:
     whole = json.loads(plugins(root, "hooks", "--json").stdout)
     assert whole["hooks"]["backward"]["arguments"] == ["accelerator", "loss", "kwargs"]
     one = plugins(root, "hooks", "barrier")
@@ -443,7 +443,7 @@ def test_hooks_prints_the_contract(root: Path) -> None:
     assert "Did you mean 'barrier'?" in wrong.stderr
 
 
-def test_two_that_bring_one_name_are_told_with_their_versions(root: Path) -> None:
+def test_plugins_with_the_same_name_are_listed_with_their_versions(root: Path) -> None:
     code = """
     from accelerate_core import Accelerator
     try:
@@ -456,7 +456,7 @@ def test_two_that_bring_one_name_are_told_with_their_versions(root: Path) -> Non
     assert "'twin': dummy-twin1 1.5 and dummy-twin2 2.5" in text
 
 
-def test_a_kind_without_checks_is_refused_with_those_there_are(root: Path) -> None:
+def test_kind_without_checks_is_refused_with_a_list_of_the_others(root: Path) -> None:
     said = plugins(root, "check", "left", "--kind", "bakend")
     assert said.returncode == 2
     assert "--kind 'bakend' is not one of 'backend', 'precision', 'tracker'" in said.stderr
@@ -464,7 +464,7 @@ def test_a_kind_without_checks_is_refused_with_those_there_are(root: Path) -> No
 
 
 @pytest.mark.parametrize("below", ["file", "file/deeper", "x" * 300])
-def test_a_repository_that_cannot_be_written_is_one_clear_error(
+def test_unwritable_target_directory_is_one_clear_error(
     root: Path, tmp_path: Path, below: str
 ) -> None:
     (tmp_path / "file").write_text("kept")

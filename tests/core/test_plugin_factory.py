@@ -30,7 +30,7 @@ class Sick(Base):
 """
 
 
-def test_an_extension_can_host_a_kind_of_plugin_of_its_own(tmp_path: Path) -> None:
+def test_extension_can_define_its_own_kind_of_plugin(tmp_path: Path) -> None:
     package = dummies.distribution(tmp_path, "stores", STORES, {"triggers": {"CLOUD": "Cloud"}})
     points = tmp_path / f"{package}-1.0.dist-info" / "entry_points.txt"
     classes = {"disk": "Disk", "cloud": "Cloud", "old": "Old", "sick": "Sick"}
@@ -83,7 +83,7 @@ class Sick(Left):
 """
 
 
-def test_launchers_are_chosen_and_blamed_like_every_plugin(tmp_path: Path) -> None:
+def test_launchers_are_selected_and_named_in_errors_like_other_plugins(tmp_path: Path) -> None:
     groups = {
         "launchers": {"left": "Left", "right": "Right", "sick": "Sick"},
         "triggers": {"START_LEFT": "Left", "START_RIGHT": "Right", "START_SICK": "Sick"},
@@ -134,7 +134,7 @@ class Acme(GeneralTracker):
 """
 
 
-def test_a_tracker_gets_its_settings_from_the_environment(tmp_path: Path) -> None:
+def test_tracker_settings_are_read_from_the_environment(tmp_path: Path) -> None:
     dummies.distribution(tmp_path, "acme", TRACKER, {"trackers": {"acme": "Acme"}})
     code = """
     from accelerate_tracking import TrackerHub

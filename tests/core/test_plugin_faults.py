@@ -142,7 +142,7 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize(
     "variable", ["TRY_RAISES", "TRY_NOCLAIM", "TRY_EXITS", "TRY_LEAVES", "TRY_HIGH", "TRY_NAN"]
 )
-def test_who_cannot_answer_what_a_variable_asks_is_named_and_listed(root, variable):
+def test_plugin_whose_detection_fails_is_named_and_listed_as_broken(root, variable):
     kind, text = run(root, TRY.format(arguments={}), {variable: "1"})
     assert kind == "PluginError"
     assert "(dummy-" in text
@@ -170,14 +170,14 @@ def test_who_cannot_answer_what_a_variable_asks_is_named_and_listed(root, variab
         ("nothing", "PluginError", "not a subclass of"),
     ],
 )
-def test_who_is_asked_for_by_name_is_named(root, name, kind, words):
+def test_error_in_a_plugin_requested_by_name_names_it(root, name, kind, words):
     got, text = run(root, TRY.format(arguments={"backend": name}))
     assert got == kind
     assert "dummy-faulty" in text
     assert words in text
 
 
-def test_methods_that_are_no_hooks_are_named_too(root):
+def test_error_in_a_method_that_is_not_a_hook_names_the_plugin(root):
     code = """
     from accelerate_core import Accelerator
     from dummy_faulty import Faulty
@@ -195,7 +195,7 @@ def test_methods_that_are_no_hooks_are_named_too(root):
         assert notes == [f"accelerate-core: hook {method!r} of plugin faulty (dummy-faulty 1.0)"]
 
 
-def test_a_precision_may_enter_forward_its_own_way_and_is_named_where_it_raises(root):
+def test_error_in_a_precisions_autocast_names_it(root):
     code = """
     import os, torch
     from accelerate_core import Accelerator
@@ -226,7 +226,7 @@ def test_a_precision_may_enter_forward_its_own_way_and_is_named_where_it_raises(
         ("", {"ACCELERATE_DISABLED_PLUGINS": "mine"}, "disables the backend plugin 'mine'"),
     ],
 )
-def test_settings_that_nobody_reads_are_refused(root, arguments, environment, said):
+def test_settings_that_no_plugin_reads_are_refused(root, arguments, environment, said):
     code = f"""
     from accelerate_core import Accelerator
     from dummy_faulty import Mine
@@ -241,7 +241,7 @@ def test_settings_that_nobody_reads_are_refused(root, arguments, environment, sa
     assert said in text
 
 
-def test_slips_of_the_pen_are_said(root):
+def test_misspelt_variables_and_plugin_names_are_warned_about(root):
     code = """
     import warnings
     from accelerate_core import Accelerator
@@ -258,7 +258,7 @@ def test_slips_of_the_pen_are_said(root):
     assert "Did you mean 'ACCELERATE_MINE_CHUNK_MB'?" in said
 
 
-def test_a_broken_loan_and_an_extension_named_twice(root):
+def test_error_in_an_exported_name_names_its_plugin(root):
     code = """
     import accelerate_core
     try:
@@ -273,7 +273,7 @@ def test_a_broken_loan_and_an_extension_named_twice(root):
     assert "dummy-faulty" in text
 
 
-def test_a_backend_without_entry_point_is_told_though_another_name_is_near(root):
+def test_missing_entry_point_of_a_backend_is_reported_despite_a_similar_name(root):
     bare = root / "accelerate_singel-0.3.dist-info"
     bare.mkdir()
     (bare / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate-singel\nVersion: 0.3\n")

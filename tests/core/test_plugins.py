@@ -52,7 +52,7 @@ def fifty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 IMPORTED = "sorted(m for m in sys.modules if m.startswith('dummy_'))"
 
 
-def test_of_fifty_plugins_none_is_imported_that_was_not_asked_for(fifty: Path) -> None:
+def test_only_the_requested_plugin_of_fifty_is_imported(fifty: Path) -> None:
     code = f"""
     import accelerate_core
     from accelerate_core.plugins import discovery
@@ -68,7 +68,7 @@ def test_of_fifty_plugins_none_is_imported_that_was_not_asked_for(fifty: Path) -
     assert (scanned, scans, found, name, imported) == (0, 1, 50, "single", [])
 
 
-def test_a_trigger_imports_its_plugin_and_no_other(fifty: Path) -> None:
+def test_trigger_imports_only_its_own_plugin(fifty: Path) -> None:
     code = f"""
     from accelerate_core import Accelerator
     a = Accelerator()
@@ -80,7 +80,7 @@ def test_a_trigger_imports_its_plugin_and_no_other(fifty: Path) -> None:
     assert imported == ["dummy_backend3", "dummy_extension2"]
 
 
-def test_a_broken_plugin_is_listed_and_harms_who_asks_for_it(fifty: Path) -> None:
+def test_broken_plugin_is_listed_and_only_fails_when_requested(fifty: Path) -> None:
     code = (
         FAIL
         + f"""
@@ -104,7 +104,7 @@ out([asked, row["state"], row["reason"], named, other, {IMPORTED}])
     assert imported == []
 
 
-def test_a_disabled_plugin_stays_out(fifty: Path) -> None:
+def test_disabled_plugin_is_not_used(fifty: Path) -> None:
     code = (
         FAIL
         + """
@@ -126,7 +126,7 @@ out([Accelerator().backend.name, stronger, row["state"], asked, named])
     assert "requested by environment variable ACCELERATE_USE_DUMMY3" in asked[1]
 
 
-def test_every_kind_of_trigger_fires(tmp_path: Path) -> None:
+def test_every_kind_of_trigger_selects_its_plugin(tmp_path: Path) -> None:
     for name, trigger in (
         ("byenv", "RING_VARIABLE"),
         ("byargument", "ring_plugin"),
@@ -245,7 +245,7 @@ out(result)
         ),
     ],
 )
-def test_a_plugin_that_does_not_fit_is_named(
+def test_plugin_that_breaks_the_contract_is_named(
     quarrel: dict[str, list[str]], name: str, kind: str, parts: list[str]
 ) -> None:
     assert quarrel[name][0] == kind
@@ -253,40 +253,44 @@ def test_a_plugin_that_does_not_fit_is_named(
         assert part in quarrel[name][1]
 
 
-def test_a_newer_minor_version_works(quarrel: dict[str, list[str]]) -> None:
+def test_plugin_for_a_newer_minor_version_works(quarrel: dict[str, list[str]]) -> None:
     assert quarrel["newer"] == ["fine", "newer"]
 
 
-def test_a_version_that_does_not_fit_harms_nobody_who_does_not_ask_for_it(
+def test_incompatible_plugin_only_fails_when_requested(
     quarrel: dict[str, list[str]],
 ) -> None:
     assert quarrel["next not wanted"] == ["single"]
 
 
-def test_a_tie_is_settled_by_name(quarrel: dict[str, list[str]]) -> None:
+def test_tie_is_resolved_by_naming_a_plugin(quarrel: dict[str, list[str]]) -> None:
     assert quarrel["settled"] == ["fine", "right"]
     assert (
         quarrel["settled by environment"][1] == "'left' (environment variable ACCELERATE_BACKEND)"
     )
 
 
-def test_an_exception_keeps_its_type_and_carries_the_blame(quarrel: dict[str, list[str]]) -> None:
+def test_exception_keeps_its_type_and_gets_a_note_that_names_the_plugin(
+    quarrel: dict[str, list[str]],
+) -> None:
     kind, text, notes = quarrel["raiser"]
     assert (kind, text) == ("OverflowError", "too much")
     assert notes == ["accelerate-core: hook 'backward' of plugin raiser (dummy-raiser 1.0)"]
 
 
-def test_hooks_may_name_their_arguments_in_any_order(quarrel: dict[str, list[str]]) -> None:
+def test_hook_implementations_can_take_arguments_in_any_order(
+    quarrel: dict[str, list[str]],
+) -> None:
     assert quarrel["swapped"] == ["swapped"]
 
 
-def test_none_is_an_answer_and_the_default_does_not_run_as_well(
+def test_hook_that_returns_none_replaces_the_default(
     quarrel: dict[str, list[str]],
 ) -> None:
     assert quarrel["none"] == ["None"]
 
 
-def test_an_extension_may_not_answer_for_the_backend(tmp_path: Path) -> None:
+def test_extension_cannot_implement_a_backends_hook(tmp_path: Path) -> None:
     code = """
     from accelerate_core import Claim, hookimpl
     class E:
@@ -324,7 +328,7 @@ out([first, attempt(Accelerator)])
     assert "not wrapped" in wrapper[1]
 
 
-def test_the_signature_shows_what_installed_plugins_take(tmp_path: Path) -> None:
+def test_signature_shows_the_arguments_of_installed_plugins(tmp_path: Path) -> None:
     dummies.backend(tmp_path, "vendor", triggers=("vendor_plugin", "ACCELERATE_USE_VENDOR"))
     code = """
     import inspect

@@ -58,7 +58,7 @@ class Provides(Plain):
         return module
 
 
-def test_a_provider_becomes_the_module_that_trains() -> None:
+def test_model_provider_is_replaced_by_its_model() -> None:
     accelerator = Accelerator(cpu=True, backend=Provides)
     model = accelerator.prepare(Provider())
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), 0.1))
@@ -114,7 +114,7 @@ def prepared(backend: type[Backend], groups: Any) -> tuple[Any, ...]:
     return (accelerator, plain, *accelerator.prepare(model, optimizer))
 
 
-def test_parameters_that_become_one_are_stepped_as_before() -> None:
+def test_fused_parameters_are_stepped_like_the_originals() -> None:
     accelerator, plain, model, optimizer = prepared(Fuses, lambda m: m.parameters())
     assert [len(group["params"]) for group in optimizer.param_groups] == [1]
     reference = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
@@ -128,7 +128,7 @@ def test_parameters_that_become_one_are_stepped_as_before() -> None:
     torch.testing.assert_close(model.qk, weights)
 
 
-def test_parameters_with_different_hyperparameters_cannot_become_one() -> None:
+def test_parameters_with_different_hyperparameters_cannot_be_fused() -> None:
     def groups(model: Attention) -> list[dict[str, Any]]:
         return [
             {"params": model.q.parameters(), "lr": 0.1},
@@ -139,7 +139,7 @@ def test_parameters_with_different_hyperparameters_cannot_become_one() -> None:
         prepared(Fuses, groups)
 
 
-def test_a_new_name_that_nobody_says_is_an_error() -> None:
+def test_undeclared_rename_of_a_parameter_is_an_error() -> None:
     with pytest.raises(
         PrepareError, match=r"no longer has a parameter with that name.*plan\.rename"
     ):
@@ -159,7 +159,7 @@ class Copies(Plain):
         return model
 
 
-def test_what_was_tied_is_tied_again() -> None:
+def test_tied_parameters_stay_tied() -> None:
     accelerator = Accelerator(cpu=True, backend=Copies)
     net = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
     net[1].weight = net[0].weight
@@ -179,7 +179,7 @@ class Replaces(Plain):
 
 
 @pytest.mark.parametrize("chained", [False, True])
-def test_schedulers_follow_an_optimizer_that_took_anothers_place(chained: bool) -> None:
+def test_schedulers_follow_a_replaced_optimizer(chained: bool) -> None:
     accelerator = Accelerator(cpu=True, backend=Replaces)
     net = nn.Linear(4, 2)
     sgd = torch.optim.SGD(net.parameters(), 1.0)
@@ -199,7 +199,7 @@ def test_schedulers_follow_an_optimizer_that_took_anothers_place(chained: bool) 
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_a_repointed_scheduler_that_steps_too_early_is_told() -> None:
+def test_scheduler_that_steps_before_its_replaced_optimizer_is_warned_about() -> None:
     accelerator = Accelerator(cpu=True, backend=Replaces)
     net = nn.Linear(4, 2)
     sgd = torch.optim.SGD(net.parameters(), 1.0)
@@ -217,7 +217,7 @@ class Wraps(Replaces):
         return AcceleratedScheduler(scheduler, [], gradient_state=accelerator.gradient_state)
 
 
-def test_a_scheduler_that_a_backend_has_wrapped_follows_too() -> None:
+def test_scheduler_wrapped_by_a_backend_follows_a_replaced_optimizer() -> None:
     accelerator = Accelerator(cpu=True, backend=Wraps)
     net = nn.Linear(4, 2)
     sgd = torch.optim.SGD(net.parameters(), 1.0)
@@ -253,7 +253,7 @@ class MicroBatches(Plain):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_schedule_over_micro_batches_trains_as_one_batch(accumulation: int) -> None:
+def test_pipeline_schedule_trains_like_one_batch(accumulation: int) -> None:
     runs = []
     for backend in (MicroBatches, Plain):
         torch.manual_seed(0)
@@ -286,7 +286,7 @@ def test_a_schedule_over_micro_batches_trains_as_one_batch(accumulation: int) ->
     torch.testing.assert_close(*runs)
 
 
-def test_a_schedule_is_told_when_items_are_counted() -> None:
+def test_pipeline_schedule_receives_the_number_of_items() -> None:
     gradients = []
     for counted in (True, False):
         torch.manual_seed(0)
@@ -320,7 +320,7 @@ class Draws(Plain):
         self.random.seed(seed)
 
 
-def test_generators_of_a_backend_are_seeded_saved_and_restored(tmp_path: Path) -> None:
+def test_random_generators_of_a_backend_are_seeded_saved_and_restored(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, backend=Draws)
     set_seed(5)
     assert accelerator.backend.random.random() == random.Random(5).random()
@@ -331,7 +331,7 @@ def test_generators_of_a_backend_are_seeded_saved_and_restored(tmp_path: Path) -
     accelerator.end_training()
 
 
-def test_a_world_has_a_device_per_process_unless_its_backend_says_more() -> None:
+def test_world_has_one_device_per_process_unless_its_backend_declares_more() -> None:
     class Wide(Plain):
         def device_count(self, accelerator: Any) -> int:
             return 4
@@ -351,7 +351,7 @@ def test_a_world_has_a_device_per_process_unless_its_backend_says_more() -> None
         ("run_schedule", ScheduleResult(torch.ones(2)), lambda one: one.eval_step(X, None)),
     ],
 )
-def test_a_wrong_answer_names_the_backend(hook: str, answer: Any, ask: Any) -> None:
+def test_invalid_result_of_a_hook_names_the_backend(hook: str, answer: Any, ask: Any) -> None:
     wrong = {"name": "wrong", hook: lambda self, accelerator: answer}
     with Accelerator(cpu=True, backend=type("Wrong", (Plain,), wrong)) as accelerator:
         accelerator.prepare(nn.Linear(4, 2))
@@ -401,7 +401,7 @@ class WithRecipe(Precision):
     handlers = (Recipe,)
 
 
-def test_a_precision_is_made_with_its_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_is_created_with_its_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, WithRecipe)
     recipe = Recipe()
     made = Accelerator(cpu=True, mixed_precision="with_recipe", kwargs_handlers=[recipe])
@@ -442,7 +442,7 @@ class Boxing(Precision):
         return {name: getattr(value, "inner", value) for name, value in state.items()}
 
 
-def test_tensors_without_an_address_keep_ties_and_are_saved_plainly(
+def test_tensors_without_storage_stay_tied_and_are_saved_as_plain_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install(monkeypatch, Boxing)
@@ -461,7 +461,7 @@ def test_tensors_without_an_address_keep_ties_and_are_saved_plainly(
     assert {type(value) for value in state.values()} == {torch.Tensor}
 
 
-def test_a_precision_may_replace_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_can_replace_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, OwnOptimizer)
     accelerator = Accelerator(cpu=True, mixed_precision="own_optimizer")
     net = nn.Linear(4, 2)
@@ -487,7 +487,7 @@ class ClipsItself(Precision):
         return torch.tensor([len(parameters), max_norm or 0.0, norm_type, clip_value or 0.0])
 
 
-def test_a_precision_may_clip_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_can_clip_gradients_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, ClipsItself)
     accelerator = Accelerator(cpu=True, mixed_precision="clips_itself")
     model = accelerator.prepare(nn.Linear(4, 2))
@@ -594,7 +594,7 @@ def steps(accelerator: Any, model: nn.Module, optimizer: Any, count: int) -> lis
     return losses
 
 
-def test_activations_are_computed_again_as_the_precision_wants_it(
+def test_activations_are_recomputed_by_the_precisions_own_method(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install(monkeypatch, Delayed)
@@ -607,7 +607,7 @@ def test_activations_are_computed_again_as_the_precision_wants_it(
     assert Accelerator(cpu=True, mixed_precision="bf16").precision.recompute(None) is None
 
 
-def test_a_precision_keeps_its_factors_in_a_checkpoint(
+def test_scaling_factors_of_a_precision_are_saved_in_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, Delayed)
@@ -626,7 +626,7 @@ def test_a_precision_keeps_its_factors_in_a_checkpoint(
     accelerator.end_training()
 
 
-def test_a_model_that_is_wrapped_already_keeps_its_optimizer() -> None:
+def test_already_wrapped_model_keeps_its_optimizer() -> None:
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

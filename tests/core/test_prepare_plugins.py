@@ -71,7 +71,7 @@ def groups_of(model: Net) -> list[dict[str, Any]]:
     ]
 
 
-def test_stages_run_in_order_and_optimizers_follow_by_name() -> None:
+def test_stages_run_in_order_and_optimizers_are_rebound_by_name() -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(groups_of(model), lr=0.1, momentum=0.9)
@@ -96,7 +96,7 @@ def test_stages_run_in_order_and_optimizers_follow_by_name() -> None:
     assert accelerator.unwrap_model(prepared) is model
 
 
-def test_an_optimizer_prepared_later_follows_too() -> None:
+def test_optimizer_prepared_later_is_rebound() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accelerator = Accelerator(backend=Recorder)
@@ -131,7 +131,7 @@ class Forgets(Recorder):
         (Forgets, PluginError, "a stage must return the model"),
     ],
 )
-def test_a_stage_that_would_leave_something_untrained_is_refused(
+def test_stage_that_would_leave_a_parameter_untrained_is_refused(
     backend: type[Backend], kind: type[Exception], said: str
 ) -> None:
     model = Net()
@@ -139,7 +139,7 @@ def test_a_stage_that_would_leave_something_untrained_is_refused(
         Accelerator(backend=backend).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_what_the_user_left_out_is_a_warning() -> None:
+def test_parameter_missing_from_the_users_optimizer_is_a_warning() -> None:
     model = Net()
     with pytest.warns(UserWarning, match=r"2 trainable parameter\(s\) of Net .*'body.weight'"):
         Accelerator().prepare(model, torch.optim.SGD(model.head.parameters(), lr=0.1))
@@ -164,7 +164,7 @@ class Classifies(Backend):
         return real if isinstance(optimizer, Token) else optimizer
 
 
-def test_a_plugin_may_know_objects_of_its_own() -> None:
+def test_plugin_can_prepare_its_own_types() -> None:
     wrapped = Accelerator(backend=Classifies).prepare(Token())
     assert isinstance(wrapped.optimizer, torch.optim.SGD)
 
@@ -181,7 +181,7 @@ class Vendor(Backend):
     handlers = (VendorKwargs,)
 
 
-def test_a_vendors_handler_reaches_its_plugin() -> None:
+def test_handler_of_a_third_party_plugin_reaches_it() -> None:
     handler = VendorKwargs(level=7)
     backend = Accelerator(backend=Vendor, kwargs_handlers=[handler]).backend
     assert backend.given_handlers == (handler,)

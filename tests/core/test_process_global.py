@@ -72,7 +72,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     assert process.running() is None
 
 
-def test_the_first_makes_it_the_next_share_it_and_the_last_ends_it(said: list[str]) -> None:
+def test_process_wide_object_ends_with_its_last_accelerator(said: list[str]) -> None:
     first, second = Accelerator(backend=Halves), Accelerator(backend=Halves)
     assert (first.backend.found, second.backend.found) == (2, 2)
     first.end_training()
@@ -82,7 +82,7 @@ def test_the_first_makes_it_the_next_share_it_and_the_last_ends_it(said: list[st
     assert not dist.is_initialized()
 
 
-def test_who_wants_it_otherwise_is_refused_until_it_has_ended(said: list[str]) -> None:
+def test_conflicting_request_is_refused_until_the_object_has_ended(said: list[str]) -> None:
     first = Accelerator(backend=Halves)
     with pytest.raises(RuntimeConflictError) as caught:
         Accelerator(backend=Quarters)
@@ -97,13 +97,13 @@ def test_who_wants_it_otherwise_is_refused_until_it_has_ended(said: list[str]) -
     assert said[2:] == ["start 4", "stop 4, with a group"]
 
 
-def test_a_start_that_fails_leaves_nothing_behind(said: list[str]) -> None:
+def test_failed_start_leaves_nothing_behind(said: list[str]) -> None:
     with pytest.raises(OSError, match="no such device"):
         Accelerator(backend=Broken)
     assert said == ["start 4", "stop 4, without a group"]
 
 
-def test_the_one_made_last_ends_first_and_a_failure_stops_none(said: list[str]) -> None:
+def test_objects_end_in_reverse_order_even_if_one_fails(said: list[str]) -> None:
     accelerator = Accelerator(backend=Halves)
 
     def fails(value: str) -> None:

@@ -36,7 +36,7 @@ def words(path: str, text: str) -> list[tuple[int, str]]:
     return [(hit.line, hit.words.lower()) for hit in prose.hits_in(Path(path), text)]
 
 
-def test_wording_that_was_replaced_has_not_come_back() -> None:
+def test_rewritten_files_have_no_ruled_out_wording() -> None:
     files = [one for one in prose.tracked() if not str(one).startswith(NOT_CLEAN)]
     assert [str(hit) for hit in prose.check(files)] == []
 
@@ -56,7 +56,7 @@ def test_wording_that_was_replaced_has_not_come_back() -> None:
         "Two doors",
     ],
 )
-def test_the_style_guides_examples_are_found(sentence: str) -> None:
+def test_examples_of_the_style_guide_are_flagged(sentence: str) -> None:
     assert words("page.md", sentence)
 
 
@@ -77,12 +77,12 @@ def test_plain_english_is_not_flagged(sentence: str) -> None:
     assert words("page.md", sentence) == []
 
 
-def test_code_in_markdown_is_not_read() -> None:
+def test_code_in_markdown_is_not_checked() -> None:
     text = "The `told` [page](told.md):\n\n```\nwhoever\n```\n<!-- whom -->\nA door.\n"
     assert words("page.md", text) == [(7, "door")]
 
 
-def test_python_strings_comments_and_test_names_are_read_but_no_names() -> None:
+def test_strings_comments_and_test_names_are_checked_but_other_names_are_not() -> None:
     source = '''
 def told(whom):
     """Return what is there.
@@ -109,6 +109,6 @@ def test_the_house(): ...
     ]
 
 
-def test_comments_and_printed_lines_of_other_files_are_read() -> None:
+def test_comments_and_printed_lines_of_other_files_are_checked() -> None:
     text = '# A door.\ntarget: told\n\t@echo "the strangers"\nkey = 1  # lent\n'
     assert words("Makefile", text) == [(1, "door"), (3, "strangers"), (4, "lent")]

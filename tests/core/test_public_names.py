@@ -51,7 +51,7 @@ PEER = set(NAMES.split())
 WITH_A_PLUGIN = {"deepspeed_ulysses_dl_adapter"}
 
 
-def test_public_names_are_the_peers_and_those_documented_as_ours() -> None:
+def test_public_names_are_those_of_accelerate_and_a_documented_list() -> None:
     page = (ROOT / "docs" / "migration.md").read_text()
     table = page.partition("## Members that Accelerate does not have")[2]
     documented = {
@@ -79,7 +79,7 @@ def test_public_members_are_documented_and_methods_typed() -> None:
     assert untyped == []
 
 
-def test_the_accelerator_is_made_of_parts() -> None:
+def test_accelerator_inherits_its_methods_from_the_facades() -> None:
     verbs = (PreparedVerbs, TrainingVerbs, CollectiveVerbs, CheckpointVerbs, TrackingVerbs)
     more = (Assignable, Shown, object)
     assert Accelerator.__mro__ == (Accelerator, ProcessVerbs, MeshVerbs, *verbs, *more)
@@ -88,7 +88,7 @@ def test_the_accelerator_is_made_of_parts() -> None:
 @pytest.mark.parametrize(
     "verbs", [PreparedVerbs, TrainingVerbs, CollectiveVerbs, CheckpointVerbs, TrackingVerbs]
 )
-def test_verbs_know_the_part_that_does_the_work_and_nothing_else(verbs: type) -> None:
+def test_facade_methods_only_delegate(verbs: type) -> None:
     """A facade's method that did something itself would be beside the part, for everyone to read."""
     source = ast.parse(inspect.getsource(verbs)).body[0]
     assert isinstance(source, ast.ClassDef)

@@ -101,7 +101,7 @@ VARIABLE = {"ACCELERATE_USE_CRASHED": "true"}
         ("{}", "", {**VARIABLE, "ACCELERATE_USE_SOUND": "1"}),
     ],
 )
-def test_the_strongest_request_is_an_error_where_its_plugin_is_broken(
+def test_request_with_the_highest_precedence_fails_if_its_plugin_is_broken(
     root: Path, tmp_path: Path, arguments: str, file: str, environ: dict[str, str]
 ) -> None:
     kind, text, _ = made(root, tmp_path, arguments, file, **environ)
@@ -131,14 +131,14 @@ def test_the_strongest_request_is_an_error_where_its_plugin_is_broken(
         ),
     ],
 )
-def test_weaker_requests_empty_sections_and_false_values_are_overruled(
+def test_requests_with_lower_precedence_are_overridden(
     root: Path, tmp_path: Path, arguments: str, file: str, environ: dict[str, str], wanted: str
 ) -> None:
     name, text, _ = made(root, tmp_path, arguments, file, **environ)
     assert name == wanted, text
 
 
-def test_a_version_that_does_not_fit_is_an_error_where_it_is_asked_for(
+def test_requested_plugin_for_another_contract_version_is_an_error(
     root: Path, tmp_path: Path
 ) -> None:
     kind, text, _ = made(root, tmp_path, ACCELERATE_USE_LATER="1")
@@ -157,7 +157,7 @@ def test_a_version_that_does_not_fit_is_an_error_where_it_is_asked_for(
         ("{}", "backend: ddp\n", {"ACCELERATE_USE_WARP": "true"}),
     ],
 )
-def test_the_strongest_request_is_an_error_where_its_plugin_is_missing(
+def test_request_with_the_highest_precedence_fails_if_its_plugin_is_missing(
     root: Path, tmp_path: Path, arguments: str, file: str, environ: dict[str, str]
 ) -> None:
     kind, text, _ = made(root, tmp_path, arguments, file, **environ)
@@ -165,13 +165,13 @@ def test_the_strongest_request_is_an_error_where_its_plugin_is_missing(
     assert "accelerate-core[warp]" in text
 
 
-def test_a_missing_plugin_that_is_overruled_is_no_error(root: Path, tmp_path: Path) -> None:
+def test_missing_plugin_with_an_overridden_request_is_ignored(root: Path, tmp_path: Path) -> None:
     environ = {"ACCELERATE_USE_WARP": "true"}
     assert made(root, tmp_path, "{'backend': 'ddp'}", **environ)[0] == "ddp"
     assert made(root, tmp_path, "{'sound_plugin': 1}", **environ)[0] == "sound"
 
 
-def test_a_section_of_its_own_asks_for_a_backend(root: Path, tmp_path: Path) -> None:
+def test_config_section_of_a_backend_requests_it(root: Path, tmp_path: Path) -> None:
     section = "sectioned_config:\n  chunk: 5\n"
     name, reason, _ = made(root, tmp_path, file=section)
     assert (name, reason) == ("sectioned", f"{tmp_path / 'config.yaml'} line 1")
@@ -186,7 +186,7 @@ def test_a_section_of_its_own_asks_for_a_backend(root: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.needs("torch>=2.11")  # fsdp2 does
-def test_who_was_not_asked_for_outbids_nobody_and_says_so(root: Path, tmp_path: Path) -> None:
+def test_unrequested_plugin_loses_to_requested_ones_and_warns(root: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     code = """
     from accelerate_core import Backend, Claim
@@ -345,7 +345,7 @@ def slips(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("{}", {"ACCELERATE_PLUGINS": "slips"}, ["'on_strat'", "'on_start'"]),
     ],
 )
-def test_slips_of_a_plugin_are_refused_by_name(
+def test_misspelt_hooks_of_a_plugin_are_refused(
     slips: Path, tmp_path: Path, arguments: str, environ: dict[str, str], said: list[str]
 ) -> None:
     kind, text, _ = made(slips, tmp_path, arguments, **environ)
@@ -353,14 +353,14 @@ def test_slips_of_a_plugin_are_refused_by_name(
     assert [word for word in said if word not in text] == []
 
 
-def test_what_is_meant_or_newer_runs(slips: Path, tmp_path: Path) -> None:
+def test_plugins_with_intended_or_newer_names_run(slips: Path, tmp_path: Path) -> None:
     assert made(slips, tmp_path, "{'backend': 'meant'}")[0] == "meant"
     name, _, warned = made(slips, tmp_path, "{'backend': 'newer'}")
     assert name == "newer"
     assert "'new_ability'" in warned
 
 
-def test_a_method_named_like_a_hook_is_one_in_an_extension_too(slips: Path) -> None:
+def test_extension_method_named_like_a_hook_is_checked(slips: Path) -> None:
     code = """
     from accelerate_core import Accelerator
     out(getattr(Accelerator(cpu=True).backend, "started", False))
@@ -389,7 +389,7 @@ class Beside(Backend):
 
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("way", ["file", "handler"])
-def test_settings_of_a_precision_that_nothing_asks_for_are_refused(
+def test_settings_of_an_unrequested_precision_are_refused(
     tmp_path: Path, way: str, asked: bool
 ) -> None:
     distribution(tmp_path, "grid", GRID, {"precisions": {"grid_of_tests": "Grid"}})
@@ -406,7 +406,7 @@ def test_settings_of_a_precision_that_nothing_asks_for_are_refused(
         assert not file or "'grid_of_tests', which nothing asks for" in text
 
 
-def test_a_handler_of_a_package_that_brings_more_than_a_precision_is_taken(tmp_path: Path) -> None:
+def test_handler_from_a_package_with_a_backend_and_a_precision_is_accepted(tmp_path: Path) -> None:
     groups = {"precisions": {"grid_of_tests": "Grid"}, "backends": {"beside": "Beside"}}
     distribution(tmp_path, "grid", GRID, groups)
     given = "{'kwargs_handlers': [__import__('dummy_grid').GridKwargs(bits=4)]}"
@@ -435,7 +435,7 @@ class Looks:
 
 @pytest.mark.needs("torch>=2.11")  # fsdp2 does
 @pytest.mark.parametrize("trigger", ["HOME", "num_processes", "always"])
-def test_what_asks_for_nothing_outbids_no_request_and_is_told(tmp_path: Path, trigger: str) -> None:
+def test_claim_without_a_request_loses_to_requests_and_warns(tmp_path: Path, trigger: str) -> None:
     groups = {"backends": {"greedy": "Greedy"}, "triggers": {trigger: "Greedy"}}
     distribution(tmp_path, "greedy", GREEDY, groups)
     asked = "num_processes: 1\nfsdp_config:\n  fsdp_version: 2\n"
@@ -445,7 +445,7 @@ def test_what_asks_for_nothing_outbids_no_request_and_is_told(tmp_path: Path, tr
     assert "without having been asked for" in warned
 
 
-def test_a_section_of_an_extension_that_nothing_asks_for_is_refused(tmp_path: Path) -> None:
+def test_config_section_of_an_unrequested_extension_is_refused(tmp_path: Path) -> None:
     distribution(tmp_path, "looks", GREEDY, {"extensions": {"looks": "Looks"}})
     file = "looks_config:\n  keep: head\n"
     found, text, _ = made(tmp_path, tmp_path, "{}", file)
@@ -454,7 +454,7 @@ def test_a_section_of_an_extension_that_nothing_asks_for_is_refused(tmp_path: Pa
     assert made(tmp_path, tmp_path, "{}", file, ACCELERATE_PLUGINS="looks")[0] == "single"
 
 
-def test_a_request_that_says_neither_yes_nor_no_is_an_error(tmp_path: Path) -> None:
+def test_request_that_is_not_a_boolean_is_an_error(tmp_path: Path) -> None:
     found, text, _ = made(tmp_path, tmp_path, ACCELERATE_USE_FSDP="maybe")
     assert found == "ConfigurationError"
     assert "ACCELERATE_USE_FSDP='maybe' is not a switch" in text

@@ -31,7 +31,7 @@ def printed(shown: object, width: int) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_an_accelerator_is_shown_with_values_and_where_they_are_from(accelerator) -> None:
+def test_accelerator_html_shows_values_and_their_sources(accelerator) -> None:
     rows = html_rows(accelerator)
     assert rows[0] == ["", "value", "from"]
     assert ["rank", "0 of 1", "not started by a launcher"] in rows
@@ -44,34 +44,34 @@ def test_an_accelerator_is_shown_with_values_and_where_they_are_from(accelerator
         assert f"{name} = {value}  ({origin})" in told
 
 
-def test_an_accelerator_in_one_line(accelerator) -> None:
+def test_accelerator_repr_is_one_line(accelerator) -> None:
     assert repr(accelerator) == (
         f"Accelerator(backend={accelerator.backend.name}, mixed_precision=bf16, num_processes=1, "
         "process_index=0, device=cpu)"
     )
 
 
-def test_one_that_was_not_made_has_a_line_too() -> None:
+def test_repr_works_on_an_uninitialised_accelerator() -> None:
     """A debugger asks for it."""
     assert "backend=None" in repr(Accelerator.__new__(Accelerator))
 
 
 @pytest.mark.parametrize("width", [40, 80])
-def test_in_a_terminal_it_fits(accelerator, width: int) -> None:
+def test_printed_setup_fits_a_terminal(accelerator, width: int) -> None:
     lines = printed(accelerator, width)
     assert max(map(len, lines)) <= width
     assert "'bf16'" in "".join(lines)
     assert "…" not in "".join(lines)
 
 
-def test_settings_tell_what_was_given() -> None:
+def test_settings_repr_shows_values_that_were_passed() -> None:
     rows = html_rows(DataLoaderConfiguration(split_batches=True))
     assert ["split_batches", "True", "DataLoaderConfiguration(split_batches=...)"] in rows
     assert ["even_batches", "True", "default"] in rows
     assert "split_batches" in "".join(printed(DataLoaderConfiguration(), 80))
 
 
-def test_what_a_plugin_s_settings_hold_is_text_and_no_markup() -> None:
+def test_settings_values_are_escaped_in_html() -> None:
     @settings(env_prefix="SHOWN_")
     class Mine:
         text: str = "<b>&"

@@ -78,7 +78,7 @@ def plain(precision: str, accumulation: int) -> tuple[list[float], torch.Tensor]
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-def test_training_is_bitwise_that_of_plain_torch(precision, accumulation):
+def test_training_is_bitwise_equal_to_plain_torch(precision, accumulation):
     losses = []
     with Accelerator(
         **CPU, mixed_precision=precision, gradient_accumulation_steps=accumulation
@@ -100,7 +100,7 @@ def test_training_is_bitwise_that_of_plain_torch(precision, accumulation):
     assert torch.equal(flat(model), weights)
 
 
-def test_what_is_gathered_from_a_short_last_batch_is_cut_to_its_samples():
+def test_metrics_gathered_from_a_short_last_batch_are_cut_to_its_samples():
     with Accelerator(**CPU) as accelerator:
         loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(10.0), batch_size=4))
         sizes = [
@@ -112,7 +112,7 @@ def test_what_is_gathered_from_a_short_last_batch_is_cut_to_its_samples():
         assert sizes == [(4, 4), (4, 4), (2, 2)]
 
 
-def test_what_has_no_effect_on_one_process_has_none():
+def test_distributed_methods_have_no_effect_on_one_process():
     with Accelerator(**CPU) as accelerator:
         model = accelerator.prepare(Net())
         x = torch.arange(3.0)
@@ -148,7 +148,7 @@ def test_what_has_no_effect_on_one_process_has_none():
 # --- prepare ----------------------------------------------------------------------------------
 
 
-def test_prepare_keeps_order_and_passes_on_what_it_does_not_know():
+def test_prepare_keeps_the_order_and_returns_unknown_objects_unchanged():
     net, optimizer, scheduler, data = make()
     with Accelerator(**CPU) as accelerator:
         note = object()
@@ -165,7 +165,7 @@ def test_prepare_keeps_order_and_passes_on_what_it_does_not_know():
         assert isinstance(prepared[4], torch.optim.Optimizer)
 
 
-def test_the_parts_of_prepare_do_the_same():
+def test_prepare_methods_for_single_objects_work_like_prepare():
     net, optimizer, scheduler, data = make()
     with Accelerator(**CPU) as accelerator:
         assert accelerator.prepare_model(net) is net
@@ -176,7 +176,7 @@ def test_the_parts_of_prepare_do_the_same():
         assert judged not in accelerator.models
 
 
-def test_device_placement_is_on_off_or_per_object():
+def test_device_placement_can_be_set_globally_or_per_object():
     def collate(rows: list[int]) -> torch.Tensor:
         return torch.empty(len(rows), device="meta")
 
@@ -198,7 +198,7 @@ def test_device_placement_is_on_off_or_per_object():
         accelerator.prepare(net, data, device_placement=[True])
 
 
-def test_a_parameter_that_nobody_would_train_is_told():
+def test_parameter_without_an_optimizer_is_warned_about():
     net = Net()
     partial = torch.optim.SGD(net.head.parameters(), lr=0.1)
     warns = pytest.warns(UserWarning, match=r"'body.* are in no optimizer")
@@ -206,7 +206,7 @@ def test_a_parameter_that_nobody_would_train_is_told():
         accelerator.prepare(net, partial)
 
 
-def test_an_optimizer_of_another_model_is_told(recwarn):
+def test_optimizer_of_another_model_is_warned_about(recwarn):
     """It would step, and the model that was prepared would stay as it is."""
     net, other = Net(), Net()
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, other, other)]
@@ -220,7 +220,7 @@ def test_an_optimizer_of_another_model_is_told(recwarn):
             accelerator.prepare(Net(), optimizers[2])
 
 
-def test_parameters_made_anew_on_the_way_are_followed():
+def test_optimizer_follows_parameters_replaced_by_prepare():
     """`downcast_bf16` replaces what parameters hold; the optimizer has to train the new ones."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
@@ -236,7 +236,7 @@ def test_parameters_made_anew_on_the_way_are_followed():
 # --- the step ---------------------------------------------------------------------------------
 
 
-def test_the_optimizer_is_the_users_own_to_everyone():
+def test_prepared_optimizer_behaves_like_the_original():
     net, optimizer, _, _ = make()
     with Accelerator(**CPU) as accelerator:
         model, wrapped = accelerator.prepare(net, optimizer)
@@ -257,7 +257,7 @@ def test_the_optimizer_is_the_users_own_to_everyone():
         wrapped.load_state_dict(state)
 
 
-def test_a_pickle_or_copy_of_what_was_prepared_is_the_users_own():
+def test_pickles_and_copies_of_prepared_objects_are_the_originals():
     net = torch.nn.Linear(2, 2)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(sgd, 1)
@@ -271,7 +271,7 @@ def test_a_pickle_or_copy_of_what_was_prepared_is_the_users_own():
         assert [x.tolist() for (x,) in copy.deepcopy(prepared[2])] == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_schedulers_stand_still_inside_a_cycle_and_pass_metrics_on():
+def test_schedulers_step_once_per_accumulation_cycle_and_forward_metrics():
     net, optimizer, _, _ = make()
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1)
     with Accelerator(**CPU, gradient_accumulation_steps=2) as accelerator:
@@ -287,7 +287,7 @@ def test_schedulers_stand_still_inside_a_cycle_and_pass_metrics_on():
         assert rates == pytest.approx([0.01, 0.01, 0.01, 0.001])
 
 
-def test_outputs_are_converted_unless_told_otherwise():
+def test_outputs_are_converted_to_float32_by_default():
     x = torch.ones(2, 8)
     seen = []
     for arguments in (
@@ -309,7 +309,7 @@ def test_outputs_are_converted_unless_told_otherwise():
     assert seen == [(full, full), (half, full), (half, full), (full, full)]
 
 
-def test_the_scaler_is_as_its_handler_says():
+def test_gradient_scaler_uses_its_handlers_settings():
     handler = GradScalerKwargs(init_scale=8.0, growth_interval=1)
     with Accelerator(**CPU, mixed_precision="fp16", kwargs_handlers=[handler]) as accelerator:
         model, optimizer, _, _ = accelerator.prepare(*make())
@@ -319,7 +319,7 @@ def test_the_scaler_is_as_its_handler_says():
         assert accelerator.scaler.get_scale() == 16.0
 
 
-def test_free_memory_gives_back_none_for_each():
+def test_free_memory_returns_none_for_each_object():
     with Accelerator(**CPU) as accelerator:
         prepared = accelerator.prepare(*make())
         for name in ("free_memory", "clear"):
@@ -327,7 +327,7 @@ def test_free_memory_gives_back_none_for_each():
         assert not any((accelerator.models, accelerator.optimizers, accelerator.schedulers))
 
 
-def test_lomo_runs_its_own_backward():
+def test_lomo_optimizer_runs_its_own_backward():
     class Lomo(torch.optim.SGD):
         def fused_backward(self, loss: torch.Tensor, rate: float) -> None:
             self.called = (loss.item(), rate)
@@ -385,12 +385,12 @@ def test_lomo_runs_its_own_backward():
         ({"rng_types": ["dice"]}, ConfigurationError, "dice"),
     ],
 )
-def test_a_wrong_argument_is_explained(arguments, error, said):
+def test_error_for_a_wrong_argument_explains_it(arguments, error, said):
     with pytest.raises(error, match=said), Accelerator(**CPU, **arguments) as accelerator:
         accelerator.prepare(make()[3])
 
 
-def test_older_names_are_understood_with_a_warning():
+def test_deprecated_names_work_with_a_warning():
     with pytest.warns(FutureWarning, match="split_batches"):
         accelerator = Accelerator(**CPU, split_batches=True)
     assert accelerator.split_batches
@@ -403,7 +403,7 @@ def test_older_names_are_understood_with_a_warning():
 # --- directories ------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
+def test_missing_checkpoint_is_named(tmp_path):
     with Accelerator(**CPU) as accelerator:
         accelerator.prepare(Net())
         with pytest.raises(CheckpointError, match=r"save_state\(\) got no directory"):
@@ -421,7 +421,7 @@ def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
             accelerator.register_for_checkpointing(object(), Net())
 
 
-def test_a_numbered_checkpoint_is_never_overwritten(tmp_path):
+def test_numbered_checkpoint_is_never_overwritten(tmp_path):
     config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
     with Accelerator(**CPU, project_config=config) as accelerator:
         with pytest.raises(CheckpointError, match="no checkpoint"):
@@ -432,7 +432,7 @@ def test_a_numbered_checkpoint_is_never_overwritten(tmp_path):
             accelerator.save_state()
 
 
-def test_loading_runs_no_code_unless_trusted(tmp_path):
+def test_loading_a_checkpoint_runs_no_code_unless_trusted(tmp_path):
     class Odd:
         def __init__(self) -> None:
             self.loaded: Any = None
@@ -466,7 +466,7 @@ class Replacing(Backend):
         return model
 
 
-def test_an_optimizer_prepared_before_its_model_is_rebound():
+def test_optimizer_prepared_before_its_model_is_rebound():
     with Accelerator(cpu=True, backend=Replacing) as accelerator:
         model = torch.nn.Linear(2, 1, bias=False)
         optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), 0.1))
@@ -486,7 +486,7 @@ class Forgetful(Backend):
         pass
 
 
-def test_a_hook_that_forgets_to_return_is_named():
+def test_hook_that_forgets_to_return_is_named():
     with (
         Accelerator(cpu=True, backend=Forgetful) as accelerator,
         pytest.raises(
@@ -496,7 +496,7 @@ def test_a_hook_that_forgets_to_return_is_named():
         accelerator.prepare(torch.nn.Linear(1, 1))
 
 
-def test_members_are_one_object_each():
+def test_enumeration_members_are_singletons():
     with Accelerator(cpu=True) as accelerator:
         assert accelerator.distributed_type is DistributedType.NO
     assert DistributedType["NO"] is DistributedType.NO
@@ -504,7 +504,7 @@ def test_members_are_one_object_each():
         DistributedType["NOTHING_SUCH"]
 
 
-def test_a_one_cycle_schedule_reaches_its_end():
+def test_one_cycle_schedule_reaches_its_end():
     def last(prepare):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10)

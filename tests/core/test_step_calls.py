@@ -73,7 +73,7 @@ def accumulating(accelerator: Accelerator, model: Any, optimizer: Any, loader: A
 
 
 @pytest.mark.parametrize("kind", LIMITS)
-def test_a_step_adds_few_calls(kind: str) -> None:
+def test_step_adds_few_python_calls(kind: str) -> None:
     divisor = 4 if kind == "accumulate" else 1
     run = accumulating if kind == "accumulate" else ours
     added = []

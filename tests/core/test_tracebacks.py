@@ -68,7 +68,7 @@ def printed(script: Path, lines: str, **environ: str) -> str:
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_a_mistake_ends_at_the_users_line(
+def test_traceback_of_a_mistake_ends_at_the_users_line(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -92,7 +92,7 @@ def test_debug_mode_shows_every_frame(tmp_path: Path) -> None:
     assert OURS.search(said)
 
 
-def test_an_error_in_a_dataset_looks_as_it_does_without_us(tmp_path: Path) -> None:
+def test_error_in_a_dataset_looks_the_same_as_without_accelerate_core(tmp_path: Path) -> None:
     loop = "for batch in {}: pass\n"
     plain = printed(tmp_path / "train.py", f"{SETUP}{loop.format('DataLoader(Unreadable())')}")
     prepare = "accelerator.prepare(DataLoader(Unreadable()))"
@@ -102,19 +102,19 @@ def test_an_error_in_a_dataset_looks_as_it_does_without_us(tmp_path: Path) -> No
     assert ours.endswith("ValueError: in my dataset\n")
 
 
-def test_an_error_in_an_object_that_is_saved_keeps_the_users_line(tmp_path: Path) -> None:
+def test_error_while_saving_an_object_keeps_the_users_line(tmp_path: Path) -> None:
     lines = "accelerator.register_for_checkpointing(Unsavable())\naccelerator.save_state('there')\n"
     said = printed(tmp_path / "train.py", SETUP + lines)
     assert "in state_dict" in said, said
     assert not OURS.search(said), said
 
 
-def test_a_suggestion_is_printed_once(tmp_path: Path) -> None:
+def test_suggestion_is_printed_once(tmp_path: Path) -> None:
     said = printed(tmp_path / "train.py", f"{SETUP}accelerator.bakward(3)\n")
     assert said.count("Did you mean") == 1, said
 
 
-def test_an_error_of_python_in_our_own_code_keeps_its_frames(tmp_path: Path) -> None:
+def test_internal_error_keeps_its_frames(tmp_path: Path) -> None:
     """It may be a fault of ours, which a report has to show."""
     said = printed(tmp_path / "train.py", f"{SETUP}accelerator.get_state_dict(3)\n")
     assert OURS.search(said), said

@@ -63,7 +63,7 @@ def by_pyright(folder: Path) -> dict[tuple[str, int], str]:
         pytest.param(by_pyright, marks=pytest.mark.needs("pyright"), id="pyright"),
     ],
 )
-def test_every_mistake_is_flagged_and_nothing_else(
+def test_type_checkers_flag_exactly_the_marked_mistakes(
     checker: Callable[[Path], dict[tuple[str, int], str]], pytestconfig: pytest.Config
 ) -> None:
     assert pytestconfig.cache is not None

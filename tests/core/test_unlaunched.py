@@ -42,7 +42,7 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
 
 
 @pytest.mark.parametrize("arguments", [["--lr", "0.1"], ["state"]], ids=["Accelerator", "state"])
-def test_slurm_task_without_launcher_is_refused_with_the_command_to_type(
+def test_slurm_task_without_launcher_is_refused_with_the_right_command(
     tmp_path: Path, arguments: list[str]
 ) -> None:
     done = run(tmp_path, *arguments, **TASK)
@@ -54,13 +54,13 @@ def test_slurm_task_without_launcher_is_refused_with_the_command_to_type(
     assert f"{start}env RANK=0 WORLD_SIZE=1 python {command}" in done.stderr
 
 
-def test_task_that_is_meant_to_train_alone_says_so(tmp_path: Path) -> None:
+def test_slurm_task_can_opt_in_to_training_alone(tmp_path: Path) -> None:
     done = run(tmp_path, **TASK, RANK="0", WORLD_SIZE="1")
     assert (done.returncode, done.stdout) == (0, "0 1\n"), done.stderr
 
 
 @pytest.mark.parametrize("rank", ["0", "1"], ids=["first task", "second task"])
-def test_every_task_of_a_step_is_refused(rank: str) -> None:
+def test_every_task_of_a_slurm_step_is_refused(rank: str) -> None:
     with pytest.raises(ConfigurationError, match=f"SLURM_PROCID={rank}"):
         check_launched(Topology(), {**TASK, "SLURM_PROCID": rank})
 
@@ -80,7 +80,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize("variables", ALONE.values(), ids=ALONE)
-def test_process_that_runs_alone_or_has_ranks_is_not_refused(variables: dict[str, str]) -> None:
+def test_single_process_or_process_with_ranks_is_not_refused(variables: dict[str, str]) -> None:
     check_launched(read_topology(variables), variables)
 
 

@@ -31,7 +31,7 @@ def test_every_listed_name_resolves(name: str) -> None:
     assert name in dir(utils)
 
 
-def test_importing_the_namespace_imports_no_torch() -> None:
+def test_importing_utils_does_not_import_torch() -> None:
     code = (
         "import sys, accelerate_core.utils as u; dir(u); u.str_to_bool('yes'); u.is_rich_available();"
         " assert 'torch' not in sys.modules, 'torch'"
@@ -39,14 +39,14 @@ def test_importing_the_namespace_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_an_unknown_name_has_a_suggestion() -> None:
+def test_unknown_name_has_a_suggestion() -> None:
     with pytest.raises(AttributeError, match="Did you mean 'set_seed'"):
         _ = utils.set_sed
     with pytest.raises(ImportError):
         from accelerate_core.utils import nonsense  # noqa: F401
 
 
-def test_a_name_of_a_missing_plugin_has_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_from_a_missing_plugin_gives_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate_core.plugins import catalog
 
     monkeypatch.setitem(catalog.EXPORTS, "SomePlugin", "some")
@@ -55,7 +55,7 @@ def test_a_name_of_a_missing_plugin_has_the_pip_command(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", [n for n in dir(utils) if re.fullmatch(r"is_\w+_available", n)])
-def test_a_probe_says_yes_or_no(name: str) -> None:
+def test_availability_checks_return_a_bool(name: str) -> None:
     assert getattr(utils, name)() in (True, False)
 
 
@@ -71,11 +71,11 @@ def test_a_probe_says_yes_or_no(name: str) -> None:
         ("is_npu_available", False),
     ],
 )
-def test_probes_are_right(name: str, answer: bool) -> None:
+def test_availability_checks_match_the_installed_libraries(name: str, answer: bool) -> None:
     assert getattr(utils, name)() is answer
 
 
-def test_a_folder_of_that_name_is_no_library(
+def test_directory_with_a_librarys_name_is_not_a_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bitsandbytes").mkdir()
@@ -93,7 +93,7 @@ def test_a_folder_of_that_name_is_no_library(
         *(("7", 7), (9, 9), ("1TB", 10**12), ("8B", 8)),
     ],
 )
-def test_sizes_are_read(text: str | int, count: int) -> None:
+def test_memory_sizes_are_parsed(text: str | int, count: int) -> None:
     assert utils.convert_file_size_to_int(text) == count
 
 
@@ -109,11 +109,11 @@ def test_sizes_are_read(text: str | int, count: int) -> None:
         (utils.CustomDtype.FP8, 1),
     ],
 )
-def test_bytes_of_dtypes(dtype: Any, size: float) -> None:
+def test_bytes_per_element_of_dtypes(dtype: Any, size: float) -> None:
     assert utils.dtype_byte_size(dtype) == size
 
 
-def test_sizes_of_modules() -> None:
+def test_sizes_of_modules_are_computed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
     sizes = utils.compute_module_sizes(model)
     assert sizes[""] == sum(t.nbytes for t in model.state_dict().values())
@@ -144,7 +144,7 @@ def test_memory_is_balanced_between_accelerators() -> None:
         ("weight", {"device": "cpu"}, "meta device"),
     ],
 )
-def test_placing_a_tensor_wrongly_is_explained(
+def test_error_for_an_invalid_tensor_placement_explains_it(
     name: str, arguments: dict[str, Any], text: str
 ) -> None:
     layer = nn.Linear(2, 2, device="meta")
@@ -152,7 +152,7 @@ def test_placing_a_tensor_wrongly_is_explained(
         utils.set_module_tensor_to_device(layer, name, **arguments)
 
 
-def test_placing_a_tensor() -> None:
+def test_tensor_is_placed_on_a_device() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2, device="meta"))
     model[0].weight.requires_grad_(False)
     utils.set_module_tensor_to_device(model, "0.weight", "cpu", torch.ones(2, dtype=torch.float64))
@@ -164,7 +164,7 @@ def test_placing_a_tensor() -> None:
     assert model.state_dict()["0.running_mean"].tolist() == [3, 3]
 
 
-def test_tensors_and_ties_of_a_module() -> None:
+def test_tensors_and_tied_parameters_of_a_module_are_found() -> None:
     model = nn.Module()
     model.a = nn.Linear(2, 2, bias=False)
     model.b = nn.Linear(2, 2, bias=False)
@@ -184,7 +184,7 @@ def test_tensors_and_ties_of_a_module() -> None:
     assert model.a.weight.device.type == "cpu"
 
 
-def test_modules_from_the_bottom_up() -> None:
+def test_modules_are_listed_from_the_bottom_up() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(1, 1)), nn.ReLU())
     names = [name for name, _ in utils.get_module_children_bottom_up(model, return_fqns=True)]
     assert names == ["0.0", "1", "0", ""]
@@ -213,7 +213,7 @@ def test_aliases_are_removed_for_safetensors(tmp_path: Path) -> None:
     assert clean["whole"].data_ptr() == base.data_ptr(), "nothing is copied without need"
 
 
-def test_state_dicts_are_cut_into_shards() -> None:
+def test_state_dicts_are_split_into_shards() -> None:
     state = {name: torch.ones(size) for name, size in [("a", 10), ("b", 10), ("c", 100), ("d", 1)]}
     files, index = utils.shard_state_dict(state, "80B")
     assert [list(part) for part in files.values()] == [["a", "b"], ["c"], ["d"]]
@@ -224,7 +224,7 @@ def test_state_dicts_are_cut_into_shards() -> None:
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_one_object_is_saved_and_loaded(safe: bool, tmp_path: Path) -> None:
+def test_single_object_is_saved_and_loaded(safe: bool, tmp_path: Path) -> None:
     shared = torch.ones(2)
     state = {"a": shared, "b": shared, "c": torch.zeros(1)}
     path = tmp_path / ("x.safetensors" if safe else "x.bin")
@@ -235,7 +235,7 @@ def test_one_object_is_saved_and_loaded(safe: bool, tmp_path: Path) -> None:
     assert (placed["a"].device.type, placed["c"].device.type) == ("meta", "cpu")
 
 
-def test_loading_runs_no_code(tmp_path: Path) -> None:
+def test_load_runs_no_code(tmp_path: Path) -> None:
     torch.save({"f": print}, tmp_path / "x.bin")
     with pytest.raises(Exception, match=r"[Ww]eights.only"):
         utils.load(tmp_path / "x.bin")
@@ -246,14 +246,16 @@ def test_loading_runs_no_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "truth"), [("Yes", True), ("1", True), ("off", False)])
-def test_yes_and_no_are_read(text: str, truth: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_booleans_are_parsed(text: str, truth: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert utils.str_to_bool(text) == int(truth)
     assert utils.str_to_bool(text, to_bool=True) is truth
     monkeypatch.setenv("SOME_FLAG", text)
     assert utils.parse_flag_from_env("SOME_FLAG") is truth
 
 
-def test_variables_are_read_and_wrong_ones_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_integer_variables_are_parsed_and_invalid_ones_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WRONG", "perhaps")
     with pytest.raises(ValueError, match=r"WRONG.*'perhaps' is not a switch"):
         utils.parse_flag_from_env("WRONG")
@@ -268,14 +270,14 @@ def test_variables_are_read_and_wrong_ones_named(monkeypatch: pytest.MonkeyPatch
     assert utils.parse_flag_from_env("ABSENT", True) is True
 
 
-def test_ranks_are_read_from_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_read_from_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PMI_RANK": 3, "PMI_SIZE": 4, "MPI_LOCALRANKID": 1}.items():
         monkeypatch.setenv(name, str(value))
     found = utils.get_cpu_distributed_information()
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 4, 1, 1)
 
 
-def test_the_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEPT", "old")
     before = dict(os.environ)
     with utils.patch_environment(kept="new", added=1):
@@ -290,7 +292,7 @@ def test_the_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dict(os.environ) == before
 
 
-def test_our_variables_are_purged_after_a_function_or_test(
+def test_accelerate_variables_are_purged_after_a_function_or_test(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ACCELERATE_KEPT", "old")
@@ -313,13 +315,13 @@ def test_our_variables_are_purged_after_a_function_or_test(
         assert os.environ["OTHER"] == "stays"
 
 
-def test_variables_as_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_variables_are_formatted_as_lines(caplog: pytest.LogCaptureFixture) -> None:
     lines = utils.convert_dict_to_env_variables({"A": "1", "B": "x;y", "C": "a\nb"})
     assert lines == ["A=1\n"]
     assert "'B'" in caplog.text
 
 
-def test_the_machine_is_described() -> None:
+def test_machine_is_described() -> None:
     names, count = utils.get_gpu_info()
     assert len(names) == count == (torch.accelerator.device_count() or 0)
     kind, many = utils.get_current_device_type()
@@ -336,11 +338,11 @@ def test_the_machine_is_described() -> None:
 @pytest.mark.parametrize(
     ("size", "text"), [(12, "12 bytes"), (1536, "1.5 KB"), (3 * 2**40, "3.0 TB")]
 )
-def test_bytes_are_written(size: int, text: str) -> None:
+def test_byte_counts_are_formatted(size: int, text: str) -> None:
     assert utils.convert_bytes(size) == text
 
 
-def test_names_dicts_and_attributes() -> None:
+def test_helpers_for_names_dicts_and_attributes() -> None:
     assert utils.get_pretty_name(nn.Linear) == "Linear"
     assert utils.get_pretty_name(nn.Linear(1, 1)) == "Linear"
     merged = utils.merge_dicts({"a": {"x": 1}, "b": 2}, {"a": {"y": 3}, "c": 4})
@@ -349,7 +351,7 @@ def test_names_dicts_and_attributes() -> None:
     utils.check_os_kernel()
 
 
-def test_ports() -> None:
+def test_used_and_free_ports_are_found() -> None:
     import socket
 
     port = utils.get_free_port()
@@ -358,7 +360,7 @@ def test_ports() -> None:
         assert utils.is_port_in_use(port)
 
 
-def test_versions() -> None:
+def test_versions_are_compared() -> None:
     assert utils.is_torch_version(">=", "2.8")
     assert utils.compare_versions("torch", ">", "1.0")
     assert not utils.compare_versions(Version("1.2"), "==", "1.3")
@@ -366,7 +368,7 @@ def test_versions() -> None:
         utils.compare_versions("torch", "~=", "1")
 
 
-def test_seeding_repeats_every_generator() -> None:
+def test_set_seed_seeds_every_generator() -> None:
     import numpy as np
 
     def draw() -> list[float]:
@@ -381,7 +383,7 @@ def test_seeding_repeats_every_generator() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_the_verbs_of_one_process() -> None:
+def test_collective_functions_on_one_process() -> None:
     tree = {"x": torch.arange(3), "y": [torch.ones(1, 2)]}
     for result in (
         utils.gather(tree),
@@ -399,7 +401,7 @@ def test_the_verbs_of_one_process() -> None:
 
 
 @pytest.mark.parametrize(("rank", "disabled"), [("0", False), ("1", True)])
-def test_a_bar_is_drawn_by_one_process(
+def test_progress_bar_is_drawn_by_one_process(
     rank: str, disabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from accelerate_core.distributed import process as runtime
@@ -417,7 +419,7 @@ def test_a_bar_is_drawn_by_one_process(
         utils.tqdm(True, [1])
 
 
-def test_importing_the_bar_without_its_library_has_the_pip_command(
+def test_importing_the_progress_bar_without_tqdm_gives_the_pip_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
@@ -426,7 +428,7 @@ def test_importing_the_bar_without_its_library_has_the_pip_command(
         from accelerate_core.utils import tqdm  # noqa: F401
 
 
-def test_a_basic_config_is_written_once(tmp_path: Path) -> None:
+def test_basic_config_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "config.yaml"
     assert utils.write_basic_config("bf16", path) == path
     written = yaml.safe_load(path.read_text())
@@ -438,7 +440,7 @@ def test_a_basic_config_is_written_once(tmp_path: Path) -> None:
         utils.write_basic_config("bf61", tmp_path / "other.yaml")
 
 
-def test_models_are_taken_out_of_torchs_containers() -> None:
+def test_models_are_extracted_from_torch_wrappers() -> None:
     inner = nn.Linear(2, 2)
     wrapped = nn.DataParallel(inner)
     assert utils.extract_model_from_parallel(wrapped) is inner
@@ -447,18 +449,18 @@ def test_models_are_taken_out_of_torchs_containers() -> None:
     assert utils.extract_model_from_parallel(outer, recursive=True)[0] is inner
 
 
-def test_outputs_are_upcast_by_a_wrapper() -> None:
+def test_wrapper_converts_outputs_to_float32() -> None:
     half = utils.convert_outputs_to_fp32(lambda x: {"y": x.half()})
     assert half(torch.ones(1))["y"].dtype == torch.float32
 
 
-def test_precision_without_an_accelerator() -> None:
+def test_precision_check_works_without_an_accelerator() -> None:
     with utils.get_mixed_precision_context_manager():
         assert not torch.is_autocast_enabled("cpu")
     assert utils.get_grad_scaler(enabled=False).is_enabled() is False
 
 
-def test_foreign_models_are_recognised_without_their_libraries() -> None:
+def test_third_party_models_are_recognised_without_their_libraries() -> None:
     assert not utils.is_peft_model(nn.Linear(1, 1))
     assert not utils.has_4bit_bnb_layers(nn.Linear(1, 1))
     assert not utils.model_has_dtensor(nn.Linear(1, 1))

@@ -23,12 +23,12 @@ PLUGINS = [
 ]
 
 
-def test_the_view_fits_on_a_page_and_says_what_each_name_is() -> None:
+def test_plugin_view_is_short_and_documents_each_name() -> None:
     assert 20 < len(NAMES) <= 40
     assert [name for name in NAMES if not inspect.getdoc(getattr(AcceleratorView, name))] == []
 
 
-def test_an_accelerator_has_every_name_of_the_view() -> None:
+def test_accelerator_has_every_name_of_the_plugin_view() -> None:
     accelerator = Accelerator(cpu=True)
     assert [name for name in NAMES if not hasattr(accelerator, name)] == []
 
@@ -47,13 +47,13 @@ def read_of_accelerators(tree: ast.AST) -> set[str]:
     }
 
 
-def test_the_search_finds_what_is_read() -> None:
+def test_search_finds_attributes_that_are_read() -> None:
     code = "def hook(self, accelerator):\n    accelerator.device.type\n    other.thing\n"
     assert read_of_accelerators(ast.parse(code)) == {"device"}
 
 
 @pytest.mark.parametrize("path", PLUGINS, ids=lambda path: "/".join(path.parts[-3:]))
-def test_plugins_read_nothing_else(path: Path) -> None:
+def test_plugins_read_only_the_plugin_view(path: Path) -> None:
     source = path.read_text()
     for word in ("@package@", "@name@", "@class@", "@settings@", "@api@", "@env@"):
         source = source.replace(word, "word")
@@ -71,7 +71,7 @@ class LooksTooEarly(Backend):
 
 
 @pytest.mark.parametrize("name", ["device", "process_index", "models"])
-def test_what_is_not_there_yet_says_when_it_will_be(name: str) -> None:
+def test_error_for_an_attribute_read_too_early_says_when_it_exists(name: str) -> None:
     backend = type("Looks", (LooksTooEarly,), {"wanted": name})
     with pytest.raises(AttributeError, match="from on_start on"):
         Accelerator(cpu=True, backend=backend)

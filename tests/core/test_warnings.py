@@ -140,7 +140,7 @@ def behind_a_decorator(patch: pytest.MonkeyPatch, folder: Path) -> None:
         (behind_a_decorator, "noted"),
     ],
 )
-def test_a_warning_names_the_users_line(
+def test_warning_names_the_users_line(
     cause: Callable[[pytest.MonkeyPatch, Path], None],
     said: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -155,7 +155,7 @@ def test_a_warning_names_the_users_line(
     assert first < one.lineno < first + len(lines)
 
 
-def test_every_warning_of_ours_goes_that_way() -> None:
+def test_source_code_only_warns_through_our_warn_function() -> None:
     found = [
         str(path.relative_to(ROOT))
         for part in ("core", "backends", "extensions", "trackers")
@@ -165,7 +165,7 @@ def test_every_warning_of_ours_goes_that_way() -> None:
     assert found == []
 
 
-def test_what_has_no_line_of_the_users_is_told_where_it_is_said() -> None:
+def test_warning_without_a_user_frame_names_the_line_that_warns() -> None:
     """As in a thread of ours, whose stack begins with us."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -177,7 +177,7 @@ def test_what_has_no_line_of_the_users_is_told_where_it_is_said() -> None:
     assert [one.filename for one in caught] == ["within.py"]
 
 
-def test_a_warning_is_shown_once_per_line() -> None:
+def test_warning_is_shown_once_per_line() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):
