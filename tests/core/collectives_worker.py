@@ -130,7 +130,7 @@ def joined(size: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 @case
-def flat_verbs(comm: Communicator) -> None:
+def collectives_on_tensors(comm: Communicator) -> None:
     ranks = torch.arange(comm.size)
     own = torch.tensor([comm.rank])
     same(comm.gather(own), ranks)
@@ -148,7 +148,7 @@ def flat_verbs(comm: Communicator) -> None:
 
 
 @case
-def flat_verbs_on_objects(comm: Communicator) -> None:
+def collectives_on_objects(comm: Communicator) -> None:
     assert comm.gather_object({"rank": comm.rank}) == [{"rank": r} for r in range(comm.size)]
     assert comm.broadcast_object(("from", comm.rank), src=1) == ("from", 1)
     objs = [f"for {r}" for r in range(comm.size)] if comm.rank == 1 else None
@@ -156,14 +156,14 @@ def flat_verbs_on_objects(comm: Communicator) -> None:
 
 
 @case
-def flat_verbs_take_float8(comm: Communicator) -> None:
+def collectives_accept_float8(comm: Communicator) -> None:
     for dtype in FLOAT8:
         same(comm.gather(sample(comm.rank, dtype, 3)), joined(comm.size, dtype, 3))
         same(comm.broadcast(sample(comm.rank, dtype, 3), 1), sample(1, dtype, 3))
 
 
 @case
-def mean_without_avg(comm: Communicator) -> None:
+def mean_works_without_an_average_operation(comm: Communicator) -> None:
     plain = Communicator(
         rank=comm.rank, size=comm.size, device=comm.device, hooks=bind_collectives(WithoutAvg())
     )
@@ -173,7 +173,7 @@ def mean_without_avg(comm: Communicator) -> None:
 
 
 @case
-def a_scope_has_its_own_group(comm: Communicator) -> None:
+def scope_uses_its_own_group(comm: Communicator) -> None:
     pair = dist.new_group([0, 1])
     if comm.rank > 1:
         return
@@ -191,7 +191,7 @@ def a_scope_has_its_own_group(comm: Communicator) -> None:
 
 
 @case
-def a_reversed_group_counts_ranks_in_its_own_order(comm: Communicator) -> None:
+def reversed_group_orders_results_by_its_own_ranks(comm: Communicator) -> None:
     order = list(reversed(range(comm.size)))
     group = dist.new_group(order, use_local_synchronization=False)
     rank = dist.get_rank(group)
@@ -245,7 +245,7 @@ def gather_keeps_every_dtype(comm: Communicator) -> None:
 
 
 @case
-def gather_mixes_all_dtypes_in_one_collective(comm: Communicator) -> None:
+def gather_sends_all_dtypes_in_one_collective(comm: Communicator) -> None:
     watched, calls = counted(comm)
     shapes = [(3,), (), (2, 3), (0, 4), (1, 1, 1), (5, 0)]
     wanted = [(dtype, shapes[i % len(shapes)]) for i, dtype in enumerate(DTYPES)]
@@ -258,7 +258,7 @@ def gather_mixes_all_dtypes_in_one_collective(comm: Communicator) -> None:
 
 
 @case
-def gather_keeps_the_types_of_containers(comm: Communicator) -> None:
+def gather_keeps_container_types(comm: Communicator) -> None:
     batch = Batch(x=torch.ones(1), y=(torch.ones(1), [torch.ones(2)]))
     batch.origin = "here"
     table: dict[str, Any] = defaultdict(list, {"z": torch.ones(1)})
@@ -274,7 +274,7 @@ def gather_keeps_the_types_of_containers(comm: Communicator) -> None:
 
 
 @case
-def gather_takes_what_is_not_contiguous(comm: Communicator) -> None:
+def gather_accepts_non_contiguous_tensors(comm: Communicator) -> None:
     base = sample(comm.rank, torch.float32, 4, 6)
     every = [sample(rank, torch.float32, 4, 6) for rank in range(comm.size)]
     same(gather(base.T, comm), torch.cat([t.T for t in every]))
@@ -289,7 +289,7 @@ def gather_takes_what_is_not_contiguous(comm: Communicator) -> None:
 
 
 @case
-def gather_detaches_and_leaves_the_input(comm: Communicator) -> None:
+def gather_detaches_results_and_leaves_the_input_unchanged(comm: Communicator) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     for tree in (weight, [weight * 2, weight], [weight.sum()]):
         result = gather(tree, comm)
@@ -299,7 +299,7 @@ def gather_detaches_and_leaves_the_input(comm: Communicator) -> None:
 
 
 @case
-def gather_of_nothing(comm: Communicator) -> None:
+def gather_accepts_empty_structures(comm: Communicator) -> None:
     watched, calls = counted(comm)
     assert gather({}, watched) == {}
     assert gather([], watched) == []
@@ -308,7 +308,7 @@ def gather_of_nothing(comm: Communicator) -> None:
 
 
 @case
-def gather_refuses_other_objects(comm: Communicator) -> None:
+def gather_refuses_objects_without_tensors(comm: Communicator) -> None:
     with pytest.raises(TypeError, match=r"not a str at \['b'\]\[0\].*gather_object"):
         gather({"a": torch.ones(1), "b": ["text"]}, comm)
     with pytest.raises(TypeError, match="NoneType"):
@@ -318,7 +318,7 @@ def gather_refuses_other_objects(comm: Communicator) -> None:
 
 
 @case
-def gather_results_do_not_hold_each_other(comm: Communicator) -> None:
+def gather_results_do_not_share_memory(comm: Communicator) -> None:
     first, second = gather([torch.ones(2), torch.ones(3)], comm)
     assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
 
@@ -345,7 +345,7 @@ def gather_uneven_joins_different_lengths(comm: Communicator) -> None:
 
 
 @case
-def gather_uneven_of_equal_lengths(comm: Communicator) -> None:
+def gather_uneven_accepts_equal_lengths(comm: Communicator) -> None:
     same(gather_uneven(sample(comm.rank, torch.int32, 3), comm), joined(comm.size, torch.int32, 3))
 
 
@@ -366,7 +366,7 @@ def reduce_sums_every_dtype(comm: Communicator) -> None:
 
 
 @case
-def reduce_takes_the_mean_of_every_dtype(comm: Communicator) -> None:
+def reduce_computes_the_mean_of_every_dtype(comm: Communicator) -> None:
     for dtype in DTYPES:
         result = reduce(sample(comm.rank, dtype, 5), "mean", comm=comm)
         inexact = dtype.is_floating_point or dtype.is_complex
@@ -377,14 +377,14 @@ def reduce_takes_the_mean_of_every_dtype(comm: Communicator) -> None:
 
 
 @case
-def the_mean_of_small_integers_does_not_overflow(comm: Communicator) -> None:
+def mean_of_small_integers_does_not_overflow(comm: Communicator) -> None:
     same(
         reduce(torch.full((2,), 120, dtype=torch.int8), "mean", comm=comm), torch.full((2,), 120.0)
     )
 
 
 @case
-def reduce_takes_extremes(comm: Communicator) -> None:
+def reduce_computes_minimum_and_maximum(comm: Communicator) -> None:
     for dtype in (*FLOATS, *INTEGERS[:7], torch.bool):
         values = over_ranks(comm.size, dtype, 4)
         for op, expected in (("max", values.amax(0)), ("min", values.amin(0))):
@@ -404,7 +404,7 @@ def reduce_uses_one_collective_per_dtype(comm: Communicator) -> None:
 
 
 @case
-def reduce_none_scale_and_typos(comm: Communicator) -> None:
+def reduce_supports_none_and_scale_and_refuses_typos(comm: Communicator) -> None:
     own = torch.tensor([float(comm.rank)], requires_grad=True)
     tree = {"loss": own}
     assert reduce(tree, "none", comm=comm) is tree
@@ -417,7 +417,7 @@ def reduce_none_scale_and_typos(comm: Communicator) -> None:
 
 
 @case
-def reduce_results_have_their_own_memory(comm: Communicator) -> None:
+def reduce_results_do_not_share_memory(comm: Communicator) -> None:
     first, second = reduce([torch.ones(2), torch.ones(3)], comm=comm)
     assert first.untyped_storage().nbytes() == 8
     assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
@@ -427,7 +427,7 @@ def reduce_results_have_their_own_memory(comm: Communicator) -> None:
 
 
 @case
-def broadcast_sends_any_structure_at_once(comm: Communicator) -> None:
+def broadcast_sends_any_structure_in_one_collective(comm: Communicator) -> None:
     watched, calls = counted(comm)
     tree = Batch({str(dtype): sample(comm.rank, dtype, 3) for dtype in DTYPES})
     result = broadcast(tree, from_process=1, comm=watched)
@@ -439,7 +439,7 @@ def broadcast_sends_any_structure_at_once(comm: Communicator) -> None:
 
 
 @case
-def broadcast_writes_in_place_where_it_can(comm: Communicator) -> None:
+def broadcast_writes_in_place_if_possible(comm: Communicator) -> None:
     base = sample(comm.rank, torch.float32, 4, 6)
     assert broadcast(base.T[::2], comm=comm).shape == (3, 4)
     same(base[:, ::2], sample(0, torch.float32, 4, 6)[:, ::2])
@@ -453,13 +453,13 @@ def broadcast_writes_in_place_where_it_can(comm: Communicator) -> None:
 
 
 @case
-def verbs_refuse_a_rank_that_is_not_there(comm: Communicator) -> None:
+def collectives_refuse_an_invalid_rank(comm: Communicator) -> None:
     with pytest.raises(ValueError, match=f"from_process={comm.size} is not a process"):
         broadcast(torch.ones(1), comm.size, comm=comm)
 
 
 @case
-def copy_a_tensor_that_one_process_has(comm: Communicator) -> None:
+def tensor_of_one_process_is_copied_to_all(comm: Communicator) -> None:
     own = sample(1, torch.float64, 2, 3) if comm.rank == 1 else None
     same(copy_tensor_to_devices(own, comm=comm), sample(1, torch.float64, 2, 3))
     with pytest.raises(DistributedOperationException, match="none did"):
@@ -469,7 +469,7 @@ def copy_a_tensor_that_one_process_has(comm: Communicator) -> None:
 
 
 @case
-def pad_to_the_longest(comm: Communicator) -> None:
+def tensors_are_padded_to_the_longest(comm: Communicator) -> None:
     watched, calls = counted(comm)
     own, longest = comm.rank + 1, comm.size
     tree = {"ids": torch.full((2, own), 5), "loss": torch.tensor(1.0), "same": torch.ones(2, 2)}
@@ -488,7 +488,7 @@ def pad_to_the_longest(comm: Communicator) -> None:
 
 
 @case
-def pad_along_several_dimensions(comm: Communicator) -> None:
+def tensors_are_padded_along_several_dimensions(comm: Communicator) -> None:
     own = comm.rank + 1
     watched, calls = counted(comm)
     tree = {"image": torch.full((own, 2, 2 * own), own), "flat": torch.ones(own)}
@@ -503,7 +503,7 @@ def pad_along_several_dimensions(comm: Communicator) -> None:
 
 
 @case
-def pad_keeps_gradients_and_warns_of_nested(comm: Communicator) -> None:
+def padding_keeps_gradients_and_warns_about_nested_tensors(comm: Communicator) -> None:
     weight = torch.ones(comm.rank + 1, requires_grad=True)
     pad_across_processes(weight, comm=comm).sum().backward()
     assert weight.grad is not None
@@ -517,7 +517,7 @@ def pad_keeps_gradients_and_warns_of_nested(comm: Communicator) -> None:
 
 
 @case
-def objects_are_gathered_in_one_list(comm: Communicator) -> None:
+def objects_are_gathered_into_one_list(comm: Communicator) -> None:
     ranks = list(range(comm.size))
     assert gather_object([comm.rank], comm) == ranks
     assert gather_object([None] * comm.rank, comm) == [None] * sum(ranks)
@@ -533,7 +533,7 @@ def objects_are_gathered_in_one_list(comm: Communicator) -> None:
 
 
 @case
-def a_list_of_objects_is_broadcast_in_place(comm: Communicator) -> None:
+def list_of_objects_is_broadcast_in_place(comm: Communicator) -> None:
     own = [comm.rank, {"rank": comm.rank}]
     assert broadcast_object_list(own, 1, comm=comm) is own
     assert own == [1, {"rank": 1}]
@@ -551,7 +551,7 @@ def a_list_of_objects_is_broadcast_in_place(comm: Communicator) -> None:
 
 
 @case
-def the_first_call_of_a_verb_names_shapes_that_differ(comm: Communicator) -> None:
+def first_call_of_each_collective_compares_shapes(comm: Communicator) -> None:
     watched, calls = counted(comm, verified=set())
     uneven = torch.zeros(2, comm.rank + 1)
     verbs: dict[str, Callable[[Any], Any]] = {
@@ -577,7 +577,7 @@ def the_first_call_of_a_verb_names_shapes_that_differ(comm: Communicator) -> Non
 
 
 @case
-def sizes_that_travel_anyway_are_checked_at_every_call(comm: Communicator) -> None:
+def shapes_are_compared_at_every_call_if_they_are_sent_anyway(comm: Communicator) -> None:
     watched, calls = counted(comm)
     uneven = {"ids": torch.zeros(comm.rank + 1, comm.rank + 2)}
     for call in (gather_uneven, lambda tree, comm: pad_across_processes(tree, comm=comm)):
@@ -591,7 +591,7 @@ def sizes_that_travel_anyway_are_checked_at_every_call(comm: Communicator) -> No
 
 
 @case
-def debug_names_the_verb_and_every_shape(comm: Communicator) -> None:
+def debug_mode_names_the_collective_and_every_shape(comm: Communicator) -> None:
     watched, _ = counted(comm, debug=True)
     uneven = {"x": torch.zeros(2, comm.rank + 1), "y": [torch.tensor(True)]}
     lines = [f"process {r}: ['x'] [2, {r + 1}] float32, ['y'][0] [] bool" for r in (0, 1)]
@@ -615,7 +615,7 @@ def debug_names_the_verb_and_every_shape(comm: Communicator) -> None:
 
 
 @case
-def debug_lets_pass_what_fits(comm: Communicator) -> None:
+def debug_mode_accepts_matching_shapes(comm: Communicator) -> None:
     watched, calls = counted(comm, debug=True)
     same(gather(torch.ones(1), watched), torch.ones(comm.size))
     assert calls == ["gather_object", "gather"]

@@ -131,26 +131,26 @@ def same_order_as_plain(build):
     assert gathered(prepare(build())) == expected
 
 
-def case_default_shuffle():
+def case_shuffled_order_equals_plain_pytorch():
     same_order_as_plain(lambda: DataLoader(range(11), 3, shuffle=True))
 
 
-def case_shuffle_with_workers():
+def case_shuffled_order_with_workers_equals_plain_pytorch():
     same_order_as_plain(lambda: DataLoader(range(11), 3, shuffle=True, num_workers=2))
 
 
-def case_replacement():
+def case_order_with_replacement_equals_plain_pytorch():
     same_order_as_plain(lambda: DataLoader(range(11), 3, sampler=RandomSampler(range(11), True)))
 
 
-def case_subset_and_weights():
+def case_order_of_subset_and_weighted_samplers_equals_plain_pytorch():
     same_order_as_plain(lambda: DataLoader(range(40), 3, sampler=SubsetRandomSampler(range(7, 30))))
     same_order_as_plain(
         lambda: DataLoader(range(9), 3, sampler=WeightedRandomSampler([1.0] * 9, 12))
     )
 
 
-def case_streams_stay_aligned():
+def case_random_generators_stay_aligned_with_plain_pytorch():
     torch.manual_seed(3)
     loader = prepare(DataLoader(range(11), 3, shuffle=True))
     for _ in range(2):
@@ -163,7 +163,7 @@ def case_streams_stay_aligned():
     assert after == [torch.rand(1).item()] * WORLD
 
 
-def case_user_generator():
+def case_users_generator_gives_the_same_order_on_all_ranks():
     def build(seed):
         return DataLoader(range(11), 3, shuffle=True, generator=torch.Generator().manual_seed(seed))
 
@@ -172,7 +172,7 @@ def case_user_generator():
         assert gathered(loader) == [s for batch in plain for s in batch.tolist()]
 
 
-def case_torch_rng():
+def case_torch_generator_is_synchronised_on_request():
     torch.manual_seed(RANK)
     list(prepare(DataLoader(range(4), 2), rng_types=["torch"]))
     drawn = everyone(torch.rand(1).item())
@@ -184,7 +184,7 @@ def case_torch_rng():
     list(prepare(DataLoader(range(4), 2), rng_types=["cuda"]))
 
 
-def case_seedable_without_a_seed():
+def case_seedable_sampler_uses_seed_0_by_default():
     torch.manual_seed(RANK)
     loader = prepare(DataLoader(range(10), 5, shuffle=True), use_seedable_sampler=True)
     expected = torch.randperm(10, generator=torch.Generator().manual_seed(0)).tolist()
@@ -192,7 +192,7 @@ def case_seedable_without_a_seed():
     assert gathered(loader) != expected
 
 
-def case_worker_seeds_differ():
+def case_worker_seeds_differ_between_ranks():
     class Draws:
         def __len__(self):
             return 4
@@ -219,7 +219,7 @@ def case_dispatch_is_the_default_for_streams():
     assert got == expected[RANK], got
 
 
-def case_dispatch_tables():
+def case_dispatch_equals_the_reference_for_every_combination_of_options():
     for size in (0, 1, 3, 4, 8, 9, 13):
         for kind in ("map", "stream"):
             for split in (False, True):
@@ -250,7 +250,7 @@ def case_dispatch_tables():
                         assert len(flat) == wanted, (case, pieces)
 
 
-def case_dispatch_of_workers_and_shuffle():
+def case_dispatch_with_workers_and_shuffle_keeps_the_order():
     torch.manual_seed(5)
     plain = DataLoader(range(11), 2, shuffle=True, num_workers=2)
     expected = [s for batch in plain for s in batch.tolist()]
@@ -259,7 +259,7 @@ def case_dispatch_of_workers_and_shuffle():
     assert gathered(loader) == expected
 
 
-def case_dispatch_of_strings_and_objects():
+def case_dispatch_sends_strings_and_objects():
     def collate(samples):
         return {
             "text": [f"sample {s}" for s in samples],
@@ -284,7 +284,7 @@ def case_dispatch_of_strings_and_objects():
     ]
 
 
-def case_dispatch_slice_fn():
+def case_dispatch_uses_a_custom_slice_function():
     calls = []
 
     def mine(data, tensor_slice, process_index=None, num_processes=None):
@@ -317,7 +317,7 @@ def case_dispatch_errors_reach_every_rank():
     assert RANK == 0 or "Raised on process 0" in " ".join(error.__notes__)
 
 
-def case_dispatch_error_at_once_and_awkward():
+def case_dispatch_error_that_cannot_be_unpickled_reaches_every_rank():
     class Broken(IterableDataset):
         def __iter__(self):
             raise Awkward("one", "two")
@@ -328,7 +328,7 @@ def case_dispatch_error_at_once_and_awkward():
     assert type(error) is (Awkward if RANK == 0 else DispatchError)
 
 
-def case_dispatch_of_what_cannot_be_pickled():
+def case_dispatch_reports_batches_that_cannot_be_pickled():
     def collate(samples):
         return [lambda: None for _ in samples]
 
@@ -337,7 +337,7 @@ def case_dispatch_of_what_cannot_be_pickled():
     assert "pickle" in str(error).lower() or "lambda" in str(error)
 
 
-def case_dispatch_breaks_and_starts_again():
+def case_dispatch_restarts_after_a_break():
     loader = prepare(DataLoader(Numbers(20), 2))
     for _ in range(3):
         for batch in loader:
@@ -376,7 +376,7 @@ def case_dispatch_ignores_an_iterator_that_one_rank_never_advances():
     assert first == [batch.tolist() for batch in loader]
 
 
-def case_idle_iterator_on_one_rank_leaves_the_shared_generator_alone():
+def case_idle_iterator_on_one_rank_does_not_advance_the_shared_generator():
     generator = torch.Generator().manual_seed(RANK)
     data = range(12)
     loader = prepare(DataLoader(data, 2, sampler=RandomSampler(data, generator=generator)))
@@ -409,7 +409,7 @@ class Placed(Numbers):
         self.at = state["at"]
 
 
-def case_dispatch_of_a_stream_with_a_state():
+def case_dispatch_resumes_a_stream_with_a_state():
     for workers in (0, 2):
 
         def build(workers=workers):
@@ -435,7 +435,7 @@ class Drawing(Placed):
             yield number + torch.rand(()).item()
 
 
-def case_dispatch_reads_ahead_unless_reading_draws():
+def case_dispatch_reads_ahead_unless_the_dataset_draws_random_numbers():
     for kind, options, on_a_thread in (
         (Placed, {}, AHEAD),
         (Drawing, {}, False),
@@ -454,7 +454,7 @@ def case_dispatch_reads_ahead_unless_reading_draws():
     assert len(list(rest)) == 6
 
 
-def case_dispatch_drawing_is_the_same_in_every_run():
+def case_dispatch_of_random_data_is_reproducible():
     def run():
         torch.manual_seed(11)
         out = []
@@ -465,7 +465,7 @@ def case_dispatch_drawing_is_the_same_in_every_run():
     assert run() == run()
 
 
-def case_dispatch_loaders_at_the_same_time():
+def case_dispatch_supports_interleaved_loaders():
     one, two = prepare(DataLoader(Numbers(12), 2)), prepare(DataLoader(Numbers(24), 4))
     pairs = [(x.tolist(), y.tolist()) for x, y in zip(one, two, strict=True)]
     first = 2 * RANK
@@ -473,7 +473,7 @@ def case_dispatch_loaders_at_the_same_time():
     assert len(pairs) == 3
 
 
-def case_dispatch_structures_that_change():
+def case_dispatch_sends_batches_whose_structure_changes():
     """Shapes, dtypes and containers differ from step to step; big and small in turn."""
 
     def batches():
@@ -519,7 +519,7 @@ SETUPS = {
 }
 
 
-def case_dispatch_properties():
+def case_dispatch_covers_the_epoch_for_random_options():
     """Every rank draws the same examples: the epoch is shared out, once, also if interrupted."""
 
     @given(**SETUPS)
@@ -565,7 +565,7 @@ def case_dispatch_properties():
     check()
 
 
-def case_dispatch_at_any_pace():
+def case_dispatch_never_reads_on_two_threads_at_once():
     """Callers that take their time or not, or leave: the thread and the caller never both read."""
     draw = random.Random(5)
     for _ in range(60):
@@ -611,7 +611,7 @@ def case_dispatch_sends_the_structure_once():
         assert len(set(sizes)) == 1
 
 
-def case_shuffled_resume():
+def case_shuffled_loader_resumes_on_every_rank():
     torch.manual_seed(RANK)
     loader = prepare(DataLoader(range(21), 2, shuffle=True))
     list(loader)
@@ -626,7 +626,7 @@ def case_shuffled_resume():
     assert [b.tolist() for b in again] == got[2:]
 
 
-def case_streams_without_dispatch():
+def case_each_rank_reads_a_stream_itself_without_dispatching():
     for workers in (0, 2):
         loader = prepare(DataLoader(Numbers(7), 2, num_workers=workers), dispatch_batches=False)
         kept = gathered(loader)
@@ -634,7 +634,7 @@ def case_streams_without_dispatch():
         assert len(kept) == 7 * (workers or 1), kept
 
 
-def case_foreign_loader():
+def case_loader_of_another_class_can_be_prepared():
     class Foreign:
         dataset = range(7)
 
@@ -650,7 +650,7 @@ def case_foreign_loader():
         assert len(loader) == len(list(loader)) == 2
 
 
-def case_iterators_that_share_samples():
+def case_ranks_of_one_replica_read_the_same_samples():
     """Both ranks work on the same part, as ranks of one model do."""
     loader = prepare_data_loader(DataLoader(Numbers(8), 2), None, 1, 0, comm=comm())
     assert len(list(loader)) == 4

@@ -36,7 +36,7 @@ def work(accelerator: Accelerator) -> None:
 
 
 @case
-def the_environment_is_read_only() -> None:
+def accelerator_does_not_write_environment_variables() -> None:
     before, order = dict(os.environb), list(os.environb)
     with accelerate(mixed_precision="bf16") as accelerator:
         assert dict(os.environb) == before
@@ -48,7 +48,7 @@ def the_environment_is_read_only() -> None:
 
 
 @case
-def a_new_one_works_after_the_last_has_ended() -> None:
+def new_accelerator_works_after_the_last_has_ended() -> None:
     for _ in range(3):
         assert not dist.is_initialized()
         accelerator = accelerate()
@@ -58,7 +58,7 @@ def a_new_one_works_after_the_last_has_ended() -> None:
 
 
 @case
-def the_group_ends_with_the_last() -> None:
+def process_group_ends_with_the_last_accelerator() -> None:
     first, second = accelerate(), accelerate(mixed_precision="bf16")
     first.end_training()
     assert dist.is_initialized()
@@ -71,7 +71,7 @@ def the_group_ends_with_the_last() -> None:
 
 
 @case
-def many_leave_nothing_behind() -> None:
+def many_accelerators_leak_nothing() -> None:
     references = []
     for _ in range(10):
         with accelerate() as accelerator:
@@ -83,7 +83,7 @@ def many_leave_nothing_behind() -> None:
 
 
 @case
-def a_group_of_the_users_own_is_used_and_left() -> None:
+def users_process_group_is_used_and_not_destroyed() -> None:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("own", store), rank=RANK, world_size=SIZE
@@ -98,7 +98,7 @@ def a_group_of_the_users_own_is_used_and_left() -> None:
 
 
 @case
-def a_timeout_is_a_setting() -> None:
+def process_group_timeout_can_be_set() -> None:
     handler = InitProcessGroupKwargs(timeout=17)
     for arguments in ({"process_group_timeout": 17}, {"kwargs_handlers": [handler]}):
         with Accelerator(cpu=True, **arguments) as accelerator:
@@ -109,7 +109,7 @@ def a_timeout_is_a_setting() -> None:
 
 
 @case
-def an_exception_on_all_ranks_lets_the_next_one_work() -> None:
+def accelerator_works_after_an_exception_on_all_ranks() -> None:
     for _ in range(2):
         try:
             with accelerate() as accelerator:
@@ -122,14 +122,14 @@ def an_exception_on_all_ranks_lets_the_next_one_work() -> None:
 
 
 @case
-def loaders_configured_differently_are_named() -> None:
+def different_loader_configurations_are_refused() -> None:
     config = DataLoaderConfiguration(dispatch_batches=RANK == 1)
     with pytest.raises(ConfigurationError, match=r"dataloader_config\.dispatch_batches is False"):
         accelerate(dataloader_config=config)
 
 
 @case
-def another_timeout_is_refused_while_the_group_runs() -> None:
+def another_timeout_is_refused_while_the_process_group_runs() -> None:
     first = accelerate()
     with pytest.raises(RuntimeConflictError, match=r"timeout of 5 s .* already runs with"):
         Accelerator(cpu=True, process_group_timeout=5)
@@ -137,7 +137,7 @@ def another_timeout_is_refused_while_the_group_runs() -> None:
 
 
 @case
-def one_that_was_dropped_is_no_matter_of_the_collectors_mood() -> None:
+def process_group_does_not_depend_on_garbage_collection() -> None:
     """When the garbage collector runs differs by rank; when the group ends must not."""
     gc.collect()
     gc.disable()

@@ -73,7 +73,7 @@ def accelerate(**arguments: Any) -> Accelerator:
 
 
 @case
-def ragged_micro_batches_are_one_big_batch() -> None:
+def ragged_micro_batches_equal_one_big_batch() -> None:
     with accelerate(gradient_accumulation_steps=STEPS) as accelerator:
         model = accelerator.prepare(Tagger())
         optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
@@ -106,7 +106,7 @@ class SharedSamples(DDPBackend):
 
 
 @case
-def ranks_that_share_samples_and_not_their_tokens() -> None:
+def ranks_can_share_samples_but_count_different_tokens() -> None:
     with accelerate(gradient_accumulation_steps=STEPS, backend=SharedSamples) as accelerator:
         model = accelerator.prepare(Tagger())
         for index in range(STEPS):
@@ -126,7 +126,7 @@ def ranks_that_share_samples_and_not_their_tokens() -> None:
 
 
 @case
-def a_cycle_that_the_data_ends_early() -> None:
+def cycle_cut_short_by_the_end_of_the_data_is_averaged_correctly() -> None:
     data = [micro_batch(r, i) for i in range(STEPS + 2) for r in range(SIZE)]
     with accelerate(gradient_accumulation_steps=STEPS) as accelerator:
         loader = torch.utils.data.DataLoader(data, batch_size=None)
@@ -143,7 +143,7 @@ def a_cycle_that_the_data_ends_early() -> None:
 
 
 @case
-def two_losses_in_one_block() -> None:
+def two_losses_in_one_accumulate_block_are_summed() -> None:
     with accelerate(gradient_accumulation_steps=2) as accelerator:
         model = accelerator.prepare(Tagger())
         for index in range(2):
@@ -155,7 +155,7 @@ def two_losses_in_one_block() -> None:
 
 
 @case
-def every_batch_synchronised_and_without_accumulation() -> None:
+def items_are_counted_with_sync_each_batch_and_without_accumulation() -> None:
     plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
     with accelerate(gradient_accumulation_plugin=plugin) as accelerator:
         model = accelerator.prepare(Tagger())
@@ -175,7 +175,7 @@ def every_batch_synchronised_and_without_accumulation() -> None:
 
 
 @case
-def half_precision_stays_in_range() -> None:
+def fp16_scale_stays_in_range() -> None:
     with accelerate(gradient_accumulation_steps=2, mixed_precision="fp16") as accelerator:
         model = accelerator.prepare(Tagger())
         optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
@@ -202,7 +202,7 @@ def half_precision_stays_in_range() -> None:
 
 
 @case
-def a_rank_without_items() -> None:
+def rank_without_items_contributes_nothing() -> None:
     with accelerate() as accelerator:
         model = accelerator.prepare(Tagger())
         tokens, labels = micro_batch(RANK, 0)
@@ -222,7 +222,7 @@ def a_rank_without_items() -> None:
 
 
 @case
-def counted_and_not_counted_cycles_alternate() -> None:
+def cycles_with_and_without_item_counts_can_alternate() -> None:
     with accelerate(gradient_accumulation_steps=2) as accelerator:
         model = accelerator.prepare(Tagger())
         for _ in range(2):
@@ -253,7 +253,7 @@ def make_plain(indices: list[int]) -> list[torch.Tensor]:
 
 
 @case
-def half_given_counts_are_refused() -> None:
+def item_counts_for_only_some_micro_batches_are_refused() -> None:
     with accelerate(gradient_accumulation_steps=2) as accelerator:
         accelerator.prepare(make_net())
         for first, second in ((4, None), (None, 4)):

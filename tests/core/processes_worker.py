@@ -28,7 +28,7 @@ def accelerate(**arguments: Any) -> Accelerator:
 
 
 @case
-def ranks_know_their_places() -> None:
+def ranks_have_the_right_indices() -> None:
     with accelerate() as accelerator:
         assert (accelerator.process_index, accelerator.num_processes) == (RANK, SIZE)
         assert accelerator.local_process_index == RANK
@@ -41,7 +41,7 @@ def ranks_know_their_places() -> None:
 
 
 @case
-def decorators_run_where_they_say() -> None:
+def decorated_functions_run_on_the_selected_process() -> None:
     with accelerate() as accelerator:
         last = SIZE - 1
         wrapped = {
@@ -59,7 +59,7 @@ def decorators_run_where_they_say() -> None:
 
 
 @case
-def the_main_process_goes_first() -> None:
+def main_process_goes_first() -> None:
     with accelerate() as accelerator:
         for turn in (accelerator.main_process_first, accelerator.local_main_process_first):
             folder = scratch(turn.__name__)
@@ -76,7 +76,7 @@ def the_main_process_goes_first() -> None:
 
 
 @case
-def printing_is_done_once() -> None:
+def print_writes_on_one_process() -> None:
     with accelerate() as accelerator:
         out = io.StringIO()
         with redirect_stdout(out):
@@ -88,7 +88,7 @@ def printing_is_done_once() -> None:
 
 
 @case
-def everything_is_split_between_processes() -> None:
+def lists_tensors_and_dicts_are_split_between_processes() -> None:
     total = 2 * SIZE + 1  # the first rank gets one more
     starts = [0, *(3 + 2 * rank for rank in RANKS)]
     mine = list(range(total))[starts[RANK] : starts[RANK + 1]]
@@ -120,7 +120,7 @@ def everything_is_split_between_processes() -> None:
 
 
 @case
-def gather_reduce_and_pad() -> None:
+def gather_reduce_and_pad_combine_ranks() -> None:
     with accelerate() as accelerator:
         own = torch.tensor([float(RANK)])
         gathered = accelerator.gather({"x": own, "y": [torch.tensor(RANK)]})
@@ -170,7 +170,7 @@ def _draws(accelerator: Accelerator) -> list[float]:
 
 
 @case
-def rng_types_say_what_is_shared_at_each_iteration() -> None:
+def rng_types_select_which_generators_are_synchronised() -> None:
     for rng_types, alike in ((["torch"], True), (["generator"], False), (None, False)):
         with accelerate(rng_types=rng_types) as accelerator:
             data = accelerator.prepare(loader(8 * SIZE, 4))
@@ -181,7 +181,7 @@ def rng_types_say_what_is_shared_at_each_iteration() -> None:
 
 
 @case
-def shuffled_ranks_never_overlap() -> None:
+def shuffled_ranks_read_disjoint_samples() -> None:
     with accelerate() as accelerator:
         torch.manual_seed(100 + RANK)  # a generator per rank: the order still is one
         dataset = list(range(8 * SIZE))
@@ -198,7 +198,7 @@ def shuffled_ranks_never_overlap() -> None:
 
 
 @case
-def seeds_may_differ_by_rank() -> None:
+def seeds_can_differ_by_rank() -> None:
     with accelerate() as accelerator:
         set_seed(3)
         assert len(set(_draws(accelerator))) == 1
@@ -210,7 +210,7 @@ def seeds_may_differ_by_rank() -> None:
 
 
 @case
-def each_rank_writes_a_trace() -> None:
+def each_rank_writes_a_profiler_trace() -> None:
     with accelerate() as accelerator:
         folder = scratch("traces")
         with accelerator.profile(ProfileKwargs(output_trace_dir=str(folder))) as profiler:
@@ -231,7 +231,7 @@ class Named(torch.utils.data.Dataset):
 
 
 @case
-def metrics_of_mixed_fields_lose_what_was_added() -> None:
+def padding_is_removed_from_metrics_with_tensors_and_lists() -> None:
     with accelerate() as accelerator:
         names = []
         for batch in accelerator.prepare(DataLoader(Named(), 2)):
@@ -242,7 +242,7 @@ def metrics_of_mixed_fields_lose_what_was_added() -> None:
 
 
 @case
-def what_was_gathered_from_more_than_the_last_batch_stays() -> None:
+def metrics_gathered_from_several_batches_are_not_cut() -> None:
     with accelerate() as accelerator:
         loader = accelerator.prepare(DataLoader(range(9), 2))
         kept = []

@@ -39,7 +39,7 @@ def batch(index: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @case
-def clipping_inside_a_cycle_of_fp16() -> None:
+def clipping_within_an_fp16_accumulation_cycle_uses_unscaled_gradients() -> None:
     norms = {}
     for precision in ("no", "fp16"):
         scaler = GradScalerKwargs(init_scale=256.0)
@@ -59,7 +59,7 @@ def clipping_inside_a_cycle_of_fp16() -> None:
 
 
 @case
-def a_fused_optimizer_says_that_it_skipped() -> None:
+def fused_optimizer_reports_skipped_steps() -> None:
     for fused in (False, True):
         with accelerate(mixed_precision="fp16") as accelerator:
             net = make_net()
@@ -76,7 +76,7 @@ def a_fused_optimizer_says_that_it_skipped() -> None:
 
 
 @case
-def gradients_are_unscaled_once_whoever_steps_between() -> None:
+def gradients_are_unscaled_only_once() -> None:
     scaler = GradScalerKwargs(init_scale=256.0)
     with accelerate(mixed_precision="fp16", kwargs_handlers=[scaler]) as accelerator:
         nets = [torch.nn.Linear(2, 1) for _ in range(2)]
@@ -120,7 +120,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 @case
-def a_wrapped_optimizer_steps_in_fp16() -> None:
+def wrapped_optimizer_steps_in_fp16() -> None:
     with accelerate(mixed_precision="fp16") as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, Wrapper(torch.optim.SGD(net.parameters(), 0.1)))
@@ -132,7 +132,7 @@ def a_wrapped_optimizer_steps_in_fp16() -> None:
 
 
 @case
-def a_model_is_wrapped_once() -> None:
+def model_is_wrapped_in_ddp_only_once() -> None:
     with accelerate() as one, accelerate() as two:
         for accelerator, model in (
             (two, one.prepare(make_net())),
@@ -147,7 +147,7 @@ def a_model_is_wrapped_once() -> None:
 
 
 @case
-def gradients_meet_on_the_boundary_only() -> None:
+def gradients_are_synchronised_only_at_the_end_of_a_cycle() -> None:
     with accelerate(gradient_accumulation_steps=3) as accelerator:
         model = accelerator.prepare(make_net())
         optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -174,7 +174,7 @@ def _forward(model: Any, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @case
-def the_loss_is_divided_once() -> None:
+def loss_is_divided_once() -> None:
     with accelerate(gradient_accumulation_steps=2) as accelerator:
         model = accelerator.prepare(make_net())
         for index in range(2):
@@ -208,25 +208,25 @@ def _boundaries(plugin: GradientAccumulationPlugin, count: int) -> list[bool]:
 
 
 @case
-def the_end_of_the_loader_is_a_boundary() -> None:
+def accumulation_cycle_ends_with_the_loader() -> None:
     epoch = [False, True, False, True, True]
     assert _boundaries(GradientAccumulationPlugin(num_steps=2), 5) == epoch * 2
 
 
 @case
-def cycles_may_go_over_the_end_of_the_loader() -> None:
+def accumulation_cycle_can_continue_in_the_next_epoch() -> None:
     plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
     assert _boundaries(plugin, 3) == [False, True] * 3
 
 
 @case
-def each_batch_may_be_synchronised() -> None:
+def gradients_can_be_synchronised_in_each_batch() -> None:
     plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
     assert _boundaries(plugin, 2) == [False, True] * 2
 
 
 @case
-def the_scheduler_may_count_as_it_is_called() -> None:
+def scheduler_can_step_independently_of_the_optimizer() -> None:
     for with_optimizer, expected in ((True, SIZE * 2), (False, 4)):
         with accelerate(
             gradient_accumulation_steps=2, step_scheduler_with_optimizer=with_optimizer
@@ -245,7 +245,7 @@ def the_scheduler_may_count_as_it_is_called() -> None:
 
 
 @case
-def free_memory_resets_the_step() -> None:
+def free_memory_resets_the_step_count() -> None:
     with accelerate(gradient_accumulation_steps=4) as accelerator:
         model, data = accelerator.prepare(make_net(), loader(64, 4))
         for x, y in data:
@@ -270,7 +270,7 @@ def free_memory_resets_the_step() -> None:
 
 
 @case
-def a_nested_loader_does_not_end_the_outer_one() -> None:
+def nested_loader_does_not_end_the_outer_one() -> None:
     with accelerate(gradient_accumulation_steps=2) as accelerator:
         train, test = accelerator.prepare(loader(5 * 4 * SIZE, 4), loader(11, 4, start=500))
         state, seen, counts = accelerator.gradient_state, [], []
@@ -290,7 +290,7 @@ def a_nested_loader_does_not_end_the_outer_one() -> None:
 
 
 @case
-def an_abandoned_loader_is_cut_and_forgotten() -> None:
+def abandoned_loader_loses_its_padding_and_becomes_inactive() -> None:
     with accelerate(gradient_accumulation_steps=2) as accelerator:
         short, train = accelerator.prepare(loader(7, 4), loader(3 * 4 * SIZE, 4))
         _, y = next(iter(short))
@@ -342,7 +342,7 @@ def iterable_data_is_dispatched_by_default() -> None:
 
 
 @case
-def no_sync_without_an_argument_holds_for_all_models() -> None:
+def no_sync_without_arguments_applies_to_all_models() -> None:
     with accelerate() as accelerator:
         one, two = accelerator.prepare(make_net(0), make_net(1))
         models = [one, two]
@@ -359,7 +359,7 @@ def no_sync_without_an_argument_holds_for_all_models() -> None:
 
 
 @case
-def accumulate_takes_several_models() -> None:
+def accumulate_accepts_several_models() -> None:
     with accelerate(gradient_accumulation_steps=2) as accelerator:
         one, two = accelerator.prepare(make_net(0), make_net(1))
         for index in range(2):
@@ -370,7 +370,7 @@ def accumulate_takes_several_models() -> None:
 
 
 @case
-def trigger_sync_in_backward_equals_synchronised_gradients() -> None:
+def trigger_sync_in_backward_synchronises_accumulated_gradients() -> None:
     with accelerate() as accelerator:
         model = accelerator.prepare(make_net())
         with accelerator.no_sync():
@@ -397,7 +397,7 @@ def trigger_sync_in_backward_equals_synchronised_gradients() -> None:
 
 
 @case
-def ranks_may_run_out_at_different_steps() -> None:
+def join_uneven_inputs_handles_ranks_with_fewer_batches() -> None:
     mine = [batch(index) for index in range(3 if RANK else 6)]
     with accelerate() as accelerator:
         net = make_net()
@@ -421,7 +421,7 @@ def ranks_may_run_out_at_different_steps() -> None:
 
 
 @case
-def join_can_switch_even_batches_off_and_back() -> None:
+def join_uneven_inputs_overrides_even_batches_temporarily() -> None:
     with accelerate() as accelerator:
         model, data = accelerator.prepare(make_net(), loader(5 * 4, 4))
         assert accelerator.even_batches
@@ -435,7 +435,7 @@ def join_can_switch_even_batches_off_and_back() -> None:
 
 
 @case
-def a_flag_of_one_rank_reaches_all_and_is_reset() -> None:
+def trigger_of_one_rank_reaches_all_and_is_reset() -> None:
     with accelerate() as accelerator:
         assert not accelerator.check_trigger()
         if RANK == SIZE - 1:
@@ -519,22 +519,22 @@ def check_gan(precision: str, init_scale: float) -> float:
 
 
 @case
-def a_gan_equals_one_by_hand() -> None:
+def gan_equals_plain_pytorch() -> None:
     check_gan("no", 1.0)
 
 
 @case
-def a_gan_in_fp16_equals_one_by_hand() -> None:
+def gan_in_fp16_equals_plain_pytorch() -> None:
     assert check_gan("fp16", 1024.0) == 1024.0
 
 
 @case
-def a_gan_in_fp16_survives_overflows() -> None:
+def gan_in_fp16_survives_overflows() -> None:
     assert check_gan("fp16", 2.0**20) < 2.0**20
 
 
 @case
-def two_optimizers_of_one_loss_are_scaled_alike() -> None:
+def two_optimizers_for_one_loss_use_the_same_scale() -> None:
     """Both step after one backward: the scale must not change between their two steps."""
     for init_scale in (1024.0, 2.0**28):
         handlers = [GradScalerKwargs(init_scale=init_scale)]
@@ -568,7 +568,7 @@ def two_optimizers_of_one_loss_are_scaled_alike() -> None:
 
 
 @case
-def an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+def overflow_on_one_rank_skips_the_step_on_all() -> None:
     with accelerate(mixed_precision="fp16") as accelerator:
         net = make_net()
         sgd = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -599,7 +599,7 @@ def an_overflow_on_one_rank_skips_the_step_on_all() -> None:
 
 
 @case
-def clipping_by_value_is_on_unscaled_gradients() -> None:
+def clipping_by_value_uses_unscaled_gradients() -> None:
     with accelerate(mixed_precision="fp16") as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -616,7 +616,7 @@ def clipping_by_value_is_on_unscaled_gradients() -> None:
 
 
 @case
-def local_sgd_averages_now_and_then() -> None:
+def local_sgd_averages_every_few_steps() -> None:
     # Calls are counted, not steps: after each second one the ranks are alike.
     for accumulated, expected in ((1, [False, True, False, True, False]), (2, [True] * 5)):
         with accelerate(gradient_accumulation_steps=accumulated) as accelerator:

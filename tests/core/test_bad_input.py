@@ -455,7 +455,7 @@ def test_misspelt_name_of_a_missing_plugin_is_one_error(
     assert said in str(failure.value)
 
 
-def test_suggested_name_is_accepted_or_has_an_install_command(
+def test_suggestion_is_the_name_of_the_plugin_not_an_alias(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`fsdp` is another name of the package whose plugin is called `fsdp2`."""

@@ -174,7 +174,7 @@ def test_lengths_and_batch_sizes_of_prepared_loaders():
         len(stream)
 
 
-def test_batches_already_on_the_device_are_not_copied():
+def test_device_feed_is_used_only_when_batches_move():
     calls = []
 
     def feed(batches):
@@ -479,7 +479,7 @@ def test_skipping_after_loading_a_state_counts_from_the_start_of_the_epoch():
     assert [b.tolist() for b in again] == epochs[2]
 
 
-def test_skip_batch_sampler_skips_and_keeps_its_length():
+def test_skip_batch_sampler_reports_the_remaining_and_the_total_length():
     sampler = SkipBatchSampler(BatchSampler(range(10), 3, False), 2)
     assert list(sampler) == [[6, 7, 8], [9]]
     assert (len(sampler), sampler.total_length, sampler.batch_size) == (2, 4, 3)

@@ -82,7 +82,7 @@ def test_stateful_stream_resumes_from_its_own_state(workers):
 @pytest.mark.parametrize("kind", ["table", "shuffled", "stream", "plain stream"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world", [1, 2])
-def test_torchdata_loader_resumes_when_stateful_loaders_are_enabled(kind, workers, world):
+def test_loader_resumes_with_use_stateful_dataloader(kind, workers, world):
     pytest.importorskip("torchdata.stateful_dataloader")
 
     def loader(rank):
@@ -145,7 +145,7 @@ def test_stateful_stream_cannot_resume_with_another_number_of_workers():
 
 @pytest.mark.parametrize("kind", [Stream, Plain])
 @pytest.mark.parametrize("worlds", [(2, 3), (3, 2), (4, 1), (1, 3)])
-def test_stateful_stream_cannot_resume_on_another_number_of_processes(kind, worlds):
+def test_stream_resumes_on_another_number_of_processes(kind, worlds):
     before, after = worlds
 
     def parts(count):

@@ -74,7 +74,7 @@ def test_device_that_the_process_already_uses_is_checked() -> None:
         state.destroy_process_group()
 
 
-def test_declared_device_is_used_and_its_source_is_recorded(
+def test_declared_device_is_used_and_suggested_instead_of_an_undeclared_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     accelerator = Accelerator(backend=OnCpu, cpu=True)

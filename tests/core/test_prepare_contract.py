@@ -286,7 +286,7 @@ def test_pipeline_schedule_trains_like_one_batch(accumulation: int) -> None:
     torch.testing.assert_close(*runs)
 
 
-def test_pipeline_schedule_receives_the_number_of_items() -> None:
+def test_pipeline_schedule_divides_the_loss_by_the_number_of_items() -> None:
     gradients = []
     for counted in (True, False):
         torch.manual_seed(0)

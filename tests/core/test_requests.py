@@ -360,7 +360,7 @@ def test_plugins_with_intended_or_newer_names_run(slips: Path, tmp_path: Path) -
     assert "'new_ability'" in warned
 
 
-def test_extension_method_named_like_a_hook_is_checked(slips: Path) -> None:
+def test_extension_method_named_like_a_hook_runs_as_a_hook(slips: Path) -> None:
     code = """
     from accelerate_core import Accelerator
     out(getattr(Accelerator(cpu=True).backend, "started", False))

@@ -253,7 +253,7 @@ def test_booleans_are_parsed(text: str, truth: bool, monkeypatch: pytest.MonkeyP
     assert utils.parse_flag_from_env("SOME_FLAG") is truth
 
 
-def test_integer_variables_are_parsed_and_invalid_ones_named(
+def test_environment_variables_are_parsed_and_invalid_ones_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WRONG", "perhaps")
@@ -454,7 +454,7 @@ def test_wrapper_converts_outputs_to_float32() -> None:
     assert half(torch.ones(1))["y"].dtype == torch.float32
 
 
-def test_precision_check_works_without_an_accelerator() -> None:
+def test_precision_helpers_work_without_an_accelerator() -> None:
     with utils.get_mixed_precision_context_manager():
         assert not torch.is_autocast_enabled("cpu")
     assert utils.get_grad_scaler(enabled=False).is_enabled() is False
