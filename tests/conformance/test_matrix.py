@@ -101,7 +101,7 @@ def test_every_combination_works_or_is_refused_by_both_names(said: Said) -> None
             assert re.findall(r"'(\w+)'", needs) == lacks
             assert all(NEEDS[word] in told for word in lacks)
             # The way out: what the backend takes, or another backend.
-            assert re.search(r"It accepts ('\w+'|\(none\) and brings about '\w+')", told)
+            assert re.search(r"It accepts ('\w+'|\(none\) and implements '\w+')", told)
             assert told.endswith("Choose another precision or another backend.")
     told = {(b, p): said[b, p, t][1] for b, p, t in said}
     scaled = told.get(("deepspeed", "needs_loss_scaling"))

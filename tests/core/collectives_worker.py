@@ -454,7 +454,7 @@ def broadcast_writes_in_place_if_possible(comm: Communicator) -> None:
 
 @case
 def collectives_refuse_an_invalid_rank(comm: Communicator) -> None:
-    with pytest.raises(ValueError, match=f"from_process={comm.size} is not a process"):
+    with pytest.raises(ValueError, match=f"from_process={comm.size}; with"):
         broadcast(torch.ones(1), comm.size, comm=comm)
 
 

@@ -100,7 +100,7 @@ def test_attributes_read_only_by_the_constructor_cannot_be_assigned(
         ("cpu", r"pass it to Accelerator\(cpu=...\)"),
         ("ddp_handler", "pass it in kwargs_handlers"),
         ("deepspeed_plugin", r"pass it to Accelerator\(deepspeed_plugin=...\)"),
-        ("fp8_enabled", "it follows from what the Accelerator was made with"),
+        ("fp8_enabled", "it follows from the arguments of Accelerator"),
     ],
 )
 def test_assignment_error_says_what_to_do_instead(

@@ -36,7 +36,7 @@ def test_error_shows_the_arithmetic_of_the_mesh():
         ConfigurationError, match=r"dp_shard 2 x tp 2 = 4 .*8 were.*dp_shard_size=4"
     ):
         ParallelismConfig(dp_shard_size=2, tp_size=2).check(8)
-    with pytest.raises(ConfigurationError, match=r"needs tp 3 = 3 .* and 1 was started. Start 3"):
+    with pytest.raises(ConfigurationError, match=r"needs tp 3 = 3 .* but 1 was started. Start 3"):
         ParallelismConfig(tp_size=3).check(1)
     with pytest.raises(ConfigurationError, match="both split the sequence"):
         ParallelismConfig(cp_size=2, sp_size=2)

@@ -87,9 +87,9 @@ def test_conflicting_request_is_refused_until_the_object_has_ended(said: list[st
     with pytest.raises(RuntimeConflictError) as caught:
         Accelerator(backend=Quarters)
     text = str(caught.value)
-    assert "library.groups is there once per process" in text
-    assert f"{__name__} made it as {{'tp': 2}}" in text
-    assert "wants {'tp': 4}" in text
+    assert "library.groups exists once per process" in text
+    assert f"{__name__} created it with {{'tp': 2}}" in text
+    assert "needs {'tp': 4}" in text
     assert "end_training()" in text
     assert said == ["start 2"]
     first.end_training()

@@ -403,7 +403,7 @@ def test_settings_of_an_unrequested_precision_are_refused(
     else:
         assert found == "ConfigurationError"
         assert ("grid_of_tests_config" if file else "GridKwargs") in text
-        assert not file or "'grid_of_tests', which nothing asks for" in text
+        assert not file or "'grid_of_tests', which is not active" in text
 
 
 def test_handler_from_a_package_with_a_backend_and_a_precision_is_accepted(tmp_path: Path) -> None:
@@ -442,7 +442,7 @@ def test_claim_without_a_request_loses_to_requests_and_warns(tmp_path: Path, tri
     assert made(tmp_path, tmp_path, "{}", asked, HOME=str(tmp_path))[0] == "fsdp2"
     found, _, warned = made(tmp_path, tmp_path, "{}", "num_processes: 1\n", HOME=str(tmp_path))
     assert found == "greedy"
-    assert "without having been asked for" in warned
+    assert "although it was not requested" in warned
 
 
 def test_config_section_of_an_unrequested_extension_is_refused(tmp_path: Path) -> None:
@@ -450,11 +450,11 @@ def test_config_section_of_an_unrequested_extension_is_refused(tmp_path: Path) -
     file = "looks_config:\n  keep: head\n"
     found, text, _ = made(tmp_path, tmp_path, "{}", file)
     assert found == "ConfigurationError"
-    assert "'looks', which nothing asks for. Name it in ACCELERATE_PLUGINS" in text
+    assert "'looks', which is not active. Name it in ACCELERATE_PLUGINS" in text
     assert made(tmp_path, tmp_path, "{}", file, ACCELERATE_PLUGINS="looks")[0] == "single"
 
 
 def test_request_that_is_not_a_boolean_is_an_error(tmp_path: Path) -> None:
     found, text, _ = made(tmp_path, tmp_path, ACCELERATE_USE_FSDP="maybe")
     assert found == "ConfigurationError"
-    assert "ACCELERATE_USE_FSDP='maybe' is not a switch" in text
+    assert "ACCELERATE_USE_FSDP='maybe' is not a boolean" in text

@@ -257,7 +257,7 @@ def test_environment_variables_are_parsed_and_invalid_ones_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WRONG", "perhaps")
-    with pytest.raises(ValueError, match=r"WRONG.*'perhaps' is not a switch"):
+    with pytest.raises(ValueError, match=r"WRONG.*'perhaps' is not a boolean"):
         utils.parse_flag_from_env("WRONG")
     with pytest.raises(ValueError, match="WRONG='perhaps' must be a whole number"):
         utils.get_int_from_env(["WRONG"], 1)

@@ -124,9 +124,9 @@ def behind_a_decorator(patch: pytest.MonkeyPatch, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("cause", "said"),
     [
-        (older_argument, "is an older name"),
+        (older_argument, "is deprecated"),
         (near_miss, "is unknown and has no effect"),
-        (disabled_plugin, "no such plugin is installed"),
+        (disabled_plugin, "no installed plugin has this name"),
         (forgotten_parameters, "are in no optimizer"),
         (note, "noted"),
         (schedule, "reached no active step"),

@@ -146,7 +146,7 @@ def debug_mode_can_be_turned_on_for_later_collectives() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.state.debug = True
     assert PartialState().debug
-    with pytest.raises(DistributedOperationException, match="do not fit together"):
+    with pytest.raises(DistributedOperationException, match="do not match"):
         accelerator.gather(torch.ones(1 + RANK))
     PartialState().debug = False
     assert accelerator.gather(torch.ones(1)).tolist() == [1.0, 1.0]

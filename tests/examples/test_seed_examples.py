@@ -27,7 +27,7 @@ MISTAKES = {
     "001-clip_grad_norm_": "two accumulation steps without `accumulate`: run as it stands, "
     "`backward` halves the loss, and every batch is a step",
     "001-clip_grad_value_": "as in clip_grad_norm_",
-    "001-join_uneven_inputs": "`Accelerator(even_batches=True)` is an older name, now in "
+    "001-join_uneven_inputs": "`Accelerator(even_batches=True)` is deprecated, now in "
     "`DataLoaderConfiguration`; accepted with a warning",
     "001-maybe_context_parallel": "refers to an example that does not exist; one was written",
     "001-no_sync": "`no_sync()` without its required argument: all prepared models; "

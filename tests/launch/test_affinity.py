@@ -65,7 +65,7 @@ def test_processes_are_not_bound_if_cpu_affinity_is_not_requested(
 def test_non_boolean_cpu_affinity_is_refused() -> None:
     done = bound(ACCELERATE_CPU_AFFINITY="perhaps")
     assert done.returncode == 1
-    assert "ACCELERATE_CPU_AFFINITY='perhaps' is not a switch" in done.stderr
+    assert "ACCELERATE_CPU_AFFINITY='perhaps' is not a boolean" in done.stderr
 
 
 def test_cpu_lists_of_the_kernel_are_parsed() -> None:

@@ -304,4 +304,4 @@ def test_matrix_checks_every_installed_backend() -> None:
 def test_self_check_with_an_invalid_setting_fails() -> None:
     done = run_cli("test", "--num_processes", "1", env={"ACCELERATE_USE_CPU": "perhaps"})
     assert done.returncode == 2
-    assert "(from environment variable ACCELERATE_USE_CPU) is not a switch" in done.stderr
+    assert "(from environment variable ACCELERATE_USE_CPU) is not a boolean" in done.stderr

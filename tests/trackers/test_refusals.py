@@ -100,7 +100,7 @@ def test_boolean_environment_variables_of_libraries_are_parsed_like_ours(
     monkeypatch.setenv("MLFLOW_NESTED_RUN", "off")
     assert mlflow("probe", nested_run=True).nested_run is False
     monkeypatch.setenv("MLFLOW_NESTED_RUN", "perhaps")
-    with pytest.raises(ConfigurationError, match="MLFLOW_NESTED_RUN='perhaps' is not a switch"):
+    with pytest.raises(ConfigurationError, match="MLFLOW_NESTED_RUN='perhaps' is not a boolean"):
         mlflow("probe")
 
 

@@ -152,7 +152,7 @@ def test_save_flushes_trackers_for_a_limited_time(
         accelerator.save_state(tmp_path / "two")
         accelerator.save_state(tmp_path / "three")
         assert accelerator.flush_trackers(0.1) == ["buffered"]
-    late = [text for text in texts if "'buffered' had not taken everything" in text]
+    late = [text for text in texts if "'buffered' had not received all values" in text]
     assert len(late) == 1
     assert tracker.disk == [0]
     tracker.hold.set()

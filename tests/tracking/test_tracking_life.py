@@ -120,5 +120,7 @@ def test_launcher_names_a_thread_that_a_tracker_left_running(
     lines = [
         line for line in run(tmp_path, "lingers", warm=False).splitlines() if "Waiting for" in line
     ]
-    assert lines == ["Waiting for threads: pump of __main__ (end_training() ends those of plugins)"]
+    assert lines == [
+        "Waiting for threads: pump of __main__ (end_training() ends the threads of plugins)"
+    ]
     assert "Waiting for" not in run(tmp_path, "ends")

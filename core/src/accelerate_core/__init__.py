@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value
         return value
     if importlib.util.find_spec(f"{__name__}.{name}") is not None:
-        return importlib.import_module(f"{__name__}.{name}")  # before names that plugins export
+        return importlib.import_module(f"{__name__}.{name}")  # takes precedence over exported names
     from accelerate_core.errors import MissingPluginError, UnknownNameError
     from accelerate_core.plugins import catalog, discovery
 
@@ -43,13 +43,13 @@ def __getattr__(name: str) -> Any:
             hint = discovery.suggestion(name, known, catalog.EXPORTS)
             text = f"module 'accelerate_core' has no attribute {name!r}.{hint}"
     if _asked_by_from_import(sys._getframe(1)):
-        # Python would replace the text of an AttributeError by one without the hint.
+        # Python would replace the message of an AttributeError, which has the hint.
         raise MissingPluginError(text, name=name)
     raise UnknownNameError(text, name)
 
 
 def _asked_by_from_import(caller: FrameType) -> bool:
-    """Tell whether `from accelerate_core import name` asks for a name, rather than code that reads it."""
+    """Return whether the caller is `from accelerate_core import name` rather than an attribute access."""
     module = caller.f_globals.get("__name__")
     return caller.f_code.co_name == "_handle_fromlist" and module == "importlib._bootstrap"
 

@@ -1,4 +1,4 @@
-"""`python -m accelerate_core`."""
+"""Run the command line with `python -m accelerate_core`."""
 
 from accelerate_core.cli import main
 

@@ -1,4 +1,4 @@
-"""Public names that are imported on first use, listed once in a stub for type checkers and for us."""
+"""Read the public names that are imported on first use from the stub that type checkers also use."""
 
 from __future__ import annotations
 

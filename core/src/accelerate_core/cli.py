@@ -1,4 +1,4 @@
-"""The command `accelerate-core`, which accelerate-launch brings; without it, how to install that."""
+"""The command `accelerate-core`. It is part of accelerate-launch; without it, print how to install it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Record why a rank ended, so that the launcher shows the first failure and not its echo.
+"""Record why a rank failed, so that the launcher shows the first failure rather than its echoes.
 
-torchrun hands each worker a file (`TORCHELASTIC_ERROR_FILE`) for the exception it
-dies of and prints the earliest one as the root cause, by whole seconds. Ranks that
-fail *because* another one did usually fail within that same second; they wait here
-until the launcher has seen the culprit and ends them.
+torchrun gives each worker a file (`TORCHELASTIC_ERROR_FILE`) for its uncaught exception, and reports the
+earliest one as the root cause, with a resolution of one second. An echo, the failure of a rank *because*
+another rank failed, usually comes within that second. Such ranks wait until the launcher has
+detected the first failure and stops them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from types import TracebackType
 
 from accelerate_core import errors
 
-#: Seconds an echo waits; the launcher polls ten times a second by default.
+#: Seconds that an echo waits. The launcher polls ten times a second by default.
 _ECHO_WAIT = 3.0
 
-#: What transports say, and no more than that, when another rank has gone.
+#: Transport errors whose only meaning is that another rank is gone.
 _ECHO = re.compile(
     "connection (closed|reset) by peer|connection refused|broken pipe|socket closed"
     "|application timeout caused pair closure|remote process exited|ncclremoteerror"
@@ -34,7 +34,7 @@ _ECHO = re.compile(
     re.IGNORECASE,
 )
 
-#: Makes a rank write the stacks of its threads beside its error file; nothing else uses the signal.
+#: On this signal, a rank writes the stacks of its threads to a file next to its error file.
 DUMP_SIGNAL: signal.Signals | None = getattr(signal, "SIGVTALRM", None)
 DUMP_SUFFIX = ".where"
 
@@ -45,8 +45,8 @@ _happened = False
 def install() -> None:
     """Record uncaught exceptions in the file that torchrun reads. Calling this again has no effect.
 
-    This also enables `faulthandler`: tensors that do not fit together abort the process in C++,
-    without a Python traceback.
+    This also enables `faulthandler`, because mismatched tensors in a collective can abort the process in
+    C++ without a Python traceback.
     """
     global _installed
     if _installed:
@@ -54,17 +54,17 @@ def install() -> None:
     _installed = True
     errors_at, by_agent = os.environ.get("TORCHELASTIC_ERROR_FILE"), _agent_is_parent()
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr without a descriptor
-        # Our agent shows it, and names the collective in which the process was.
+        # Our agent shows these stacks, and names the collective that the process was in.
         faulthandler.enable(
             open(f"{errors_at}.stacks", "w") if errors_at and by_agent else sys.stderr  # noqa: SIM115
         )
     if errors_at and by_agent and DUMP_SIGNAL is not None:
         with contextlib.suppress(OSError):
-            # When another rank has timed out, the agent asks this one where it is.
+            # When another rank times out, the agent requests the stacks of this one.
             stacks = open(f"{errors_at}{DUMP_SUFFIX}", "w")  # noqa: SIM115
             faulthandler.register(DUMP_SIGNAL, stacks)
-    # What atexit calls comes after the wait for threads; these come before, where Python has them. The
-    # first is called last: pools have been told to end.
+    # atexit callbacks run after Python waits for threads. These callbacks, if Python has them, run before.
+    # The first in the list runs last, after thread pools were asked to end.
     getattr(threading, "_threading_atexits", []).insert(0, _name_threads)
     errors.shorten_uncaught()
     previous = sys.excepthook
@@ -75,7 +75,7 @@ def install() -> None:
         errors.shorten(error)
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if file and not isinstance(error, KeyboardInterrupt):
-            # First, so that an echo is not even printed: the launcher ends this process meanwhile.
+            # Wait before printing: the launcher stops an echo meanwhile, so it is never printed.
             wait_for_culprit(error)
             if _record(error, Path(file), _agent_is_parent() and errors.prints_only(previous)):
                 return
@@ -90,20 +90,22 @@ def _agent_is_parent() -> bool:
 
 
 def _name_threads() -> None:
-    """Name the threads for which the process waits at its end: nobody else does."""
+    """Print the threads that keep the process from exiting, because Python doesn't name them."""
     waited = [t for t in threading.enumerate() if not (t.daemon or t is threading.main_thread())]
-    last = time.monotonic() + 2.0  # who was told to end has that long
-    # No timer: since Python 3.12 nothing can start a thread here.
+    last = time.monotonic() + 2.0  # threads that were asked to end have this long
+    # A timer is impossible here, because Python 3.12 and later cannot start a thread at exit.
     for one in waited:
         one.join(max(0.0, last - time.monotonic()))
     held = [(t.name, getattr(t, "_target", None) or type(t)) for t in waited if t.is_alive()]
     said = ", ".join(f"{name} of {code.__module__}" for name, code in held)
     if said:
-        sys.stderr.write(f"Waiting for threads: {said} (end_training() ends those of plugins)\n")
+        sys.stderr.write(
+            f"Waiting for threads: {said} (end_training() ends the threads of plugins)\n"
+        )
 
 
 def happened() -> bool:
-    """Tell whether an uncaught exception is ending this process."""
+    """Return whether an uncaught exception is ending this process."""
     return _happened
 
 
@@ -115,15 +117,15 @@ def is_failure(error: BaseException | None) -> bool:
 
 
 def wait_for_culprit(error: BaseException) -> None:
-    """Give the launcher time to see the rank that failed first, if this failure is its echo."""
+    """If this failure is an echo, give the launcher time to detect the rank that failed first."""
     if isinstance(error, RuntimeError | OSError) and _ECHO.search(str(error)):
         time.sleep(_ECHO_WAIT)
 
 
 def _record(error: BaseException, file: Path, left_to_agent: bool) -> bool:
-    """Write the exception in torchrun's form, unless something was written before.
+    """Write the exception in torchrun's format, unless the file already has content.
 
-    Returns whether it was written for our agent, which shows each traceback once.
+    Returns whether our agent will show it. The agent shows each traceback once.
     """
     trace = "".join(traceback.format_exception(error))
     more = {"py_callstack": trace, "timestamp": str(int(time.time())), "left": left_to_agent}
@@ -133,5 +135,5 @@ def _record(error: BaseException, file: Path, left_to_agent: bool) -> bool:
             file.write_text(json.dumps(said), encoding="utf-8")
             return left_to_agent
     except OSError as problem:
-        sys.stderr.write(f"The failure could not be written to {file}: {problem}\n")
+        sys.stderr.write(f"Could not write the failure to {file}: {problem}\n")
     return False

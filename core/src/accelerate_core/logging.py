@@ -1,4 +1,4 @@
-"""Loggers that know their rank: one line per event, not one per process."""
+"""Loggers that log an event once per run rather than once per process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LOG_LEVEL_VARIABLE = "ACCELERATE_LOG_LEVEL"
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose calls take two more keywords.
+    """A logger with the additional keywords `main_process_only` and `in_order`.
 
-    `main_process_only=True` (the default) logs on the main process alone;
-    `main_process_only=False, in_order=True` logs on every process, one after
-    the other, and is then a collective: every process must make the call.
+    `main_process_only=True` (the default) logs on the main process only.
+    `main_process_only=False, in_order=True` logs on every process in rank order. This is a collective, so
+    every process must make the call.
 
-    Neither starts a process group. Before an Accelerator exists the rank is that
-    of the launcher's environment variables, and `in_order` has no effect.
+    Logging never starts a process group. Before an Accelerator exists, the rank comes from the launcher's
+    environment variables, and `in_order` has no effect.
     """
 
     def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
@@ -28,7 +28,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         self._said: set[str] = set()
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log on the processes that `main_process_only` and `in_order` name."""
+        """Log a message, as `main_process_only` and `in_order` specify."""
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         from accelerate_core.distributed.process import running
@@ -39,7 +39,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
             return
         from accelerate_core.state import PartialState
 
-        # Every rank takes part whatever its level: the ranks may log at different ones.
+        # Every rank takes part, even if its level hides the message, because levels may differ.
         state = PartialState()
         for turn in range(state.num_processes):
             if turn == state.process_index and self.isEnabledFor(level):
@@ -50,12 +50,12 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         self, level: int, msg: object, args: tuple[Any, ...], kwargs: MutableMapping[str, Any]
     ) -> None:
         msg, kwargs = self.process(msg, kwargs)
-        # This method, and as counted in `log`.
+        # One more for this method, on top of those counted in `log`.
         kwargs["stacklevel"] = kwargs.get("stacklevel", 2) + 1
         self.logger.log(level, msg, *args, **kwargs)
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Warn the first time only; a message with other arguments is another message."""
+        """Log a warning once. The same message with other arguments counts as another message."""
         key = repr((msg, args, sorted(kwargs.items())))
         if key not in self._said:
             self._said.add(key)
@@ -64,14 +64,14 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Return the logger `name` as one that knows its rank.
+    """Return the logger `name`, which logs on the main process by default.
 
     Args:
-        log_level: `"DEBUG"`, `"INFO"`, ...; default: environment variable
-            ACCELERATE_LOG_LEVEL, else the logger's level is left alone.
+        log_level: `"DEBUG"`, `"INFO"`, ... The default is the environment variable
+            ACCELERATE_LOG_LEVEL; if that is unset, the logger's level is not changed.
 
     Raises:
-        ConfigurationError: there is no such level.
+        ConfigurationError: the level does not exist.
 
     Example:
         logger = get_logger(__name__)

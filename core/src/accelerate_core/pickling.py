@@ -1,4 +1,4 @@
-"""How wrappers of one run are pickled and copied."""
+"""Support for pickling and copying the objects that `prepare` returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 def unwrapped(inner: T) -> T:
     """Return the wrapped object.
 
-    `__reduce__` of the wrappers that `prepare` returns names this function, so that a pickle or a
-    copy is the user's own object, without what belongs to this run.
+    The wrappers that `prepare` returns use this function in `__reduce__`, so that a pickle or a copy contains
+    the user's object without the state of this run.
     """
     return inner

@@ -1,7 +1,7 @@
-"""The one import for plugin authors: base classes, types, errors, settings and helpers.
+"""The only import that plugin authors need: base classes, types, errors, settings and helpers.
 
-The modules behind it may change between releases; these names and what they mean are part of the
-contract. Importing this does not import torch.
+These names and their meaning are part of the contract. The modules that define them may change between
+releases. Importing this does not import torch.
 """
 
 from __future__ import annotations

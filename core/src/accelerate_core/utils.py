@@ -1,4 +1,4 @@
-"""The public names once more, where Hugging Face Accelerate has them; with what packages export."""
+"""The public names and those that packages export, under the module name that Accelerate uses."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ REFUSED = {
         "divides",
     ): "Dimension 1 of 0.weight, with shape [4, 6], is not divisible",
     ("refused", "refused_meshes", "tie"): "is shared with another module",
-    ("refused", "refused_meshes", "other mesh"): "torch_xla.spmd is there once per process",
+    ("refused", "refused_meshes", "other mesh"): "torch_xla.spmd exists once per process",
     ("refused", "refused_meshes", "no mesh"): "XLA cannot turn SPMD off again",
 }
 

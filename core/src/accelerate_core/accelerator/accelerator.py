@@ -271,12 +271,12 @@ class Accelerator(
 
     @property
     def local_process_count(self) -> int:
-        """Processes on a machine."""
+        """The number of processes on this machine."""
         return self._runtime.local_num_processes
 
     @property
     def group_timeout(self) -> timedelta | None:
-        """Of a collective, or None."""
+        """The time limit of a collective, or None for torch's default."""
         return self._runtime.timeout
 
     @property
@@ -292,7 +292,7 @@ class Accelerator(
 
     @property
     def device_count(self) -> int:
-        """How many devices this world computes on; one per process, unless the backend has more."""
+        """The number of devices over all processes: one per process, unless the backend uses more."""
         count = self.hooks.device_count()
         if not isinstance(count, int) or count < 1:
             raise wrong_answer("device_count", self.backend.name, count, "a whole number above 0")
@@ -474,14 +474,14 @@ class Accelerator(
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_") or "_shared_hooks" not in self.__dict__:
-                raise AttributeError(f"no {name!r} yet: ranks and parts are there from on_start on")
+                raise AttributeError(f"{name!r} is not available before on_start")
             if hasattr(type(self), name):
-                # A property of ours failed inside with an AttributeError: let that one be seen.
+                # A property raised an AttributeError. Raise it again, so that its cause is visible.
                 return object.__getattribute__(self, name)
             return self._plugin_attribute(name, "Accelerator")
 
     def _plugin_attribute(self, name: str, owner: str) -> Any:
-        """Return an attribute that an active plugin serves, or what stands for its absence."""
+        """Return an attribute that an active plugin provides, or the value that reports its absence."""
         own = dir(self)
         served = self._shared_hooks.served_attributes(own, self.warn_once)
         if name in served:

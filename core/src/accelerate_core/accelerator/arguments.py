@@ -1,4 +1,4 @@
-"""The arguments of `Accelerator` that belong to no plugin: older names, types, the objects they become."""
+"""Check and convert the arguments of `Accelerator` that belong to the core, including older names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from accelerate_core.errors import ConfigurationError, did_you_mean, listing, wa
 from accelerate_core.plugins.discovery import PluginRecord, installed
 from accelerate_core.plugins.selection import Selection, plugin_arguments
 
-#: Arguments of older versions that the signature does not show, mapped with one warning.
+#: Arguments of older versions, which are not in the signature. Using one logs a warning.
 OLDER = ("fp16", "torch_tp_plugin", "even_batches", "dispatch_batches")
 
 _OF_LOADERS = ("split_batches", "even_batches", "dispatch_batches")
@@ -33,7 +33,7 @@ _CORE_HANDLERS = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs)
 
 _PATH = (str, os.PathLike)
 
-#: What those arguments take that no setting of the core describes.
+#: The types of arguments that are not core settings.
 _TYPES: dict[str, Any] = {
     "device_placement": bool,
     "step_scheduler_with_optimizer": bool,
@@ -50,10 +50,10 @@ _IN_WORDS: dict[Any, str] = {bool: "True or False", _PATH: "a path"}
 
 
 def prepare_arguments(given: dict[str, Any]) -> None:
-    """Check the types of arguments and say older names in today's, in place.
+    """Check the types of arguments, and replace older names by current ones, in place.
 
     Raises:
-        ConfigurationError: a value of another type than the argument takes.
+        ConfigurationError: a value has the wrong type.
     """
     for name, kind in _TYPES.items():
         expect(name, given[name], kind)
@@ -72,15 +72,15 @@ def prepare_arguments(given: dict[str, Any]) -> None:
 
 
 def _warn_older(name: str, now: str) -> None:
-    # Python shows it once per line of the script.
-    warn(f"Accelerator({name}=...) is an older name; use {now}.", FutureWarning)
+    # Python shows this warning once per line of the script.
+    warn(f"Accelerator({name}=...) is deprecated; use {now}.", FutureWarning)
 
 
 def expect(name: str, value: Any, kind: Any) -> None:
-    """Refuse what an argument was given unless it is of a type, or None where that is no switch.
+    """Check the type of an argument. None is allowed unless the argument is a flag.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: the value has another type.
     """
     if not isinstance(value, kind) and (value is not None or kind is bool):
         what = f"{_IN_WORDS[kind]}, not {value!r}" if kind in _IN_WORDS else ""
@@ -89,10 +89,10 @@ def expect(name: str, value: Any, kind: Any) -> None:
 
 
 def sort_handlers(handlers: Sequence[Any] | None) -> dict[type, Any]:
-    """Return the objects of `kwargs_handlers` by their class.
+    """Return the objects in `kwargs_handlers` by class.
 
     Raises:
-        ConfigurationError: one is no handler, or two are of one class.
+        ConfigurationError: an object is not a handler, or two have the same class.
     """
     sorted_: dict[type, Any] = {}
     for handler in handlers or ():
@@ -113,9 +113,10 @@ def _package(target: str) -> str:
 
 
 def refuse_unclaimed(handlers: Mapping[type, Any], active: Sequence[Any]) -> None:
-    """A handler belongs to the core, to an active plugin, or to one that is installed but not active.
+    """Refuse handlers that no active plugin uses.
 
-    One of a precision that is not active would change nothing, and the script means that it does.
+    Handlers of inactive plugins are allowed, except those of a precision, which the script would expect
+    to have an effect.
     """
     classes: tuple[type, ...] = _CORE_HANDLERS
     for plugin in active:
@@ -132,7 +133,7 @@ def refuse_unclaimed(handlers: Mapping[type, Any], active: Sequence[Any]) -> Non
             names = [c.__name__ for c in classes]
             asked = f" It is for mixed_precision={theirs.get(package)!r}."
             raise ConfigurationError(
-                f"No active plugin takes the handler {cls.__name__} in kwargs_handlers; active ones take "
+                f"No active plugin uses the {cls.__name__} in kwargs_handlers; allowed are "
                 f"{listing(names)}.{asked if package in theirs else did_you_mean(cls.__name__, names)}"
             )
 
@@ -140,7 +141,7 @@ def refuse_unclaimed(handlers: Mapping[type, Any], active: Sequence[Any]) -> Non
 def accumulation(
     given: Mapping[str, Any], values: dict[str, SourcedValue]
 ) -> GradientAccumulationPlugin:
-    """Return how gradients are accumulated; what the object says is written into `values`."""
+    """Return how gradients are accumulated, and store the number of steps in `values`."""
     plugin: GradientAccumulationPlugin | None = given["gradient_accumulation_plugin"]
     steps = values["gradient_accumulation_steps"]
     if plugin is None:
@@ -157,11 +158,11 @@ def accumulation(
 
 
 def dataloader(given: Mapping[str, Any]) -> DataLoaderConfiguration:
-    """Return how data is shared out, by the object or by the older arguments."""
+    """Return how data is divided between ranks, from the config object or the older arguments."""
     older = {name: given[name] for name in _OF_LOADERS if given[name] is not None}
     if older and given["dataloader_config"] is not None:
         raise ConfigurationError(
-            f"Pass {listing(older)} in dataloader_config, not to Accelerator beside it."
+            f"Set {listing(older)} in dataloader_config, not in Accelerator as well."
         )
     return given["dataloader_config"] or DataLoaderConfiguration(**older)
 
@@ -175,7 +176,7 @@ def project(given: Mapping[str, Any]) -> ProjectConfiguration:
 
 
 def timeout(seconds: float | None, handler: InitProcessGroupKwargs | None) -> timedelta | None:
-    """Return how long a collective may wait; the handler of the process group is stronger."""
+    """Return the time limit of a collective. The process group handler takes precedence."""
     if handler is not None and handler.timeout is not None:
         return handler.timeout
     return timedelta(seconds=seconds) if seconds is not None else None
@@ -184,14 +185,15 @@ def timeout(seconds: float | None, handler: InitProcessGroupKwargs | None) -> ti
 def check_owners(
     passed: Mapping[str, Any], selection: Selection, active: set[PluginRecord]
 ) -> None:
-    """Refuse constructor arguments of plugins that are installed but not active: they would be ignored.
+    """Refuse arguments that belong to an installed but inactive plugin, which would ignore them.
 
     Args:
-        passed: those that were passed and are not the core's.
+        passed: the arguments that are not the core's.
         selection: the chosen backend.
         active: the active plugins.
     """
-    names = {(record.kind, record.name) for record in active}  # a class that was given has its own
+    # Compare names rather than records, because a class that was passed has its own record.
+    names = {(record.kind, record.name) for record in active}
     for name in plugin_arguments() & {key for key, value in passed.items() if value is not None}:
         owners = [record for record in installed().plugins if name in record.triggers]
         if owners and not any((record.kind, record.name) in names for record in owners):
@@ -201,5 +203,5 @@ def check_owners(
             raise ConfigurationError(
                 f"Accelerator({name}=...) belongs to the plugin {owner.label}, which is not active "
                 f"({why}; {selection.record.name!r} was chosen because of {selection.reason}). "
-                f"Leave the argument out, or let the plugin be active."
+                f"Remove the argument, or activate the plugin."
             )

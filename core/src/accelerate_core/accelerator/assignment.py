@@ -1,4 +1,4 @@
-"""What happens when a script assigns to an attribute of an Accelerator that exists already."""
+"""Check assignments to attributes of an Accelerator after its construction."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from accelerate_core.data.rng import check_rng_types
 from accelerate_core.errors import AssignmentError
 from accelerate_core.plugins import catalog
 
-#: What can be assigned, for what is prepared, saved or loaded from then on.
+#: Attributes that can be assigned. The new value applies to later prepares, saves and loads.
 _ASSIGNABLE = {"dataloader_config", "device_placement", "project_configuration", "rng_types"}
 _ASSIGNABLE |= {"autocast_handler", "step_scheduler_with_optimizer", "upcast_outputs"}
-#: What follows from construction, and is shared by parts that hold it.
+#: Attributes that other parts hold since construction, so replacing them would have no effect.
 _FIXED = {"backend", "provenance", "gradient_state", "hooks", "init_handler", "precision", "scaler"}
 _FIXED |= {"device", "dynamo_plugin", "scaler_handler", "scheduler_steps"}
 
 
 class Assignable:
-    """Checks what is assigned after construction, and refuses what nothing would use."""
+    """Checks assigned values, and refuses assignments that would have no effect."""
 
     if not TYPE_CHECKING:  # type checkers would accept every misspelt name
 
@@ -33,11 +33,11 @@ class Assignable:
             super().__setattr__(name, value)
 
     def _checked(self, name: str, value: Any) -> Any:
-        """Return a value as the attribute is to have it.
+        """Return the value to set.
 
         Raises:
-            AssignmentError: it is of another type than the value before it.
-            ConfigurationError: `rng_types` names a generator that there is not.
+            AssignmentError: the value has another type than the current one.
+            ConfigurationError: `rng_types` names an unknown generator.
         """
         kind = AutocastKwargs if name == "autocast_handler" else type(getattr(self, name))
         if name == "rng_types":
@@ -47,10 +47,10 @@ class Assignable:
         return value
 
     def _refuse_to_replace(self, name: str, value: Any) -> None:
-        """Refuse what construction alone reads: nothing would use another value.
+        """Refuse an attribute that is only read during construction. Unknown names are allowed.
 
         Raises:
-            AssignmentError: the Accelerator, its constructor or a plugin has the name.
+            AssignmentError: the Accelerator, its constructor or a plugin has an attribute of this name.
         """
         arguments = inspect.signature(type(self)).parameters
         plugins = self.__dict__["_shared_hooks"].call_each("state_attributes")
@@ -63,7 +63,7 @@ class Assignable:
         if name in arguments:
             way_out = f"pass it to Accelerator({name}=...)"
         elif name.endswith("_handler"):
-            way_out = "pass it in kwargs_handlers when the Accelerator is made"
+            way_out = "pass it in kwargs_handlers when you create the Accelerator"
         else:
-            way_out = "it follows from what the Accelerator was made with"
+            way_out = "it follows from the arguments of Accelerator"
         raise AssignmentError(f"accelerator.{name} cannot be replaced: {way_out}.")

@@ -60,7 +60,7 @@ class Collectives:
         as_objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
         real, whole = self._state.metrics_cut()
         if not real and comm.size == 1 and self._state.end_of_dataloader:
-            real = max(self._state.remainder, 0)  # a short last batch, should it be repeated
+            real = max(self._state.remainder, 0)  # a short last batch, in case it was repeated
         if as_objects:
             return gather_samples(input_data, real, whole, comm)
         if comm.size > 1 and not self._options.dataloader_config.even_batches:
@@ -104,7 +104,7 @@ class Collectives:
     def _joined(self, data: Any) -> Any:
         """Convert distributed tensors, such as a loss over sharded logits, to full tensors."""
         if not self._has_mesh:
-            return data  # only a mesh has such
+            return data  # only a mesh has distributed tensors
         from torch.distributed.tensor import DTensor
 
         return tree.map_tensors(
@@ -118,7 +118,7 @@ def make_collectives(
     """Return the collectives for the data, loss and world scopes.
 
     Raises:
-        PluginError: the backend's `data_shard` or `loss_shard` returned something else than an
+        PluginError: the backend's `data_shard` or `loss_shard` did not return an
             index and a number of ranks.
     """
 
@@ -132,7 +132,7 @@ def make_collectives(
                     f"processes, {process.num_processes}"
                 )
                 raise wrong_answer(f"{scope}_shard", setup.backend.name, shard, wanted)
-        # A script may keep a loader, which uses these, longer than the Accelerator. Alone, a
+        # A script may keep a loader, which uses these, longer than the Accelerator. A single
         # process calls no hook.
         bound = hooks if count == 1 else hooks.holding()
         return Communicator(

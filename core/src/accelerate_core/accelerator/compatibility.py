@@ -1,4 +1,4 @@
-"""Do backend, precision, mesh and device fit together, by what each declares?"""
+"""Check that backend, precision, mesh and device work together, from what each declares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accelerate_core.plugins.selection import Request
 def parallelism(
     given: Mapping[str, Any], sources: Sources, request: Request, name: str, backend: Any
 ) -> ParallelismConfig | None:
-    """Return the sizes of the mesh, compared with what was started and what the backend can do."""
+    """Return the mesh sizes, after checking them against the backend and the number of processes."""
     config, can = given["parallelism_config"], backend.supports.get("mesh") or ()
     processes = 0 if backend.supports.get("own_mesh") else request.topology.num_processes
     in_file = sources.config is not None and "parallelism_config" in sources.config
@@ -43,10 +43,10 @@ def parallelism(
 
 
 def _mesh_of(backend: Any, processes: int) -> ParallelismConfig:
-    """Return the mesh that follows from the backend's own settings; all ranks shard without any.
+    """Return the mesh from the backend's settings. By default, all ranks shard.
 
     Args:
-        processes: how many were started, 0 where the backend compares.
+        processes: the number of processes, or 0 if the backend checks the sizes itself.
     """
     own = backend.core_defaults().get("parallelism_config")
     if own is None:
@@ -58,7 +58,7 @@ def _mesh_of(backend: Any, processes: int) -> ParallelismConfig:
 
 
 def check_needs(precision: Any, record: PluginRecord) -> None:
-    """Hold a precision to its declaration: what it does and does not declare goes wrong elsewhere."""
+    """Check that a precision declares the needs that follow from the methods it overrides."""
     label = f"the precision plugin {record.label}"
     check_words(precision, precision.needs, NEEDS, f"needs of {label}")
     check_words(precision, precision.supports, ("compile", "mesh"), f"supports of {label}")
@@ -72,7 +72,7 @@ def check_needs(precision: Any, record: PluginRecord) -> None:
         does = does or (method == "autocast" and precision.dtype is not None)
         if does and not precision.needs & {*words}:
             raise PluginError(
-                f"{label} has {method!r} and does not say so: put {listing(words)} into its `needs`."
+                f"{label} overrides {method!r} but does not declare it: add {listing(words)} to its `needs`."
             )
 
 
@@ -81,10 +81,10 @@ def check_device(backend: Any, record: PluginRecord, kind: str, origin: str) -> 
 
     Args:
         kind: the type, such as "cpu".
-        origin: why it would be that.
+        origin: where this choice came from.
 
     Raises:
-        ConfigurationError: with what the backend declares, and the way out.
+        ConfigurationError: the backend declares other types.
     """
     declared = backend.supports.get("devices")
     if declared is None or kind in declared:
@@ -93,9 +93,9 @@ def check_device(backend: Any, record: PluginRecord, kind: str, origin: str) -> 
     if "cpu" in declared:
         ways += " or the CPU: Accelerator(cpu=True), ACCELERATE_USE_CPU=1, launch --cpu"
     elif kind == "cpu":
-        ways += f" or a machine with {listing(declared)}, and do not ask for the CPU"
+        ways += f", or use a machine with {listing(declared)} and don't request the CPU"
     else:
-        ways += " or one of these, such as by ACCELERATE_TORCH_DEVICE"
+        ways += " or another device, for example with ACCELERATE_TORCH_DEVICE"
     raise ConfigurationError(
         f"Backend {record.label} does not run on the device type {kind!r} ({origin}); it declares "
         f"devices={listing(declared)}. {ways}."
@@ -103,10 +103,10 @@ def check_device(backend: Any, record: PluginRecord, kind: str, origin: str) -> 
 
 
 def refuse_unasked(active: Collection[str], sources: Sources) -> None:
-    """Refuse a section of the config file for a precision or an extension that does not run.
+    """Refuse a section of the config file for a precision or an extension that is not active.
 
     Args:
-        active: labels of the plugins that do.
+        active: labels of the active plugins.
     """
     ways = {"precision": "mixed_precision", "extension": "ACCELERATE_PLUGINS"}
     for record in [one for kind in ways for one in installed().of_kind(kind)]:
@@ -114,8 +114,8 @@ def refuse_unasked(active: Collection[str], sources: Sources) -> None:
         if sources.config and sources.config.get(section) and record.label not in active:
             raise ConfigurationError(
                 f"{section} ({sources.config.where(section)}) belongs to the {record.kind} "
-                f"{record.name!r}, which nothing asks for. Name it in {ways[record.kind]}, or leave "
-                "the section out."
+                f"{record.name!r}, which is not active. Name it in {ways[record.kind]}, or remove "
+                "the section."
             )
 
 
@@ -127,7 +127,7 @@ def check_supported(
     dynamo: TorchDynamoPlugin,
     sizes: ParallelismConfig | None,
 ) -> None:
-    """Refuse combinations the backend declares it cannot do, before anything is started."""
+    """Refuse combinations that the backend does not support, before anything is started."""
     device, cpu, chosen = (provenance[n] for n in ("torch_device", "cpu", "mixed_precision"))
     if device.value is not None:
         check_device(backend, record, str(device.value).split(":")[0], device.origin)
@@ -141,17 +141,17 @@ def check_supported(
         raise ConfigurationError(
             f"Backend {record.name!r} cannot run {asked}, which needs {listing(missing)} ("
             f"{'; '.join(NEEDS[word] for word in missing)}). It accepts {listing(accepted)}"
-            f"{f' and brings about {listing(own)} itself' if own else ''}. Choose another precision "
+            f"{f' and implements {listing(own)} itself' if own else ''}. Choose another precision "
             "or another backend."
         )
     for label, one in ((f"Backend {record.name!r}", backend), (asked, precision)):
         if dynamo.enabled and not one.supports.get("compile", True):
             raise ConfigurationError(
-                f"{label} does not support compiled models; leave dynamo_backend out."
+                f"{label} does not support compiled models; remove dynamo_backend."
             )
     active, mesh = sizes.active_mesh_dims if sizes else [], precision.supports.get("mesh")
     outside = [dimension for dimension in active if mesh is not None and dimension not in mesh]
     if mesh is not None and outside:
         raise ConfigurationError(
-            f"{asked} does not run with the mesh dimension {listing(outside)}; it has {listing(mesh)}."
+            f"{asked} does not support the mesh dimension {listing(outside)}; it supports {listing(mesh)}."
         )

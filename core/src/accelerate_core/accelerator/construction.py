@@ -1,4 +1,4 @@
-"""What `Accelerator(...)` does before it exists: arguments, settings, plugins, and their reasons."""
+"""Resolve the arguments and settings of `Accelerator(...)`, and choose and create its plugins."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setup:
-    """What an Accelerator was asked for and what was chosen: all that is known before it starts."""
+    """The resolved setup of an Accelerator: its settings and plugins, before anything starts."""
 
     provenance: Mapping[str, SourcedValue]
     backend: Backend
@@ -88,11 +88,11 @@ class Setup:
     mixed_precision: str
     #: Backend, precision and extensions.
     plugins: ActivePlugins
-    #: The plugins' settings: plugin -> field -> value and where it came from.
+    #: The settings of each plugin: plugin -> field -> value and source.
     settings: dict[PluginRecord, dict[str, SourcedValue]]
-    #: Kind of part -> the plugin that is to make it; None without one.
+    #: The plugin that creates each kind of part, or None if there is no such part.
     parts: Mapping[str, Part | None]
-    #: The objects of `kwargs_handlers` by class.
+    #: The objects in `kwargs_handlers`, by class.
     handlers: dict[type, Any]
     options: PrepareOptions
     accumulation: GradientAccumulationPlugin
@@ -100,14 +100,14 @@ class Setup:
     dynamo_plugin: TorchDynamoPlugin
     parallelism_config: ParallelismConfig | None
     timeout: timedelta | None
-    #: A warning about a backend that runs without having been asked for; "" without one.
+    #: A warning about a backend that was detected but not requested, or "".
     unasked: str
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"no {name!r} yet: ranks and parts are there from on_start on")
+        raise AttributeError(f"{name!r} is not available before on_start")
 
     def make_scaler(self, accelerator: AcceleratorView) -> torch.amp.GradScaler | None:
-        """Return the gradient scaler, None if the core does not scale losses."""
+        """Return the gradient scaler, or None if the backend owns the precision."""
         if "precision" in self.backend.owns:
             return None
         handler = self.handlers.get(GradScalerKwargs)
@@ -115,14 +115,14 @@ class Setup:
         return self.precision.scaler(accelerator, options)
 
     def make_tracking(self, log_with: Any, process: Runtime) -> Tracking:
-        """Return what feeds the trackers of `log_with`."""
+        """Return the object that passes logged values to the trackers in `log_with`."""
         part = self.parts["tracking"] if asks(log_with) else None
         make: Callable[..., Tracking] = NoTracking if part is None else part.make
         rank, size = process.process_index, process.num_processes
         return make(log_with, self.project.logging_dir, rank, size, rank == 0)
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return every value in force with its name and where it came from; and the plugins."""
+        """Return (name, value, source) for every setting and active plugin."""
         values = {**self.provenance, **self.plugin_settings()}
         rows = [(name, repr(one.value), one.origin) for name, one in values.items()]
         active = [(record, why) for record, _, why in self.plugins.plugins]
@@ -130,7 +130,7 @@ class Setup:
         return rows + [(f"plugin {one.kind}", one.label, why) for one, why in active]
 
     def plugin_settings(self) -> dict[str, SourcedValue]:
-        """Return the settings of all active plugins as `kind plugin.field`, with their origins."""
+        """Return the settings of all active plugins, with keys of the form `kind plugin.field`."""
         return {
             f"{record.kind} {record.name}.{name}": value
             for record, settings in self.settings.items()
@@ -138,7 +138,7 @@ class Setup:
         }
 
     def facts(self) -> dict[str, Any]:
-        """Return what must be alike on every rank."""
+        """Return the values that must be equal on every rank."""
         labels = [(record.kind, record.label) for record, _, _ in self.plugins.plugins]
         facts: dict[str, Any] = {
             **{kind: label for kind, label in labels if kind != "extension"},
@@ -159,16 +159,16 @@ class Setup:
 
 
 def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology) -> Setup:
-    """Resolve every argument of `Accelerator`, and choose and make its plugins.
+    """Resolve every argument of `Accelerator`, and choose and create its plugins.
 
     Args:
-        own: the arguments of its signature.
-        more: what else it was given, for plugins or by older names.
+        own: the arguments in the signature of `Accelerator`.
+        more: other keyword arguments, which belong to plugins or are older names.
 
     Raises:
-        UnknownArgumentError: an argument nobody takes.
-        ConfigurationError: a wrong value, or two that contradict each other.
-        MissingPluginError: something asked for is not installed; the text has the pip command.
+        UnknownArgumentError: neither the core nor an installed plugin has this argument.
+        ConfigurationError: a value is invalid, or two values contradict each other.
+        MissingPluginError: a requested plugin is not installed; the message has the pip command.
     """
     core = {**dict.fromkeys(arguments.OLDER), **own}
     given = {**core, **more}
@@ -191,11 +191,11 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
     if given["backend"] is not None:
         wanted = SourcedValue(given["backend"], "constructor argument backend")
     selection = select("backend", request, wanted)
-    # Chosen for their mistakes here, and again below: the backend may have other defaults.
+    # This selection only collects mistakes. It is repeated below, with the defaults of the backend.
     named = {"precision": "mixed_precision", **{kind: kind for kind in PARTS}}
     chosen = [select(kind, request, values.get(name, NOTHING)) for kind, name in named.items()]
     for choice in (selection, *chosen):
-        # A broken plugin is another kind of error, and comes after wrong values.
+        # Report invalid values first. A broken plugin raises later.
         if not mistakes.found or not isinstance(choice.error, PluginError):
             with mistakes:
                 choice.or_raise()
@@ -222,13 +222,13 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
     precision: Precision = factory.create(precise)
     plugins.add(precision, precise, wanted.origin)
     check_needs(precision, precise)
-    if precise.distribution != OWN_DISTRIBUTION:  # the core's own need no note, and cost no call
+    if precise.distribution != OWN_DISTRIBUTION:  # the core needs no attribution
         methods = ("check", "scaler", "autocast", "prepare", "plain_state", "recompute")
         attribute_methods(precision, precise, methods)
     for one in select("extension", request).or_raise().active:
         plugins.add(factory.create(one.record), one.record, one.reason)
     dynamo = lookup.resolve_compiler(given, sources)
-    if dynamo.enabled:  # one that is kept out is an error
+    if dynamo.enabled:  # fails if the extension is disabled
         find("extension", "torch_compile", source=f"the compiler {dynamo.backend!r}")
     arguments.check_owners(
         {k: v for k, v in more.items() if k not in core}, selection, set(factory.settings)
@@ -287,28 +287,28 @@ def _options(
 
 
 def _unasked(selection: Selection) -> str:
-    """Return the warning about a backend that was detected but neither asked for nor usual."""
+    """Return a warning if the backend was detected rather than requested and is not a usual one."""
     record = selection.record
     usual = (RULES["backend"].usual, catalog.SEVERAL_PROCESSES)
     named = selection.wanted.value is not None
     if named or selection.active[0].asked is not DETECTED or record.name in usual:
         return ""
     return (
-        f"The backend {record.label} is active without having been asked for: {selection.reason}. "
-        f"ACCELERATE_DISABLED_PLUGINS={record.name} keeps it out."
+        f"The backend {record.label} is active although it was not requested: {selection.reason}. "
+        f"Set ACCELERATE_DISABLED_PLUGINS={record.name} to disable it."
     )
 
 
 def check(setup: Setup) -> tuple[Saving, LoaderFactory | None]:
-    """Refuse what the backend or a part cannot do, before any process group exists.
+    """Refuse settings that the backend or a part cannot support, before any process group exists.
 
     Returns:
-        What saves, and the factory of loaders, None if the core makes them. The factory is made
-        here so that the ranks can compare its settings.
+        The access to the checkpointer, and the loader factory, or None if the core creates the loaders.
+        The factory is created here so that the ranks can compare its settings.
     """
     with attribution("check", setup.backend_record):
         setup.backend.check(setup)
-    # A checkpointer that was named is made now, so that what is impossible fails before training.
+    # Create a checkpointer that was named now, so that invalid settings fail before training.
     named = setup.provenance["checkpointer"].value is not None
     signals = setup.provenance["preemption_signals"]
     saving = Saving(setup.parts["checkpointer"], setup.project, signals, named)
@@ -320,30 +320,30 @@ def _warn_of_unknown_plugins(environ: Mapping[str, str]) -> None:
     known = {record.name for record in installed().plugins}.union(*catalog.NAMES.values())
     for name in disabled_names(environ) - known:
         warn(
-            f"ACCELERATE_DISABLED_PLUGINS names {name!r}, and no such plugin is installed."
+            f"ACCELERATE_DISABLED_PLUGINS names {name!r}, but no installed plugin has this name."
             f"{did_you_mean(name, known)}",
         )
 
 
 def start_process(user: object, setup: Setup) -> Runtime:
-    """Start this process's device and group, or join those that run.
+    """Start this process's device and process group, or reuse the ones that are running.
 
     Args:
-        user: keeps them running until it is released.
+        user: they keep running until this object is released.
 
     Raises:
-        ConfigurationError: the backend does not run on the device there is.
-        RuntimeConflictError: what runs already does not fit.
+        ConfigurationError: the backend does not run on the available device.
+        RuntimeConflictError: the running device or group conflicts with the settings.
     """
     values, record = setup.provenance, setup.backend_record
     group = setup.handlers.get(InitProcessGroupKwargs)
     if (running := process.running()) is not None:
-        check_device(setup.backend, record, running.device.type, "where this process runs already")
+        check_device(setup.backend, record, running.device.type, "this process already runs on it")
     hooks = BoundHooks(setup.owner_methods, setup)
 
     def choose(topology: Topology, cpu: bool) -> torch.device:
         chosen = hooks.device(topology, cpu)
-        check_device(setup.backend, record, chosen.type, "what torch finds on this machine")
+        check_device(setup.backend, record, chosen.type, "the device that was detected")
         return chosen
 
     return process.acquire(

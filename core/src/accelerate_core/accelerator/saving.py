@@ -55,14 +55,15 @@ class Saving:
             self.made = self._make(project, signals.value)
         if signals.value and (project.project_dir is None or not numbered):
             raise ConfigurationError(
-                f"preemption_signals ({signals.origin}) needs a place to save to: "
+                f"preemption_signals ({signals.origin}) needs a directory to save to: pass "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
             )
 
     def attach(self, run: Callable[[], RunParts]) -> None:
         """Set the function that returns the run to save.
 
-        It is only called for a checkpointer, because a run holds the Accelerator, which holds this object.
+        The function is only called once a checkpointer exists, because a run refers to the Accelerator,
+        which refers to this object.
         """
         self._run = run
         if self.made is not None:
@@ -113,9 +114,9 @@ class Saving:
         late = run.tracking.flush_trackers(SAVE_WAIT)
         if late:
             run.accelerator.warn_once(
-                f"Saving waits {SAVE_WAIT:.0f} s for trackers, and {listing(late)} had not taken "
-                "everything: if the run is killed now, that tracker may lack values from before "
-                "the checkpoint. To have every value after a kill, add 'jsonl' to log_with.",
+                f"save_state waited {SAVE_WAIT:.0f} s for the trackers, but {listing(late)} had not received "
+                "all values. If the run is killed now, that tracker may lack values from before "
+                "the checkpoint. To keep every value after a kill, add 'jsonl' to log_with.",
                 every_rank=True,
             )
 

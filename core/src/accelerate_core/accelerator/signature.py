@@ -1,4 +1,4 @@
-"""What the Accelerator's class shows of plugins and meshes."""
+"""The parts of the Accelerator class that depend on plugins: mesh properties and the signature."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from accelerate_core.plugins.selection import plugin_arguments
 
 
 def mesh_rank(dimension: str) -> Any:
-    """Return the property of a rank in one dimension of the device mesh."""
+    """Return a property for the rank in one dimension of the device mesh."""
 
     def rank(self: Any) -> int:
         mesh = self.torch_device_mesh
         names = () if mesh is None else mesh.mesh_dim_names or ()
         return int(mesh.get_local_rank(dimension)) if dimension in names else 0
 
-    return property(rank, doc=f"Rank in the mesh dimension `{dimension}`, 0 without one.")
+    return property(rank, doc=f"Rank in the mesh dimension `{dimension}`, or 0 without it.")
 
 
 class MeshVerbs:
-    """The device mesh, as a script reads it."""
+    """The device mesh of an Accelerator."""
 
     hooks: Any
     backend: Any
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The device mesh, None where there is none."""
+        """The device mesh, or None if the backend has none."""
         return self.hooks.mesh()
 
     def sub_mesh(self, name: str) -> Any:
-        """Return a part of the device mesh: of one dimension, or `dp`, `dp_shard_cp`, `dp_cp`.
+        """Return a submesh: one dimension, or the combined `dp`, `dp_shard_cp` or `dp_cp`.
 
         Raises:
-            ConfigurationError: the mesh has no such part, or there is no mesh.
+            ConfigurationError: there is no mesh, or it has no such part.
         """
         return self.backend.sub_mesh(name)
 
@@ -46,7 +46,7 @@ class MeshVerbs:
 
 
 class ShowsPluginArguments(type):
-    """`inspect.signature(Accelerator)` lists what the installed plugins take, too."""
+    """`inspect.signature(Accelerator)` includes the arguments of installed plugins."""
 
     @property
     def __signature__(cls) -> inspect.Signature:

@@ -199,8 +199,8 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         dimensions = None if self._mesh is None else self._mesh.mesh_dim_names
         known = [*(dimensions or ()), *self._joint_meshes]
         if name not in known or self._mesh is None:
-            have = f"it has {listing(known)}" if known else "there is none"
-            raise ConfigurationError(f"The device mesh has no {name!r}; {have}.")
+            have = f"allowed are {listing(known)}" if known else "there is no mesh"
+            raise ConfigurationError(f"The device mesh has no part {name!r}; {have}.")
         return self._mesh[name]
 
     @owner
@@ -452,7 +452,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         """
         if options:
             accelerator.warn_once(
-                f"The backend {self.name!r} has no use for {listing(options)} of save_state."
+                f"The backend {self.name!r} ignores {listing(options)} of save_state."
             )
         return None
 

@@ -82,7 +82,7 @@ class StepHooks:
                 grad = parameter.grad
                 groups[grad.device, grad.dtype].append(grad)
         for (device, dtype), grads in groups.items():
-            # Rounding it to a short format would change every gradient by the same error.
+            # Keep at least fp32, because a rounded factor would change every gradient by the same error.
             by = factor.to(device, torch.promote_types(dtype, torch.float32))
             dense = [grad for grad in grads if not grad.is_sparse]
             if dense:
@@ -159,7 +159,7 @@ class StepHooks:
         taken = _step_through(scaler, optimizer)
         overflowed = False
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            # A fused optimizer is always called and leaves the step out by itself.
+            # A fused optimizer is always called, and skips the step itself.
             overflowed = any(
                 bool(found.item()) for found in scaler._found_inf_per_device(optimizer).values()
             )
@@ -204,15 +204,15 @@ class StepHooks:
         Default: raise an error, because scripts run forward and backward themselves.
         """
         raise ConfigurationError(
-            f"train_step() is for backends that own forward and backward together; under {self.name!r} "
+            f"train_step() is for backends that run forward and backward in one call; with {self.name!r}, "
             "call the model, accelerator.backward(loss) and optimizer.step()."
         )
 
 
 def _step_through(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
-    """Step by `GradScaler.step`, which does not say whether it did; return whether it did.
+    """Call `GradScaler.step`, and return whether it stepped the optimizer, which it does not report.
 
-    torch calls an optimizer's post hook after each real step.
+    torch calls an optimizer's post hook after each step that was not skipped.
     """
     if not getattr(type(optimizer).step, "hooked", False):
         return _step_through_unhooked(scaler, optimizer)
@@ -227,7 +227,7 @@ def _step_through(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
 
 
 def _step_through_unhooked(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
-    """Do the same with an optimizer that is not built on torch's and has no hooks."""
+    """Do the same for an optimizer without hooks, which does not derive from torch's class."""
     taken: list[None] = []
     step, patched = optimizer.step, "step" in vars(optimizer)
 
@@ -240,7 +240,7 @@ def _step_through_unhooked(scaler: torch.amp.GradScaler, optimizer: Any) -> bool
     try:
         scaler.step(optimizer)
     finally:
-        if patched:  # by a scheduler
+        if patched:  # a scheduler had replaced the method
             optimizer.step = step
         else:
             del optimizer.step

@@ -1,1 +1,1 @@
-"""What ships with the core beside the loop."""
+"""Small features and fallbacks that are part of the core."""

@@ -1,4 +1,4 @@
-"""Models that are compiled: recognise them, and look inside."""
+"""Recognise compiled models, and unwrap them."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 def strip_compiled(model: nn.Module) -> nn.Module:
-    """Return the model as it runs without compilation, sharing its parameters and buffers.
+    """Return the model without compilation, with the same parameters and buffers.
 
-    Where nothing is compiled that is `model` itself. Otherwise it is a new module
-    of the same class over the same tensors: training one trains the other, but
-    `train()`, `eval()` and new submodules are seen by one only. `model` stays
-    compiled.
+    If nothing is compiled, this is `model` itself. Otherwise it is a new module of the same class that
+    shares all tensors, so training one trains the other. `train()`, `eval()` and new submodules affect
+    only one of them. `model` stays compiled.
     """
     return _strip(model, {})
 
 
 def canonical_key(name: str) -> str:
-    """Remove what `torch.compile` puts into parameter names: `_orig_mod.`."""
+    """Remove the prefix `_orig_mod.` that `torch.compile` adds to parameter names."""
     if _PREFIX not in name:
         return name
     return ".".join(part for part in name.split(".") if part != _PREFIX[:-1])
@@ -88,7 +87,7 @@ def _strip(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
     done[id(module)] = view
     done[id(inner)] = view
     state = {name: value for name, value in vars(inner).items() if name != "_compiled_call_impl"}
-    # The dictionaries of parameters and buffers stay shared: what one rebinds the other sees.
+    # Both share the dictionaries of parameters and buffers, so rebinding a parameter affects both.
     state["_modules"] = {
         name: None if child is None else _strip(child, done)
         for name, child in inner._modules.items()

@@ -1,4 +1,4 @@
-"""Where tables are printed."""
+"""Create consoles for printing tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-#: Columns where there is no terminal: more than any line has, as a log should not break them.
+#: The width if the output is not a terminal: large enough that lines in a log are not wrapped.
 _WIDTH = 10_000
 
 

@@ -1,4 +1,4 @@
-"""Giving an accelerator's unused memory back to it."""
+"""Release the unused memory that torch caches on an accelerator."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give the accelerator's cached, unused memory back to it; without one nothing happens.
+    """Release the accelerator's cached, unused memory. Without an accelerator, this has no effect.
 
     Args:
-        garbage_collection: let Python collect unreachable objects first.
+        garbage_collection: run Python's garbage collector first.
     """
     if garbage_collection:
         gc.collect()

@@ -1,4 +1,4 @@
-"""The checkpointer of an installation that has none."""
+"""The checkpointer that is used if none is installed. It raises errors with the pip command."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from accelerate_core.plugins.discovery import why_without
 
 
 class NoCheckpointer:
-    """Refuses settings that ask for checkpoints at once, and everything else when it is used.
+    """Raises an error for settings that need a checkpointer, and when any method is called.
 
     Args:
         project: the `ProjectConfiguration`.
-        signals: text of `preemption_signals`.
+        signals: the value of `preemption_signals`.
     """
 
     preemption_requested = False
@@ -35,7 +35,7 @@ class NoCheckpointer:
         raise MissingPluginError(f"{what}: {why_without('checkpointer')}")
 
     def attach(self, state: Any) -> None:
-        """Nothing is kept of the run."""
+        """Do nothing."""
 
     save = partialmethod(_refuse, "save")
     save_model = partialmethod(_refuse, "save_model")
@@ -44,7 +44,7 @@ class NoCheckpointer:
     wait = partialmethod(_refuse, "wait_for_checkpoint")
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def close(self, failed: bool) -> None:
-        """Nothing is open."""
+        """Do nothing."""

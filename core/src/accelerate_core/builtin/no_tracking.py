@@ -1,4 +1,4 @@
-"""The `Tracking` of a run that tracks nothing, so that a script needs no `if`."""
+"""The `Tracking` of a run without trackers, so that scripts can call `log` unconditionally."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from accelerate_core.plugins.discovery import why_without
 
 
 def asks(log_with: object) -> bool:
-    """Tell whether `log_with` asks for a tracker."""
+    """Return whether `log_with` requests a tracker."""
     none = isinstance(log_with, (list, tuple, set, frozenset)) and not log_with
     return log_with is not None and not none
 
 
 class Nothing:
-    """Accepts any call and attribute and does nothing, in place of a tracker or its library's run."""
+    """Replaces a tracker or its library's run object. Any call or attribute does nothing."""
 
     def __init__(self, name: str = "blank") -> None:
         self.__dict__["name"] = name
@@ -52,14 +52,14 @@ class Nothing:
         return iter(())
 
     def __repr__(self) -> str:
-        return "<nothing: no tracker runs here>"
+        return "<no tracker runs in this process>"
 
 
 class NoTracking:
     """Does nothing.
 
     Raises:
-        MissingPluginError: a tracker was asked for.
+        MissingPluginError: a tracker was requested, but no tracking plugin is installed.
     """
 
     def __init__(self, asked: object = None, *_: object) -> None:
@@ -68,7 +68,7 @@ class NoTracking:
             known = catalog.known_names("tracker")
             extras = ",".join(sorted({known[name] for name in map(str, several) if name in known}))
             why = why_without("tracking", extras or "standard")
-            raise MissingPluginError(f"log_with={asked!r} needs what feeds trackers: {why}")
+            raise MissingPluginError(f"log_with={asked!r} needs a tracking plugin: {why}")
         self.names: list[str] = []
         self.trackers: list[Any] = []
         self.resumed_runs: dict[str, str] = {}
@@ -80,17 +80,17 @@ class NoTracking:
     log_text = log_histogram = is_failing = finish = _nothing
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Nothing:
-        """Return what swallows every call."""
+        """Return an object that ignores every call."""
         return Nothing(str(name))
 
     def flush_trackers(self, timeout: float | None = None) -> list[str]:
-        """Return at once: nobody is late."""
+        """Return immediately; no tracker is late."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing to keep."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Know the runs of the checkpoint, which a script may ask for."""
+        """Store the tracker runs of the checkpoint, which scripts can read."""
         self.resumed_runs = dict(state.get("runs", {}))

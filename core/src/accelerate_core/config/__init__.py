@@ -1,1 +1,1 @@
-"""Typed settings and where each value came from. Nothing here imports torch."""
+"""Typed settings, and the source of each value. Importing this package does not import torch."""

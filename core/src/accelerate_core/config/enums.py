@@ -1,4 +1,4 @@
-"""Open string enumerations: plugins add members, and an unknown member compares unequal."""
+"""String enumerations to which plugins can add members."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _MEMBER = re.compile(r"[A-Z][A-Z0-9_]*")
 
 class _OpenMeta(type):
     def __getattr__(cls, name: str) -> Any:
-        # Any name spelt like a member is a member: user code may compare with
-        # a setup whose plugin is not installed, and that comparison is False.
+        # Any name in capitals is a member, so that user code can compare with a member whose plugin
+        # is not installed. That comparison is False.
         if not _MEMBER.fullmatch(name) or cls is OpenEnum:
             raise AttributeError(f"{cls.__name__} has no attribute {name!r}")
         return cls(cls._spell(name))
@@ -36,10 +36,10 @@ class _OpenMeta(type):
 
 
 class OpenEnum(str, metaclass=_OpenMeta):
-    """A string with a name; members are created by naming them, registered by plugins.
+    """A string enumeration with open membership.
 
-    `DistributedType.ANYTHING` is always valid and compares equal only to the
-    string or member of that value.
+    Any name in capitals is a valid member: `DistributedType.ANYTHING` compares equal only to the string or
+    member of that value. Plugins register the members that are listed.
     """
 
     _known: ClassVar[list[str]] = []
@@ -49,18 +49,19 @@ class OpenEnum(str, metaclass=_OpenMeta):
 
     @classmethod
     def _spell(cls, name: object) -> str:
-        text = name if isinstance(name, str) else str(name)  # `str` of a member may show its class
+        # `str()` of a member may include its class.
+        text = name if isinstance(name, str) else str(name)
         return text.upper() if cls._upper else text.lower()
 
     def __new__(cls, value: object) -> Self:
-        # One object per member: user code compares with `is`, too.
+        # Create one object per member, because user code may compare with `is`.
         spelt = cls._spell(value)
         member: Self = cls._made.setdefault((cls, spelt), str.__new__(cls, spelt))
         return member
 
     @classmethod
     def register(cls, *values: str) -> None:
-        """Add members; naming one twice is harmless."""
+        """Add members. Members that exist already are skipped."""
         spelt = dict.fromkeys(map(cls._spell, values))
         cls._known += [one for one in spelt if one not in cls._known]
 
@@ -79,7 +80,7 @@ class OpenEnum(str, metaclass=_OpenMeta):
 
 
 class ShownWithClass(OpenEnum):
-    """One that is printed as `Class.MEMBER`; its `value`, and what is made of it as JSON, is not."""
+    """An enumeration that prints as `Class.MEMBER`, except for its `value` and its JSON form."""
 
     def __str__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
@@ -89,7 +90,7 @@ class ShownWithClass(OpenEnum):
 
 
 class DistributedType(ShownWithClass):
-    """Which kind of setup runs; the active backend says which member it is."""
+    """The kind of setup that runs. The active backend chooses the member."""
 
     _known: ClassVar[list[str]] = ["NO"]
     _upper: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Config files in YAML, each value with the line it stands on."""
+"""Read YAML config files, and remember the line of each value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONFIG_VARIABLE = "ACCELERATE_CONFIG_FILE"
 
 
 class ConfigFile(Mapping[str, Any]):
-    """The values of one file; sections are flattened for look-up as `section.key`."""
+    """The values of one file. Keys in a section are looked up as `section.key`."""
 
     def __init__(self, path: Path, values: dict[str, Any], lines: dict[str, int]) -> None:
         self.path = path
@@ -40,7 +40,7 @@ class ConfigFile(Mapping[str, Any]):
         return f"{self.path} line {line}" if line else str(self.path)
 
 
-#: No setup needs so many; what aliases unfold to may be endless.
+#: More keys than any setup needs. Nested aliases could expand without limit.
 _MOST_KEYS = 10_000
 
 
@@ -60,7 +60,7 @@ def read_config(path: str | Path) -> ConfigFile:
 
 
 def parse_config(text: str, path: Path) -> ConfigFile:
-    """Read the text of a config file; `path` is where it stands, or will."""
+    """Parse the text of a config file. `path` is its location, for error messages."""
     import yaml  # most runs have no config file
 
     try:
@@ -73,7 +73,7 @@ def parse_config(text: str, path: Path) -> ConfigFile:
             f"The config file {path} is not valid YAML: {_said(error)}"
         ) from None
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-        # A date of a 13th month, a tag that does not fit its value, a thousand brackets.
+        # For example a date with month 13, a tag that does not match its value, or deep nesting.
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(
@@ -90,19 +90,19 @@ def parse_config(text: str, path: Path) -> ConfigFile:
 
 
 def _said(error: Any) -> str:
-    """Return what is wrong and in which line, without the parser's own context."""
+    """Return the problem with its line and column, without the parser's context."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     return f"{problem} (line {mark.line + 1}, column {mark.column + 1})." if mark else f"{problem}."
 
 
 def _modern(values: dict[Any, Any], lines: dict[str, int]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Say in today's keys what files of older versions of Accelerate say."""
+    """Convert keys of older versions of Accelerate to the current ones."""
     made = {str(key): value for key, value in values.items()}
-    # They write a section for everything, empty where it was not asked for.
+    # Older files contain a section for every feature, which is empty if the feature is off.
     made = {key: value for key, value in made.items() if value not in ({}, [], None)}
     if made.get("num_processes") == -1:
-        del made["num_processes"]  # by which they say that it is not said
+        del made["num_processes"]  # -1 means that it is not set
     for key in ("mixed_precision", "dynamo_backend"):
         if made.get(key) is False:
             made[key] = "no"  # YAML reads a bare no as false
@@ -127,12 +127,12 @@ def _collect(node: Any, prefix: str, lines: dict[str, int], path: Path) -> None:
         name = f"{prefix}{key.value}"
         if name in lines:
             raise ConfigurationError(
-                f"The key {name!r} stands twice in {path}: lines {lines[name]} and {line}."
+                f"{path} defines {name!r} twice, on lines {lines[name]} and {line}."
             )
         lines[name] = line
         if len(lines) > _MOST_KEYS:
             raise ConfigurationError(
-                f"The config file {path} has more than {_MOST_KEYS} keys, by line {line}; aliases "
-                "inside of aliases multiply."
+                f"The config file {path} expands to more than {_MOST_KEYS} keys at line {line}. Nested "
+                "aliases multiply; remove some of them."
             )
         _collect(value, f"{name}.", lines, path)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from accelerate_core.config.schema import KwargsHandler, option, settings
 
-#: What torch.compile may aim at.
+#: The modes of torch.compile.
 _Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
@@ -16,8 +16,8 @@ _Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-c
 class AutocastKwargs(KwargsHandler):
     """Arguments of `torch.autocast`.
 
-    `upcast_outputs=False` leaves half precision outputs of a prepared model as
-    they are; `None` follows the Accelerator's own setting.
+    With `upcast_outputs=False`, half-precision outputs of a prepared model are not converted to fp32.
+    `None` uses the Accelerator's setting.
     """
 
     enabled: bool = option(default=True, help="turn autocast on")
@@ -42,8 +42,7 @@ class GradScalerKwargs(KwargsHandler):
 class InitProcessGroupKwargs(KwargsHandler):
     """How the process group is started.
 
-    `backend=None` takes what torch has for the device; `timeout` is a
-    `timedelta` or seconds.
+    `backend=None` uses torch's default for the device. `timeout` is a `timedelta` or a number of seconds.
     """
 
     backend: str | None = option(default=None, help="communication backend, e.g. gloo or nccl")
@@ -70,7 +69,7 @@ class DataLoaderConfiguration:
     data_seed: int | None = option(default=None, help="seed of the seedable sampler")
     non_blocking: bool = option(default=False, help="copy batches to the device asynchronously")
     use_stateful_dataloader: bool = option(default=False, help="use torchdata's StatefulDataLoader")
-    #: None means yes; of the import name `accelerate`: if use_stateful_dataloader.
+    #: None means True. In scripts that import `accelerate`, it means the value of use_stateful_dataloader.
     restore_positions: bool | None = option(default=None, help="load_state continues mid-epoch")
     read_ahead: bool = option(
         default=True, help="when dispatching, read the next step on a thread in the meantime"
@@ -99,7 +98,7 @@ class ProjectConfiguration:
             self.logging_dir = self.project_dir
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Set `project_dir`, and `logging_dir` where it has no value of its own."""
+        """Set `project_dir`, and also `logging_dir` if it is not set."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir

@@ -1,4 +1,4 @@
-"""`ParallelismConfig`: how the ranks are laid out on a mesh, and which of them read the same data."""
+"""`ParallelismConfig`: the layout of the ranks on a device mesh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TorchTensorParallelPlugin(KwargsHandler):
     torch_device_mesh: Any = option(default=None, help="ignored: the sizes define the mesh")
 
 
-#: Dimensions that have a name together.
+#: Combinations of dimensions that have a joint name.
 JOINT: dict[str, tuple[str, ...]] = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_shard_cp": ("dp_shard", "cp", "sp"),
@@ -47,11 +47,11 @@ def _size(what: str) -> Any:
     yaml_prefix="parallelism_config_",
 )
 class ParallelismConfig(KwargsHandler):
-    """Sizes of the dimensions of a device mesh; their product is the number of processes.
+    """The sizes of the dimensions of a device mesh. Their product is the number of processes.
 
-    Ranks that differ in `tp`, `cp` or `sp` only get the same samples; those that differ in
-    `dp_replicate` or `dp_shard` get different ones. Of `cp` and `sp` one may be used. `pp` is kept
-    for pipelines. A backend declares which dimensions it can do.
+    Ranks that differ only in `tp`, `cp` or `sp` get the same samples. Ranks that differ in
+    `dp_replicate` or `dp_shard` get different ones. `cp` and `sp` can't be combined. `pp` is for pipeline
+    parallelism. Each backend declares which dimensions it supports.
 
     Raises:
         ConfigurationError: both `cp_size` and `sp_size` are greater than 1.
@@ -66,13 +66,13 @@ class ParallelismConfig(KwargsHandler):
     sp_backend: str | None = option(
         default=None, help="library of Ulysses: torch, or the name of a backend"
     )
-    # The classes of these are the backends', which read them.
+    # Their classes belong to the backends that use them.
     tp_handler: Any = option(default=None, help="options of tp")
     cp_handler: Any = option(default=None, help="options of cp")
     sp_handler: Any = option(default=None, help="options of sp")
     pp_size: int | None = _size("ranks that hold consecutive parts of the model (pipeline)")
 
-    #: Outermost first: neighbours in the last dimension are neighbours in rank, too.
+    #: From outermost to innermost. Neighbours in the last dimension have consecutive ranks.
     DIMENSIONS: ClassVar[tuple[str, ...]] = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class ParallelismConfig(KwargsHandler):
 
     @property
     def total_size(self) -> int:
-        """Number of processes the sizes need."""
+        """The number of processes that the sizes need."""
         return math.prod(self.size(name) for name in self.DIMENSIONS)
 
     @property
@@ -133,39 +133,39 @@ class ParallelismConfig(KwargsHandler):
         return [name for name in self.active_mesh_dims if name not in self.dp_dim_names]
 
     def arithmetic(self) -> str:
-        """Return the product as a text, such as `dp_shard 2 x tp 2 = 4`."""
+        """Return the product of the sizes, written like `dp_shard 2 x tp 2 = 4`."""
         names = self.active_mesh_dims or ["dp_shard"]
         return f"{' x '.join(f'{n} {self.size(n)}' for n in names)} = {self.total_size}"
 
     def check(self, num_processes: int, origin: str = "") -> None:
-        """Compare with the number of processes; 0 fits all.
+        """Check that the sizes match the number of processes. 0 matches any sizes.
 
         Args:
-            origin: where the sizes are from, for the text of an error.
+            origin: the source of the sizes, for the error message.
 
         Raises:
-            ConfigurationError: the product is another number; the text shows the arithmetic.
+            ConfigurationError: the product of the sizes is not the number of processes.
         """
         if num_processes in (0, self.total_size):
             return
         rest, remainder = divmod(num_processes, self.total_size // self.size("dp_shard"))
         way = (
-            f" dp_shard_size={rest} would fit."
+            f" Set dp_shard_size={rest} to match."
             if not remainder
             else f" Start {self.total_size} processes, or change a size."
         )
         raise ConfigurationError(
             f"ParallelismConfig{f' (from {origin})' if origin else ''} needs {self.arithmetic()} "
-            f"processes, and {num_processes} {'was' if num_processes == 1 else 'were'} started.{way}"
+            f"processes, but {num_processes} {'was' if num_processes == 1 else 'were'} started.{way}"
         )
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh:
-        """Return the mesh of all processes, with `dp_shard` and what has more than one rank.
+        """Return the mesh of all processes, with `dp_shard` and all dimensions larger than 1.
 
-        All ranks call this, once the process group stands.
+        All ranks must call this, after the process group has started.
 
         Args:
-            device_type: `cuda`, `cpu` or another of torch's.
+            device_type: a torch device type, such as `cuda` or `cpu`.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -174,9 +174,9 @@ class ParallelismConfig(KwargsHandler):
         return init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
 
     def flatten(self, mesh: DeviceMesh) -> dict[str, DeviceMesh]:
-        """Return the one-dimensional meshes of dimensions together: `dp`, `dp_shard_cp`, `dp_cp`.
+        """Return the flattened meshes of the joint dimensions `dp`, `dp_shard_cp` and `dp_cp`.
 
-        All ranks call this, once per mesh.
+        All ranks must call this, once per mesh.
         """
         made = {}
         for name, dimensions in JOINT.items():
@@ -194,7 +194,7 @@ class ParallelismConfig(KwargsHandler):
         return found
 
     def shard(self, rank: int, dimensions: tuple[str, ...]) -> tuple[int, int]:
-        """Return index and number of a rank among the combinations of some dimensions."""
+        """Return a rank's index in some dimensions, flattened, and the product of their sizes."""
         at = self.coordinates(rank)
         index = 0
         count = 1

@@ -1,4 +1,4 @@
-"""Where a value came from, kept beside the value and carried across the launcher."""
+"""The source of each value, which the launcher passes on to its processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SourcedValue:
 
 
 def decode(environ: Mapping[str, str]) -> dict[str, str]:
-    """Unpack what the launcher said; a damaged text is taken as nothing said."""
+    """Return the origins that the launcher set, by variable. Invalid JSON is ignored."""
     try:
         said = json.loads(environ.get(PROVENANCE_VARIABLE, "{}"))
     except ValueError:
@@ -32,5 +32,5 @@ def decode(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def variable_origin(name: str, environ: Mapping[str, str]) -> str:
-    """Tell where the value of environment variable `name` came from."""
+    """Return the source of the value of an environment variable."""
     return decode(environ).get(name) or f"environment variable {name}"

@@ -1,7 +1,7 @@
 """Settings classes: pydantic dataclasses that remember which fields were given.
 
-One class is the constructor argument, the environment variables, the YAML
-section, the command line options and the docs row at once.
+The same class defines the constructor argument, environment variables, YAML section, command line options
+and documentation of a group of settings.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class SettingField:
-    """One setting, whoever owns it, and the names under which each source knows it."""
+    """A setting of the core or of a plugin, with its names in each source."""
 
     name: str
-    #: What a text must be: "bool", "int", "float", "str", or "text" for anything.
+    #: How to parse a string: "bool", "int", "float", "str", or "text" for other types.
     kind: str
     default: Any
     help: str
-    #: Environment variables, today's first.
+    #: Environment variables, the current name first.
     env: tuple[str, ...]
-    #: Options of `launch`, without the dashes; the first is shown in its help.
+    #: Options of `launch`, without dashes. The help shows the first.
     cli: tuple[str, ...]
-    #: Keys in its section of a config file, the usual one first.
+    #: Keys in its section of a config file, the preferred one first.
     yaml: tuple[str, ...]
-    #: Values a text may have, in any case; None for any.
+    #: Allowed values, ignoring case, or None for any value.
     choices: tuple[str, ...] | None = None
     minimum: float | None = None
     maximum: float | None = None
-    #: What `config` asks, and under which condition (`field=value`).
+    #: The question that `config` asks, and the condition under which it asks (`field=value`).
     ask: str = ""
     ask_if: str = ""
     #: Heading in the help of `launch`.
     group: str = ""
-    #: None where the class is not imported, and `kind` says what is known of it.
+    #: The type of the field, or None if its class is not imported.
     annotation: Any = None
-    #: Makes the value of a text: `read(text, variable)`; the variable is "" for other sources.
+    #: `read(text, variable)` converts a string. The variable is "" for other sources.
     read: Callable[[str, str], Any] | None = None
 
     @property
@@ -75,17 +75,20 @@ def option(
 ) -> Any:
     """Declare a field with a help text and additional names.
 
-    `env` are its environment variables, today's first, () for none; the default is its name behind the
-    prefix. `key` is its name in a config file, "" if it
-    has none; `yaml` are further names there, and of options of `launch`; `cli` are names of options
-    alone, () for none at all. `choices` are what a text in a file or on the command line may say, in
-    any case. `ask` is the question `accelerate-core config` puts, if the condition `ask_if` holds:
-    `other_field=value`. `read(text, variable)` makes the value of a text.
-    `constraints` are pydantic's (`ge=1`, `pattern=...`).
-
     Args:
-        default: the value where no source says one.
-        default_factory: makes it anew for each instance.
+        default: the value if no source sets one.
+        help: the help text.
+        env: its environment variables, the current name first; () for none. The default is the name of the
+            field with the prefix of its class.
+        key: its key in a config file, or "" for none. The default is the name of the field.
+        yaml: additional keys in a config file, which are also options of `launch`.
+        cli: additional options of `launch` only, or () for no options at all.
+        choices: the allowed values in a file or on the command line, ignoring case.
+        ask: the question that `accelerate-core config` asks.
+        ask_if: asks it only under this condition, `other_field=value`.
+        read: `read(text, variable)` converts a string to the value.
+        default_factory: creates the default for each instance.
+        constraints: pydantic's constraints (`ge=1`, `pattern=...`).
     """
     said: dict[str, Any] = {"env": env, "cli": cli, "yaml": _tuple(yaml), "key": key, "read": read}
     said |= {name: _tuple(said[name]) for name in ("env", "cli") if said[name] is not None}
@@ -126,16 +129,17 @@ def settings(
 
     Args:
         env_prefix: prefix of the environment variables, default
-            `ACCELERATE_<BACKEND>_` for the `Settings` of a backend; None for no variables but
-            those that a field names.
-        section: the YAML key the fields stand under; None for the top of the file.
-        argument: the constructor argument of `Accelerator` that takes an instance; several names
-            of it, the usual one first.
-        yaml_prefix: what Accelerate's file puts before the keys of the section; read as well.
+            `ACCELERATE_<BACKEND>_` for the `Settings` of a backend; None for only the variables
+            that a field names.
+        section: the YAML section of the fields; None for the top level of the file.
+        argument: the constructor argument of `Accelerator` that takes an instance, or several names
+            for it, the preferred one first.
+        yaml_prefix: a prefix that Hugging Face Accelerate's config files put before the keys of the section.
+            Keys are accepted with and without it.
 
     Raises:
-        ConfigurationError: an instance is made with a value that is not allowed.
-        UnknownFieldError: with a field that the class does not have.
+        ConfigurationError: an instance is created with a value that is not allowed.
+        UnknownFieldError: an instance is created with a field that the class does not have.
     """
 
     def make(target: type[Any]) -> Any:
@@ -143,14 +147,14 @@ def settings(
         made.__settings_names__ = (env_prefix, section, _tuple(argument)[0])
         made.__settings_arguments__ = tuple(filter(None, _tuple(argument)))
         made.__yaml_prefix__ = yaml_prefix
-        # Of its own `__init__`: of the class it would be that of a base which is made like this.
+        # Use `__init__`, because the signature of the class could come from a base settings class.
         signature = inspect.signature(types.MethodType(made.__init__, made))
-        checked: list[Any] = []  # the class with pydantic's checks, once one was made
+        checked: list[Any] = []  # the class with pydantic's checks, after the first instance
 
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             __tracebackhide__ = True
             failures.install()
-            # Here, not above: it costs a tenth of a second, which a command's help need not pay.
+            # Import pydantic here, because it takes a tenth of a second, which `--help` should not pay.
             import pydantic.dataclasses
             import pydantic_core
 
@@ -186,8 +190,8 @@ def settings(
 class UnknownFieldError(ConfigurationError, TypeError):
     """A settings class was called with a field it does not have.
 
-    Cause: a misspelt field, or one of another version.
-    Fix: take one of the fields that the text lists.
+    Cause: a misspelt field, or a field of another version.
+    Fix: use one of the fields that the message lists.
     """
 
 
@@ -206,7 +210,7 @@ class KwargsHandler:
     """Base class of the objects in `kwargs_handlers`, whose fields become keyword arguments."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields by name, values copied."""
+        """Return all fields by name, with copied values."""
         return dataclasses.asdict(typing.cast(Any, self))
 
     def to_kwargs(self) -> dict[str, Any]:
@@ -249,7 +253,7 @@ _KINDS = {bool: "bool", int: "int", float: "float", str: "str"}
 
 
 def settings_fields(cls: type[Any], *, owner: str = "") -> tuple[SettingField, ...]:
-    """List the fields of a settings class; `owner` is the plugin's name, for default names."""
+    """List the fields of a settings class. `owner` is the plugin's name, for default names."""
     prefix, _, _ = getattr(cls, "__settings_names__", ("", "", ""))
     if prefix == "":
         prefix = f"ACCELERATE_{owner.upper().replace('-', '_')}_" if owner else "ACCELERATE_"
@@ -287,14 +291,14 @@ def settings_fields(cls: type[Any], *, owner: str = "") -> tuple[SettingField, .
 
 
 def _without_none(annotation: Any) -> Any:
-    """Return the one type that is meant by `X | None`; anything else as it is."""
+    """Return X for `X | None`, and any other annotation unchanged."""
     parts = [part for part in typing.get_args(annotation) if part is not type(None)]
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return parts[0] if is_union and len(parts) == 1 else annotation
 
 
 def _choices(annotation: Any) -> tuple[str, ...] | None:
-    """Return what a `Literal` or an enumeration allows, as texts."""
+    """Return the values of a `Literal` or an enumeration as strings."""
     if typing.get_origin(annotation) is typing.Literal:
         return tuple(map(str, typing.get_args(annotation)))
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):

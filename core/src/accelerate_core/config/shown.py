@@ -1,4 +1,4 @@
-"""Values and their sources as a table, in a terminal and in a notebook."""
+"""Show values and their sources as a table, in a terminal or a notebook."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 class Shown:
-    """Base of what a notebook and rich (`rich.print(it)`) show as a table."""
+    """Base class of objects that notebooks and rich (`rich.print`) show as a table."""
 
-    #: Returns name, value and source of each row.
+    #: Returns the name, value and source for each row.
     _rows: Callable[..., list[tuple[str, str, str]]]
 
     def _repr_html_(self) -> str:
@@ -20,7 +20,7 @@ class Shown:
         return f"<table><caption>{name}</caption><tr>{body}</tr></table>"
 
     def __rich__(self) -> Any:
-        from rich import table, text  # rich itself asks
+        from rich import table, text  # called by rich, so it is installed
 
         columns = (table.Column(name, overflow="fold") for name in ("", "value", "from"))
         made = table.Table(*columns, title=type(self).__name__)

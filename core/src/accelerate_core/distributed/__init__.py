@@ -1,7 +1,7 @@
-"""Several processes: who they are, what they say to each other, and structures of tensors.
+"""The process's runtime, and collectives on flat tensors and nested structures.
 
-`process` starts and ends them, compares what they are about to run, and needs no torch to be read.
-`communicator` is one group as seen by one rank, on flat tensors, over a backend's hooks or
-`torch_collectives`; `collectives` are the verbs on nested structures, which `tree` walks and
-`packing` turns into bytes.
+`process` starts and ends the runtime, and checks that all ranks are configured alike. Importing it
+does not import torch. `communicator` has the collectives of one group on flat tensors, over the hooks of a
+backend or `torch_collectives`. `collectives` has those on nested structures: `tree` walks a structure, and
+`packing` packs its tensors into bytes.
 """

@@ -1,8 +1,7 @@
-"""The verbs on nested structures, gather, reduce, broadcast and so on, and those on objects.
+"""Collectives on nested structures of tensors (gather, reduce, broadcast, ...) and on objects.
 
-Gathering moves bytes: whatever a structure holds goes in one collective. Reductions take one
-collective per dtype on the wire. On one process nothing is sent and nothing copied, save that
-`reduce` returns a tensor of its own.
+Gathering sends bytes, so one collective is enough for a whole structure. Reductions need one collective
+per dtype. On one process nothing is sent or copied, except that `reduce` returns a copy.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from accelerate_core.errors import (
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor (`torch.nested`) was passed to `pad_across_processes` and is not padded."""
+    """`pad_across_processes` received a nested tensor (`torch.nested`) and did not pad it."""
 
 
 def gather(tree: Any, comm: Communicator) -> Any:
-    """Join the tensors of all processes on dimension 0, in rank order.
+    """Concatenate the tensors of all processes along dimension 0, in rank order.
 
-    A leaf [d0, ...] becomes [size * d0, ...], a 0-d leaf [size]; dtypes stay; results are
-    detached and on the device of the communicator. Shapes have to be equal on all ranks, see
-    `gather_uneven` and `pad_across_processes`. One collective for the whole tree. One process
+    A leaf of shape [d0, ...] becomes [size * d0, ...], and a 0-d leaf becomes [size]. Dtypes don't change.
+    Results are detached and on the communicator's device. Shapes must be equal on all ranks; otherwise use
+    `gather_uneven` or `pad_across_processes`. The whole tree takes one collective. A single process
     gets its input back. Raises `TypeError` for a leaf that is not a dense tensor.
 
     Example:
@@ -55,11 +54,11 @@ def gather(tree: Any, comm: Communicator) -> Any:
 
 
 def _check_alone(tree: Any) -> None:
-    """Warn of what several processes would refuse to gather."""
+    """Warn if the tree has a leaf that several processes could not gather."""
     try:
         _tensors("gather", tree)
     except TypeError as error:
-        warn(f"{error} One process returns it as it is; several raise this as an error.")
+        warn(f"{error} One process returns it unchanged, but several raise this error.")
 
 
 def _gather_equal(tensors: list[torch.Tensor], comm: Communicator) -> list[torch.Tensor]:
@@ -70,8 +69,8 @@ def _gather_equal(tensors: list[torch.Tensor], comm: Communicator) -> list[torch
 def gather_uneven(tree: Any, comm: Communicator) -> Any:
     """Like `gather`, for tensors whose dimension 0 may differ between the ranks.
 
-    A leaf becomes [sum of d0 over the ranks, ...]. Two collectives for the whole tree: the
-    lengths, then the bytes, each rank's padded to the longest.
+    A leaf becomes [sum of d0 over the ranks, ...]. The whole tree takes two collectives: one for the
+    lengths, and one for the bytes, which are padded to the longest rank.
 
     Args:
         comm: the ranks that take part.
@@ -108,10 +107,10 @@ def _gather_sizes(
 ) -> list[list[int]]:
     """Return the sizes of every rank, one row per rank.
 
-    A checksum of all that has to be equal travels in the same collective, so this check is free.
+    The same collective carries a checksum of everything that must be equal, so this check is free.
 
     Raises:
-        DistributedOperationException: on every rank, if something else differs.
+        DistributedOperationException: something other than the sizes differs. Raised on every rank.
     """
     rows = [_row(path, leaf, free_dim) for path, leaf in iterate_leaves(tree)]
     fixed = repr([has_to_be_equal for _, has_to_be_equal in rows])
@@ -124,8 +123,8 @@ def _gather_sizes(
 
 _REDUCTIONS = (*get_args(ReduceOp), "none")
 
-# What a dtype travels as where sums are concerned: groups differ in what they can add, and all
-# of them can add these.
+# The dtype in which each dtype is reduced. Process groups differ in the dtypes that they can add, but
+# all of them can add these.
 _ENCODED_AS = {
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
@@ -136,24 +135,23 @@ _ENCODED_AS = {
 
 
 def reduce(tree: Any, reduction: str = "sum", scale: float = 1.0, *, comm: Communicator) -> Any:
-    """Combine the tensors of all processes elementwise; every process gets the result.
+    """Combine the tensors of all processes elementwise. Every process gets the result.
 
-    `reduction` is "sum", "mean", "max", "min", or "none", which returns the tree untouched. The
-    result is multiplied by `scale`. Dtypes stay, but for the mean of integers and bools, which is
-    float32; the sum of bools is their "or". One collective per dtype. Among several processes
-    results are detached and on the communicator's device; one process gets copies. Raises
-    `TypeError` for a leaf that is not a dense tensor, `ConfigurationError` (a `ValueError`) for
-    another reduction.
+    `reduction` is "sum", "mean", "max", "min", or "none", which returns the tree unchanged. The
+    result is multiplied by `scale`. Dtypes don't change, except that the mean of integers and bools is
+    float32. The sum of bools is their logical or. Each dtype takes one collective. With several processes,
+    results are detached and on the communicator's device; a single process gets copies. Raises
+    `TypeError` for a leaf that is not a dense tensor.
 
     Raises:
-        ConfigurationError: an unknown `reduction`.
+        ConfigurationError: `reduction` is unknown. This is also a `ValueError`.
 
     Example:
         loss = reduce(loss, "mean", comm=accelerator.communicator)
     """
     if reduction not in _REDUCTIONS:
         raise ConfigurationError(
-            f"reduce() got reduction={reduction!r}; allowed are {listing(_REDUCTIONS)}."
+            f"reduce() received reduction={reduction!r}; allowed are {listing(_REDUCTIONS)}."
             + did_you_mean(str(reduction), _REDUCTIONS)
         )
     if reduction == "none":
@@ -166,8 +164,8 @@ def reduce(tree: Any, reduction: str = "sum", scale: float = 1.0, *, comm: Commu
 
 
 def _reduce_alone(tensors: list[torch.Tensor], op: ReduceOp) -> list[torch.Tensor]:
-    # Copies, as every process of a larger run gets one: a tensor zeroed after it was reduced must
-    # not take the result with it.
+    # Return copies, as with several processes: zeroing the input afterwards must not change the
+    # result.
     return [
         leaf.clone()
         if op != "mean" or leaf.is_floating_point() or leaf.is_complex()
@@ -182,24 +180,24 @@ def _reduce_all(
     groups: dict[tuple[torch.dtype, ReduceOp], list[int]] = defaultdict(list)
     flat = []
     for index, leaf in enumerate(tensors):
-        values, wire_op = _encoded(leaf.detach().to(comm.device), op)
+        values, group_op = _encoded(leaf.detach().to(comm.device), op)
         flat.append(values)
-        groups[values.dtype, wire_op].append(index)
+        groups[values.dtype, group_op].append(index)
 
     reduced: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
-    for (_, wire_op), members in groups.items():
+    for (_, group_op), members in groups.items():
         joined = torch.cat([flat[index] for index in members])
-        total = comm.reduce(joined, wire_op, overwrite=True)
+        total = comm.reduce(joined, group_op, overwrite=True)
         pieces = torch.split(total, [flat[index].numel() for index in members])
         for index, piece in zip(members, pieces, strict=True):
-            # Their own memory: results that share one are refused by some file formats.
+            # Don't share memory between results, because some file formats refuse it.
             own = piece.clone() if len(members) > 1 else piece
             reduced[index] = _decoded(own, tensors[index], op)
     return reduced
 
 
 def _encoded(leaf: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, ReduceOp]:
-    """Return the leaf flat in a dtype that groups can reduce, and the operation to ask for."""
+    """Return the flattened leaf in a dtype that groups can reduce, and the operation to use."""
     flat = leaf.reshape(-1)
     if leaf.is_complex():
         if op in ("max", "min"):
@@ -223,22 +221,21 @@ def _decoded(values: torch.Tensor, leaf: torch.Tensor, op: ReduceOp) -> torch.Te
 
 
 def broadcast(tree: Any, from_process: int = 0, *, comm: Communicator) -> Any:
-    """Give every process the tensors of process `from_process`.
+    """Return the tensors of process `from_process` on every process.
 
-    The other processes pass a tree of the same structure, shapes and dtypes; its tensors are
-    overwritten and returned where they are on the communicator's device and can be written, else
-    new ones take their place. One collective for the whole tree. Raises `TypeError` for a leaf
-    that is not a dense tensor.
+    The other processes pass a tree with the same structure, shapes and dtypes. Tensors that are writable
+    and on the communicator's device are overwritten and returned; others are replaced by new tensors. The
+    whole tree takes one collective. Raises `TypeError` for a leaf that is not a dense tensor.
 
     Raises:
-        ConfigurationError: there is no process `from_process`.
+        ConfigurationError: `from_process` is not the index of a process.
     """
     if comm.size == 1:
         return tree
     if not 0 <= from_process < comm.size:
         raise ConfigurationError(
-            f"broadcast: from_process={from_process} is not a process; there are {comm.size}, "
-            "counted from 0."
+            f"broadcast() received from_process={from_process}; with {comm.size} processes, allowed are "
+            f"0 to {comm.size - 1}."
         )
     verify("broadcast", tree, comm)
     tensors = _tensors("broadcast", tree)
@@ -271,12 +268,12 @@ def pad_across_processes(
     *,
     comm: Communicator,
 ) -> Any:
-    """Lengthen every tensor along `dim` to the longest of all processes, ready to be gathered.
+    """Pad every tensor along `dim` to the largest size on any process, so that it can be gathered.
 
-    `dim` may name several dimensions. New entries are `pad_index`, after the old ones or, with
-    `pad_first`, before them. Tensors without such a dimension are kept, as are nested tensors,
-    with a warning. One collective of a few integers for the whole tree. Raises `TypeError` for a
-    leaf that is no tensor.
+    `dim` may be several dimensions. New entries have the value `pad_index` and come after the old ones, or
+    before them with `pad_first`. Tensors without such a dimension are returned unchanged, and so are nested
+    tensors, with a warning. The whole tree takes one collective of a few integers. Raises `TypeError`
+    for a leaf that is not a tensor.
 
     Example:
         ids = torch.tensor([[5, 7, 2]])  # as long as this rank's longest text
@@ -289,7 +286,7 @@ def pad_across_processes(
     leaves = _tensors("pad_across_processes", tree, dense=False)
     if any(leaf.is_nested for leaf in leaves):
         warn(
-            "A nested tensor cannot be padded across processes and stays as it is. Convert it "
+            "A nested tensor cannot be padded across processes, so it is unchanged. Convert it "
             "with to_padded_tensor first.",
             CannotPadNestedTensorWarning,
         )
@@ -324,11 +321,10 @@ def _pad(
 
 
 def gather_object(obj: Any, comm: Communicator) -> Any:
-    """Join the picklable objects of all processes in one list, in rank order.
+    """Collect the picklable objects of all processes in one list, in rank order.
 
-    Each process passes a list (any iterable but a string or a mapping), and the lists are
-    concatenated; of anything else the result has one per process. One process gets its input
-    back.
+    If a process passes a list (or any iterable except a string or a mapping), its items are added to the
+    result; any other object is added as one item. A single process gets its input back.
 
     Example:
         comm = accelerator.communicator
@@ -343,13 +339,13 @@ def gather_object(obj: Any, comm: Communicator) -> Any:
 
 
 def _is_series(obj: Any) -> bool:
-    # A 0-d array is iterable by its class and refuses when asked.
+    # The class of a 0-d array is iterable, but iterating over it fails.
     is_scalar = isinstance(obj, (str, bytes, Mapping)) or getattr(obj, "ndim", 1) == 0
     return isinstance(obj, Iterable) and not is_scalar
 
 
 def _tensors(verb: str, tree: Any, *, dense: bool = True) -> list[torch.Tensor]:
-    """Return the leaves of a tree, all of which have to be tensors."""
+    """Return the leaves of a tree, which must all be tensors."""
     leaves = flatten(tree)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
@@ -360,7 +356,7 @@ def _tensors(verb: str, tree: Any, *, dense: bool = True) -> list[torch.Tensor]:
             )
         if dense and (leaf.layout is not torch.strided or leaf.is_nested):
             raise TypeError(
-                f"{verb} takes dense tensors, and the one{_at(tree, index)} is not (layout "
+                f"{verb} takes dense tensors, but the tensor{_at(tree, index)} is not dense (layout "
                 f"{leaf.layout}). Convert it with to_dense or to_padded_tensor first."
             )
     return leaves
@@ -374,15 +370,15 @@ def _at(tree: Any, index: int) -> str:
 # --- the check of shapes ----------------------------------------------------------------------
 
 _ADVICE = {
-    "gather": "Bring the tensors to one shape first (pad_across_processes), or use gather_object.",
+    "gather": "Pad the tensors to one shape with pad_across_processes, or use gather_object.",
     "gather_uneven": "Only dimension 0 may differ between the processes.",
     "pad_across_processes": "Only the padded dimension may differ between the processes.",
 }
-_DEFAULT_ADVICE = "Structures, shapes and dtypes have to be equal on all processes."
+_DEFAULT_ADVICE = "Structures, shapes and dtypes must be equal on all processes."
 
 
 def _row(path: str, leaf: Any, free_dim: Sequence[int]) -> tuple[str, tuple[Any, ...]]:
-    """Return what is shown of a leaf, and what of it has to be equal on all ranks."""
+    """Return a description of a leaf, and the properties that must be equal on all ranks."""
     if not isinstance(leaf, torch.Tensor):
         kind = type(leaf).__name__
         return f"{path} <{kind}>", (path, kind)
@@ -393,11 +389,11 @@ def _row(path: str, leaf: Any, free_dim: Sequence[int]) -> tuple[str, tuple[Any,
 
 
 def verify(verb: str, tree: Any, comm: Communicator, free_dim: Sequence[int] = ()) -> None:
-    """Raise `DistributedOperationException` on every rank if the trees do not fit together.
+    """Raise `DistributedOperationException` on every rank if the trees don't match.
 
-    A group that is given unequal sizes may hang or end the process without a Python error, so this
-    comes first, over a collective that takes any size: at the first call of a verb, when most
-    mistakes show, and at every call if `comm.debug`.
+    With unequal sizes, a process group may hang or abort the process without a Python error. So the trees
+    are compared first, with a collective that takes any size: at the first call of each verb, which
+    finds most mistakes, and at every call if `comm.debug` is set.
 
     Args:
         free_dim: the dimensions whose lengths may differ.
@@ -418,6 +414,6 @@ def _compare(verb: str, rows: list[tuple[str, tuple[Any, ...]]], comm: Communica
         for rank, report in enumerate(reports)
     )
     raise DistributedOperationException(
-        f"{verb}: the processes passed tensors that do not fit together.\n{lines}\n"
+        f"{verb}: the processes passed tensors that do not match.\n{lines}\n"
         f"{_ADVICE.get(verb, _DEFAULT_ADVICE)}"
     )

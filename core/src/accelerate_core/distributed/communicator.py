@@ -1,7 +1,7 @@
-"""`Communicator`: what one group of processes can say to each other, on flat tensors.
+"""`Communicator`: the collectives of one group of processes, on flat tensors.
 
-It adds to a backend's hooks only what holds for all of them: a group of one is the identity,
-inputs are not changed, and the mean of integers is a float.
+It wraps a backend's hooks with rules that are the same for every backend: with one process every method is
+the identity, inputs are not changed, and the mean of integers is a float.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class Communicator:
 
     Args:
         rank: index of this process among those of the scope.
-        size: number of processes of the scope. With 1 every method is the identity.
-        device: where the tensors of a collective have to be.
+        size: number of processes in the scope. With 1, every method is the identity.
+        device: the device that the tensors of a collective must be on.
         hooks: the owner hooks of an Accelerator, or `bind_collectives(TorchCollectives())`.
         scope: which processes take part, "world" by default.
-        debug: compare the shapes of all ranks before each collective on nested structures, at the
-            price of one more collective each, and raise instead of letting the group break. Without
-            it they are compared before the first one of each kind.
+        debug: compare the shapes on all ranks before each collective on nested structures, and raise an
+            error if they differ. This costs an additional collective each time. Without it, shapes are
+            compared before the first collective of each kind.
         verified: the kinds of collectives on nested structures that have been compared.
-        backend: the backend's name, for errors about what its hooks return.
-        new_group: makes a process group for tensors in host memory, of the given ranks of the
-            world (None: all); may return None where there is no such group.
+        backend: the backend's name, for errors about values that its hooks return.
+        new_group: creates a process group for tensors in host memory, from world ranks (None means
+            all). May return None if the backend has no such groups.
 
-    Final: what differs between backends is in their hooks. Every rank of the scope has to call the
-    same methods in the same order.
+    Don't subclass it: backends differ in their hooks. Every rank of the scope must call the same methods
+    in the same order.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class Communicator:
     )
 
     def gather(self, t: torch.Tensor) -> torch.Tensor:
-        """Return the tensors [k] of all ranks as one [size * k]; k is the same on all ranks."""
+        """Concatenate the tensors of shape [k] of all ranks to [size * k]. k is equal on all ranks."""
         if self.size == 1:
             return t
         return self._checked("gather", self.hooks.gather(t, self.scope), t, self.size)
@@ -68,8 +68,8 @@ class Communicator:
     ) -> torch.Tensor:
         """Return the elementwise sum, mean, max or min over the ranks, on every rank.
 
-        The mean of integers or bools is float32. `t` stays as it is, unless `overwrite` allows
-        its memory to be used, which saves a copy.
+        The mean of integers or bools is float32. `t` is not changed, unless `overwrite` allows it to save
+        a copy.
         """
         if op == "mean" and not (t.is_floating_point() or t.is_complex()):
             return (self.reduce(t.to(torch.int64)) / self.size).to(torch.float32)
@@ -79,7 +79,7 @@ class Communicator:
         return self._checked("reduce", self.hooks.reduce(own, op, self.scope), t)
 
     def broadcast(self, t: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Return the tensor of rank `src`. On other ranks `t` may be overwritten with it."""
+        """Return the tensor of rank `src`. On other ranks, `t` may be overwritten."""
         if self.size == 1:
             return t
         return self._checked("broadcast", self.hooks.broadcast(t, src, self.scope), t)
@@ -87,23 +87,23 @@ class Communicator:
     def scatter(
         self, parts: Sequence[torch.Tensor] | None, like: torch.Tensor, src: int = 0
     ) -> torch.Tensor:
-        """Return this rank's part. `parts` matters on rank `src`: one per rank, sized as `like`."""
+        """Return this rank's part. Only rank `src` needs `parts`, one per rank, each sized as `like`."""
         if self.size == 1:
             return parts[0] if parts is not None else like
         return self._checked("scatter", self.hooks.scatter(parts, like, src, self.scope), like)
 
     def all_to_all(self, t: torch.Tensor) -> torch.Tensor:
-        """Send the i-th of `size` equal pieces of `t` to rank i; return those received."""
+        """Send the i-th of `size` equal pieces of `t` to rank i, and return the received pieces."""
         if self.size == 1:
             return t
         return self._checked("all_to_all", self.hooks.all_to_all(t, self.scope), t)
 
     def open_group(self) -> dist.ProcessGroup | None:
-        """Return a new process group of the same ranks, for tensors in host memory.
+        """Return a new process group of the same ranks for tensors in host memory, or None.
 
-        Whoever communicates beside the main thread needs one: nothing orders its transfers and
-        those of others in the same way on every rank. All ranks of the scope call this. None
-        where the backend has no such group.
+        A thread that communicates in the background needs its own group, because nothing orders its
+        collectives and those of the main thread in the same way on every rank. All ranks of the scope must
+        call this. The result is None if the backend has no such groups.
         """
         if self.size == 1 or self.new_group is None:
             return None
@@ -111,10 +111,10 @@ class Communicator:
         return self.new_group(ranks)
 
     def duplicate(self) -> Communicator | None:
-        """Return a communicator of the same ranks for a thread, over a group of its own.
+        """Return a communicator with its own group, for use in a thread, or None.
 
-        It takes tensors in host memory. All ranks of the scope call this. None where the backend
-        has no such group.
+        It has the same ranks and takes tensors in host memory. All ranks of the scope must call this. The
+        result is None if the backend has no such groups.
         """
         if self.size == 1:
             return self
@@ -127,7 +127,7 @@ class Communicator:
         )
 
     def alone(self) -> Communicator:
-        """Return a communicator of this process only: every method is the identity."""
+        """Return a communicator with only this process, so every method is the identity."""
         return replace(self, rank=0, size=1)
 
     def barrier(self) -> None:
@@ -138,7 +138,7 @@ class Communicator:
     def _checked(
         self, hook: str, answer: torch.Tensor, given: torch.Tensor, times: int = 1
     ) -> torch.Tensor:
-        """Return what a hook returned, which must have the dtype of `given`, and `times` its size."""
+        """Return a hook's result after checking its dtype, and that its size is `times` that of `given`."""
         wanted = times * given.numel(), given.dtype
         if (answer.numel(), answer.dtype) != wanted:
             raise PluginError(
@@ -167,7 +167,7 @@ class Communicator:
         return self.hooks.broadcast_object(obj, src, self.scope)
 
     def scatter_object(self, objs: Sequence[Any] | None, src: int = 0) -> Any:
-        """Return this rank's one of the objects, one per rank, that rank `src` gives."""
+        """Return this rank's object from the sequence, one per rank, that rank `src` passes."""
         if self.size == 1:
             return None if objs is None else objs[0]
         return self.hooks.scatter_object(objs, src, self.scope)

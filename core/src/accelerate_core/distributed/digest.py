@@ -1,4 +1,4 @@
-"""Short forms of settings and weights, by which ranks find out whether they have the same."""
+"""Digests of settings and weights, for ranks to compare."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-#: Characters of a setting that ranks exchange in full; of a longer one they compare a digest.
+#: Settings of at most this many characters are exchanged in full; longer ones as a digest.
 _SHOWN = 200
-#: Elements that one comparison of weights reads; larger models are compared part by part.
+#: The number of elements that one comparison of weights reads. Larger models are compared in parts.
 _ELEMENTS = 2**22
 
 
 def comparable(value: Any) -> Any:
-    """Return plain data that is equal on two ranks if the setting is.
+    """Return plain data that is equal on two ranks if and only if the setting is equal.
 
     Addresses in memory and the order of mappings and sets don't matter. A long value is replaced by
     its beginning and a digest.
@@ -36,7 +36,7 @@ def _plain(value: Any) -> Any:
         return sorted(map(str, value))
     name = getattr(value, "__qualname__", None)  # a class or a function
     text = str(value) if name is None else f"{value.__module__}.{name}"
-    # Objects without a text of their own are compared by their class.
+    # The default text of an object contains its address, so compare its class instead.
     return type(value).__qualname__ if " at 0x" in text else text
 
 
@@ -45,12 +45,12 @@ def weight_sums(
 ) -> dict[str, int]:
     """Return the sum of the bits of each parameter, by name.
 
-    Equal bits have equal sums, in whichever order a device adds them. Sharded and empty parameters
-    and those that belong to one rank are left out.
+    The sum of equal bits does not depend on the order in which a device adds them. Sharded and empty
+    parameters, and parameters that exist on one rank only, are left out.
 
     Args:
         parameters: names and parameters.
-        turn: which part of a large model is read; counts up from call to call.
+        turn: which part of a large model to read. The caller increments it for each call.
         limit: elements per part. A parameter is always read as a whole.
     """
     import torch
@@ -62,7 +62,7 @@ def weight_sums(
         and not hasattr(one, "placements")
         and one.numel()
         and not one.is_meta
-        and getattr(one, "allreduce", True)  # Megatron's mark of an expert on this rank only
+        and getattr(one, "allreduce", True)  # Megatron marks experts that are on this rank only
     ]
     parts = -(-sum(one.numel() for _, one in whole) // limit) or 1
     chosen = whole[turn % parts :: parts]
@@ -79,7 +79,7 @@ def first_difference(ranks: Sequence[Mapping[str, int] | None]) -> tuple[int, st
     """Return the first rank that differs from rank 0, its first differing parameter, and how many differ.
 
     Args:
-        ranks: what `weight_sums` returned on each rank; None for a rank without an answer.
+        ranks: the result of `weight_sums` on each rank, or None if a rank has none.
     """
     first = ranks[0]
     for rank, other in enumerate(ranks):

@@ -1,8 +1,8 @@
-"""What a process has once: its ranks, its device, its process group, and libraries' globals.
+"""The process-wide runtime: ranks, device, process group, and the global state of libraries.
 
-The first Accelerator (or `PartialState`) starts the runtime, later ones reuse
-it if they fit, and the end of the last one ends the group. Before anything else, the ranks
-compare what they are about to run (`check_consistent`).
+The first Accelerator (or `PartialState`) starts the runtime. Later ones reuse it if their settings match,
+and the group ends with the last one. Before anything else, the ranks compare their settings
+(`check_consistent`).
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ T = TypeVar("T")
 
 @dataclass(eq=False, kw_only=True)
 class Runtime(Process):
-    """The ranks, device and process group of this process, and who uses them."""
+    """The ranks, device and process group of this process, and the objects that use them."""
 
     debug: bool = False
     owns_group: bool = False
     users: list[weakref.ref[Any]] = field(default_factory=list)
-    #: Accelerators that have begun and not ended, dead ones too: unlike `users` it does not
-    #: depend on when the garbage collector runs, which differs between ranks.
+    #: The number of Accelerators that have started but not ended, including deleted ones. Unlike `users`,
+    #: it does not depend on when the garbage collector runs, which differs between ranks.
     unended: int = 0
-    #: `Communicator.verified` of the communicators that are made without an Accelerator.
+    #: The `verified` set of communicators that are created without an Accelerator.
     verified: set[str] = field(default_factory=set)
-    #: Numbers the comparisons of this group; a group that existed before us keeps its store, and
-    #: what was written there, so its numbers go on for the whole process.
+    #: Numbers the comparisons of this group. A group that user code started keeps its store and its
+    #: contents, so its numbers continue for the whole process.
     comparisons: Iterator[int] = field(default_factory=lambda: _comparisons)
 
 
@@ -65,12 +65,12 @@ def running() -> Runtime | None:
 
 
 def current_runtime() -> Runtime:
-    """Return the runtime of this process, starting a default one if there is none."""
+    """Return the runtime of this process, starting it with defaults if necessary."""
     return _current or acquire(None)
 
 
 def current_user() -> Any | None:
-    """Return the Accelerator made last that is still alive, else None."""
+    """Return the newest Accelerator that is still alive, or None."""
     refs = _current.users if _current else []
     alive = [user for ref in refs if (user := ref()) is not None]
     return alive[-1] if alive else None
@@ -89,7 +89,7 @@ def acquire(
     choose_device: Callable[[Topology, bool], torch.device] | None = None,
     init_group: Callable[[Process], None] | None = None,
 ) -> Runtime:
-    """Start the runtime, or join the one that runs if it fits.
+    """Start the runtime, or reuse the running one if it matches the arguments.
 
     Raises:
         RuntimeConflictError: the process already runs on another device or group.
@@ -117,14 +117,14 @@ def acquire(
             )
             needs_group = needs_group or topology.num_processes > 1
         if needs_group and not _has_group():
-            # Maybe later than the first Accelerator, which could do without, as one process can.
+            # The first Accelerator may have needed no group, because a single process can run without.
             runtime.timeout = timeout or runtime.timeout
             runtime.comm_backend = comm_backend or runtime.comm_backend
             runtime.init_method = init_method
             _open_group(runtime, init_group or start_group)
     except BaseException:
         if _current is None:
-            _end_globals()  # nobody is there who would
+            _end_globals()  # no Accelerator exists that could end them later
         raise
     _current = runtime
     if user is not None:
@@ -134,10 +134,10 @@ def acquire(
 
 
 def launched_topology() -> Topology:
-    """Return the ranks that the launcher set.
+    """Return the ranks that the launcher assigned.
 
     Raises:
-        ConfigurationError: a scheduler started several processes, and no launcher gave them ranks.
+        ConfigurationError: a scheduler started several processes, but no launcher assigned ranks.
     """
     topology = read_topology(os.environ)
     if not _has_group():
@@ -152,7 +152,7 @@ def _has_group() -> bool:
 
 
 def release(user: Any) -> None:
-    """Give the runtime back; the last user to do so ends the group we started."""
+    """Stop using the runtime. The last user ends the process group, if the runtime started it."""
     global _current
     runtime = _current
     if runtime is None:
@@ -160,7 +160,7 @@ def release(user: Any) -> None:
     if any(ref() is user for ref in runtime.users):
         runtime.unended -= 1
     runtime.users = [ref for ref in runtime.users if ref() is not None and ref() is not user]
-    # A group ends at the same call on every rank; a process alone needs no such care.
+    # A group must end at the same call on every rank. A single process has no such constraint.
     over = runtime.unended == 0 if runtime.owns_group else not runtime.users
     if over:
         try:
@@ -171,7 +171,7 @@ def release(user: Any) -> None:
 
 @dataclass(frozen=True)
 class _Global:
-    """What a process has once: as it was wanted, by which module, and what `start` returned."""
+    """Process-wide state of a library: its settings, the module that asked for it, and its value."""
 
     wanted: Any
     maker: str
@@ -183,20 +183,20 @@ _endings = ExitStack()
 
 
 def process_global(key: str, wanted: Any, start: Callable[[], T], end: Callable[[T], object]) -> T:
-    """Return a library's process-wide state, which the first Accelerator that needs it creates.
+    """Return a library's process-wide state. The first Accelerator that needs it creates it.
 
-    A plugin calls it in `mesh` or `on_start`, which every Accelerator goes through; in `device`,
-    which the first one does, for what has to stand before the process group.
+    Plugins call this in `mesh` or `on_start`, which run for every Accelerator. State that must exist
+    before the process group starts is created in `device`, which runs for the first Accelerator only.
 
     Args:
-        key: its name, such as "vendor.parallel_state".
-        wanted: how it is to be, in values that can be compared and printed.
-        start: makes it; what it returns is handed to all who want the same.
-        end: takes it down, given that value, when the last Accelerator of the process ends: before
-            the process group, and the one made last first.
+        key: a name for the state, such as "vendor.parallel_state".
+        wanted: its settings, as values that can be compared and printed.
+        start: creates the state. All callers with equal settings get the value that it returns.
+        end: receives that value and shuts the state down. It is called when the last Accelerator of the
+            process ends, before the process group ends, in reverse order of creation.
 
     Raises:
-        RuntimeConflictError: it is there and was wanted otherwise, with who made it.
+        RuntimeConflictError: the state exists already, with other settings.
 
     Example:
         def start():
@@ -214,9 +214,9 @@ def process_global(key: str, wanted: Any, start: Callable[[], T], end: Callable[
         _endings.callback(end, there.value)
     if there.wanted != wanted:
         raise RuntimeConflictError(
-            f"{key} is there once per process: {there.maker} made it as {there.wanted!r}, and "
-            f"{asking} wants {wanted!r}. End the earlier Accelerators with end_training() first, "
-            "or ask for the same."
+            f"{key} exists once per process. {there.maker} created it with {there.wanted!r}, but "
+            f"{asking} needs {wanted!r}. End the earlier Accelerators with end_training() first, "
+            "or use the same settings."
         )
     return cast(T, there.value)
 
@@ -235,23 +235,23 @@ def _open_group(runtime: Runtime, start: Callable[[Process], None]) -> None:
 
 
 def _adopted() -> tuple[Topology, Any]:
-    """Describe a group that user code has started before us, and return its store."""
+    """Return the topology and the store of a process group that user code started."""
     import torch.distributed as dist
 
     said = read_topology(os.environ)
     size = dist.get_world_size()
     local_size = said.local_num_processes if said.num_processes == size else size
     local = said.local_process_index if said.num_processes == size else dist.get_rank()
-    source = "a process group that was there already"
+    source = "a process group that was already running"
     store = dist.distributed_c10d._get_default_store()
     return Topology(dist.get_rank(), size, local, local_size, source), store
 
 
 def default_device(topology: Topology, cpu: bool) -> torch.device:
-    """Choose and select this process's device by `torch.accelerator`, without a list of vendors.
+    """Choose this process's device with `torch.accelerator`, and make it the current one.
 
     Raises:
-        ConfigurationError: more processes on this machine than devices.
+        ConfigurationError: this machine runs more processes than it has devices.
     """
     import torch
     import torch.distributed as dist
@@ -262,7 +262,7 @@ def default_device(topology: Topology, cpu: bool) -> torch.device:
     count = torch.accelerator.device_count()
     several = topology.num_processes > 1
     if several and kind.type not in dist.Backend.default_device_backend_map:
-        warn(f"torch has no collectives for {kind.type} devices; the processes run on the CPU.")
+        warn(f"torch has no collectives for {kind.type} devices, so the processes run on the CPU.")
         return torch.device("cpu")
     if topology.local_num_processes > count:
         raise ConfigurationError(
@@ -277,7 +277,7 @@ def default_device(topology: Topology, cpu: bool) -> torch.device:
 
 
 def select(device: torch.device) -> None:
-    """Make a device the current one of its type."""
+    """Make this the current device of its type."""
     import torch
 
     if device.type != "cpu" and device.index is not None:
@@ -285,17 +285,17 @@ def select(device: torch.device) -> None:
 
 
 def _store(process: Process) -> Any:
-    """Return the rendezvous store under a prefix of this attempt and this group.
+    """Return the rendezvous store, with a key prefix for this attempt and this group.
 
-    A restarted attempt must not read the addresses that its dead predecessor left in the agent's
-    store, and a second group must not read those of the first. The store counts the groups of
+    The prefix keeps a restarted attempt from reading the addresses that the failed attempt left in the
+    agent's store, and a second group from reading those of the first. The store counts the groups of
     each rank, so that a process that replaces another one of the same rank continues its count.
     """
     from torch.distributed import PrefixStore, TCPStore
 
     check_address(process, os.environ)
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    # A process alone meets nobody: any free port, as several such may run beside each other.
+    # A single process can use any free port, because several may run on the same machine.
     usual = "0" if process.num_processes == 1 else "29500"
     port = int(os.environ.get("MASTER_PORT", usual))
     if (address, port) not in _stores:
@@ -315,7 +315,7 @@ def _store(process: Process) -> Any:
 
 
 def start_group(start: Process) -> None:
-    """Start torch.distributed's default group; gloo serves CPU tensors beside a device's own."""
+    """Start torch.distributed's default group, with gloo for CPU tensors."""
     import torch.distributed as dist
 
     options: dict[str, Any] = {"backend": start.comm_backend}
@@ -342,7 +342,7 @@ def _named_device(name: str) -> torch.device:
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ConfigurationError(
-            f"torch_device={name!r} (ACCELERATE_TORCH_DEVICE) is no device of torch: {reason}"
+            f"torch_device={name!r} (ACCELERATE_TORCH_DEVICE) is not a device that torch supports: {reason}"
         ) from None
     select(device)
     return device
@@ -357,8 +357,8 @@ def _check_fits(
 ) -> None:
     def refuse(wanted: str, there: str) -> NoReturn:
         raise RuntimeConflictError(
-            f"{wanted} was asked for, but {there}. End the earlier Accelerator with "
-            "end_training() first, or ask for the same."
+            f"{wanted} was requested, but {there}. End the earlier Accelerator with "
+            "end_training() first, or use the same setting."
         )
 
     here = f"this process already runs on {runtime.device}"
@@ -371,10 +371,10 @@ def _check_fits(
         if runtime.timeout is not None:
             there = f"the group already runs with {runtime.timeout.total_seconds():g} s"
             refuse(wanted, there)
-        # Something as harmless as a seed per rank may have started it.
+        # A call as simple as set_seed(device_specific=True) may have started it.
         warn(
-            f"{wanted} was asked for, but the group was started before, with torch's default, "
-            "which holds. Construct the Accelerator first.",
+            f"{wanted} was requested, but the group is already running with torch's default, "
+            "which stays in effect. Construct the Accelerator first.",
         )
     if comm_backend and runtime.comm_backend and comm_backend != runtime.comm_backend:
         there = f"the process group already runs on {runtime.comm_backend!r}"
@@ -382,11 +382,11 @@ def _check_fits(
 
 
 def check_consistent(runtime: Runtime, facts: Mapping[str, Any]) -> None:
-    """Compare `facts` with rank 0's through the store; every rank learns the verdict.
+    """Compare `facts` with those of rank 0, through the store.
 
     Raises:
-        ConfigurationError: on every rank, naming the ranks and the facts that differ.
-        RuntimeConflictError: a rank did not come within the time limit of the group.
+        ConfigurationError: facts differ. Raised on every rank; the message lists the differences.
+        RuntimeConflictError: a rank did not call this within the time limit of the group.
     """
     if runtime.num_processes == 1 or runtime.store is None:
         return
@@ -406,22 +406,22 @@ def check_consistent(runtime: Runtime, facts: Mapping[str, Any]) -> None:
         verdict = _differences(json.loads(mine), theirs)
         store.set(f"{prefix}/verdict", verdict)
     if verdict:
-        raise ConfigurationError(f"The processes are not configured alike: {verdict}")
+        raise ConfigurationError(f"The processes have different settings: {verdict}")
 
 
 def _wait_for(store: Any, keys: list[str], wait: timedelta, runtime: Runtime) -> None:
     try:
         store.wait(keys, wait)
-    except Exception as error:  # stores have classes of their own for this
+    except Exception as error:  # each store has its own class for a timeout
         missing = [key.rsplit("/", 1)[1] for key in keys if not store.check([key])]
         names = ["0"] if missing == ["verdict"] else missing
         if not names:
             raise
         raise RuntimeConflictError(
-            f"Rank {runtime.process_index} constructs an Accelerator and waited "
-            f"{wait.total_seconds():g} s for rank {', '.join(names)} to do so too. Every rank has "
-            "to construct it: take it out of blocks that only some of them run. If rank "
-            f"{', '.join(names)} was still importing or loading, raise process_group_timeout."
+            f"Rank {runtime.process_index} constructed an Accelerator and waited "
+            f"{wait.total_seconds():g} s for rank {', '.join(names)} to do the same. Every rank must "
+            "construct it, so move it out of blocks that only some ranks run. If rank "
+            f"{', '.join(names)} was still importing or loading, increase process_group_timeout."
         ) from error
 
 
@@ -447,13 +447,13 @@ def _end_group(runtime: Runtime) -> None:
     finally:
         if own:
             dist.destroy_process_group()
-            # gloo's own thread drops its last work item, and with it a tensor, a moment later; if
-            # the interpreter is finalising by then it takes the process down. Let it have the GIL.
+            # A thread of gloo releases its last work item, and thereby a tensor, a moment later. If the
+            # interpreter is finalising by then, the process crashes. Let that thread have the GIL.
             time.sleep(0.02)
 
 
 def _end_at_exit(reference: weakref.ref[Runtime]) -> None:
     runtime = reference()
-    # After a failure the other ranks may never answer: leave the group to the kernel.
+    # After a failure, the other ranks may not respond, so let the operating system end the group.
     if runtime is not None and not failures.happened():
         _end_group(runtime)

@@ -1,7 +1,7 @@
-"""Nested structures of tensors: taking the leaves out of a tree and putting others in.
+"""Walk nested structures of tensors, and rebuild them with other leaves.
 
-A *tree* here is any nesting of lists, tuples, named tuples, mappings and instances of dataclasses;
-everything else is a leaf. The order of the leaves is that of iteration, or of the fields.
+A *tree* is any nesting of lists, tuples, named tuples, mappings and dataclass instances. Everything else is
+a leaf. Leaves are in the order in which the containers iterate, or in the order of dataclass fields.
 Containers keep their type.
 """
 
@@ -28,30 +28,30 @@ class TensorInformation:
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Say whether the object looks like an instance of a named tuple."""
+    """Return whether the object looks like a named tuple."""
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
 def is_sequence(data: object) -> TypeGuard[Sequence[Any]]:
-    """Say whether the object is an inner node of a tree that holds its children by position."""
+    """Return whether the object is an inner node with children by position."""
     return isinstance(data, (list, tuple)) and not isinstance(data, torch.Size)
 
 
 def is_record(data: Any) -> bool:
-    """Say whether the object is an instance of a dataclass, and so an inner node of a tree."""
+    """Return whether the object is a dataclass instance, which is an inner node of a tree."""
     kind = type(data)
     return hasattr(kind, "__dataclass_fields__") and kind is not TensorInformation
 
 
 def record_items(data: Any) -> dict[str, Any]:
-    """Return the fields of an instance of a dataclass by name, as far as they are set."""
+    """Return the fields of a dataclass instance by name, without fields that are not set."""
     names = [field.name for field in fields(data)]
     return {name: getattr(data, name) for name in names if hasattr(data, name)}
 
 
 def children(node: object) -> Collection[Any] | None:
-    """Return the children of an inner node of a tree, in order; None for a leaf."""
-    # The usual types first: asking whether something is a Mapping is slow.
+    """Return the children of an inner node in order, or None for a leaf."""
+    # Check the usual types first, because the check for a Mapping is slow.
     if type(node) is tuple or type(node) is list:
         return node
     if type(node) is dict:
@@ -66,10 +66,10 @@ def children(node: object) -> Collection[Any] | None:
 
 
 def columns(nodes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return what inner nodes of one structure hold, place by place; of mappings key by key.
+    """Return one tuple per position, or per key of mappings, with that child of every node.
 
     Raises:
-        KeyError, ValueError: one of them lacks what the first has, or is longer or shorter.
+        KeyError, ValueError: the nodes have different keys or lengths.
     """
     if isinstance(nodes[0], Mapping):
         return [tuple(node[key] for node in nodes) for key in nodes[0]]
@@ -77,10 +77,10 @@ def columns(nodes: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def rebuild(node: Any, items: list[Any]) -> Any:
-    """Return an inner node like `node`, of the same type, that holds `items` instead.
+    """Return an inner node of the same type as `node`, with the children `items`.
 
-    A dict subclass is copied and refilled, not constructed: it may want other arguments (a
-    `defaultdict`) and may carry attributes beside its items.
+    A dict subclass is copied and refilled instead of constructed, because its constructor may take other
+    arguments (as that of `defaultdict`) and it may have additional attributes.
     """
     kind = type(node)
     if is_sequence(node):
@@ -110,7 +110,7 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
 
 
 def rebuild_record(data: Any, items: Mapping[str, Any]) -> Any:
-    """Return a copy of an instance of a dataclass, frozen or not, with other values."""
+    """Return a copy of a dataclass instance, frozen or not, with other values."""
     rebuilt = copy.copy(data)
     for name, value in items.items():
         object.__setattr__(rebuilt, name, value)
@@ -140,7 +140,7 @@ def _collect(node: Any, into: list[Any]) -> None:
 
 
 def unflatten(like: Any, leaves: Iterable[Any]) -> Any:
-    """Return a tree of the structure of `like` with other leaves, given in order."""
+    """Return a tree with the structure of `like` and other leaves, in order."""
     values = iter(leaves)
     return map_leaves(lambda _: next(values), like)
 
@@ -157,7 +157,7 @@ def map_leaves(func: Callable[[Any], Any], data: Any) -> Any:
 
 
 def iterate_leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield `(path, leaf)` for every leaf; the path reads like the code that gets there."""
+    """Yield `(path, leaf)` for every leaf. A path is written as Python code, such as `['x'][0]`."""
     inner = children(data)
     if inner is None:
         yield path, data
@@ -172,7 +172,7 @@ def iterate_leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def map_tensors(func: Callable[[torch.Tensor], Any], data: Any) -> Any:
-    """Return the tree with `func` applied to every tensor; other leaves are kept."""
+    """Return the tree with `func` applied to every tensor. Other leaves don't change."""
     return map_leaves(lambda leaf: func(leaf) if isinstance(leaf, torch.Tensor) else leaf, data)
 
 
@@ -184,8 +184,8 @@ def send_to_device(
 ) -> Any:
     """Move every tensor of a tree, and every object with a `.to` method, to a device.
 
-    What is already there is returned as the very same object, containers included. The values
-    under `skip_keys` (in mappings, at any depth) stay where they are.
+    Objects and containers that are already on the device are returned unchanged, not copied. Values under
+    `skip_keys` (in mappings, at any depth) are not moved.
 
     Example:
         batch = send_to_device({"x": x, "y": y}, accelerator.device, non_blocking=True)
@@ -199,7 +199,7 @@ def _send(data: Any, device: torch.device, non_blocking: bool, skipped: tuple[st
     if isinstance(data, torch.Tensor):
         return data if data.device == device else data.to(device, non_blocking=non_blocking)
     partly = bool(skipped) and isinstance(data, Mapping)
-    # An object that moves itself knows best, unless some of its keys are to be left behind.
+    # Use the `.to` of the object itself, unless some of its keys are skipped.
     if not partly and callable(getattr(data, "to", None)):
         return _move_object(data, device, non_blocking)
     inner = children(data)
@@ -220,7 +220,7 @@ def _move_object(data: Any, device: torch.device, non_blocking: bool) -> Any:
         return data.to(device)
     try:
         return data.to(device, non_blocking=True)
-    except TypeError:  # a `.to` that only knows the device
+    except TypeError:  # a `.to` that only takes a device
         return data.to(device)
 
 
@@ -230,7 +230,7 @@ def get_data_structure(data: Any) -> Any:
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Return the tree with every float16 and bfloat16 tensor as float32. Gradients flow through."""
+    """Return the tree with float16 and bfloat16 tensors as float32. Gradients flow through."""
     return map_leaves(_to_fp32, tensor)
 
 
