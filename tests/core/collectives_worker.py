@@ -1,7 +1,7 @@
-"""One process of a small gloo group: run every case, write which held.
+"""One process of a small gloo group: runs every case and writes the results.
 
-Called as `collectives_worker.py RANK SIZE STORE REPORT`. A case is a function that asserts; all
-ranks run all of them in the order they stand here. `REPORT.RANK` gets `{case: "" or traceback}`.
+Called as `collectives_worker.py RANK SIZE STORE REPORT`. All ranks run
+all cases in the order of this file, and each writes `{case: "" or traceback}` to `REPORT.RANK`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def case(function: Case) -> Case:
 
 
 class Counting:
-    """Owner hooks that count what is called."""
+    """Collective hooks that record which of them are called."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -63,7 +63,7 @@ class Counting:
 
 
 class WithoutAvg(TorchCollectives):
-    """Collectives over a group that cannot average."""
+    """Collectives of a group without an average operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Pair(NamedTuple):
 
 
 class Batch(OrderedDict[str, Any]):
-    """A dict subclass with an attribute of its own."""
+    """A dict subclass with an extra attribute."""
 
     origin = "nowhere"
 
@@ -97,7 +97,7 @@ COMPLEX = [torch.complex64, torch.complex128]
 DTYPES = [*FLOATS, *INTEGERS, *FLOAT8, *COMPLEX, torch.bool]
 
 
-#: As after the first call of each, before which shapes are compared.
+#: Shapes are compared in the first call of each collective. With this set, all are past that call.
 VERIFIED = frozenset({"gather", "gather_uneven", "reduce", "broadcast", "pad_across_processes"})
 
 
@@ -234,7 +234,7 @@ def gather_walks_dataclasses(comm: Communicator) -> None:
     same(scores.values, torch.arange(comm.size).repeat_interleave(2))
     same(scores.names["a"], torch.arange(comm.size))
     same(frozen.x, torch.arange(comm.size))
-    same(own.values, torch.full((2,), comm.rank))  # the input is as it was
+    same(own.values, torch.full((2,), comm.rank))  # the input is unchanged
 
 
 @case
@@ -269,7 +269,7 @@ def gather_keeps_container_types(comm: Communicator) -> None:
     assert type(result.first["y"]) is tuple
     assert type(result.first["y"][1]) is list
     assert result.second.default_factory is list
-    assert len(batch["x"]) == 1, "the input is not changed"
+    assert len(batch["x"]) == 1, "the input was changed"
     same(result.first["y"][1][0], torch.ones(2 * comm.size))
 
 
@@ -435,7 +435,7 @@ def broadcast_sends_any_structure_in_one_collective(comm: Communicator) -> None:
     assert type(result) is Batch
     for dtype in DTYPES:
         same(result[str(dtype)], sample(1, dtype, 3))
-        assert result[str(dtype)] is tree[str(dtype)], "written in place"
+        assert result[str(dtype)] is tree[str(dtype)], "the list was not updated in place"
 
 
 @case
@@ -497,7 +497,7 @@ def tensors_are_padded_along_several_dimensions(comm: Communicator) -> None:
     expected = torch.full((comm.size, 2, 2 * comm.size), 7)
     expected[:own, :, : 2 * own] = own
     same(padded["image"], expected)
-    # Dimension 0 and -1 are the same one here, and it is as long as the longest afterwards.
+    # Dimensions 0 and -1 are the same here, and become as long as the longest.
     assert padded["flat"].tolist() == [1.0] * own + [7.0] * (comm.size - own)
     assert len(gather(padded, comm)["image"]) == comm.size**2
 
@@ -562,7 +562,7 @@ def first_call_of_each_collective_compares_shapes(comm: Communicator) -> None:
         "pad_across_processes": lambda tree: pad_across_processes(tree, comm=watched),
     }
     for verb, call in verbs.items():
-        for _ in range(2):  # a call that failed does not count
+        for _ in range(2):  # a failed call does not count as the first one
             with pytest.raises(DistributedOperationException) as caught:
                 call(uneven)
             text = str(caught.value)
@@ -628,7 +628,7 @@ def debug_mode_accepts_matching_shapes(comm: Communicator) -> None:
 
 def main(rank: int, size: int, store: str, report: str) -> None:
     torch.set_num_threads(1)
-    # The names that torch has replaced have to stay unused.
+    # Fail if the collectives use names that torch has deprecated.
     warnings.filterwarnings("error", message=".*deprecated.*", category=FutureWarning)
     dist.init_process_group(
         "gloo",
@@ -649,7 +649,7 @@ def main(rank: int, size: int, store: str, report: str) -> None:
             results[name] = traceback.format_exc()
         Path(f"{report}.{rank}").write_text(json.dumps(results))
         if results[name]:
-            break  # the ranks may be at different collectives now
+            break  # the ranks may now be in different collectives
     dist.destroy_process_group()
 
 

@@ -76,7 +76,7 @@ def comm(ahead=False):
     )
 
 
-# Whether dispatching has a group of its own, so that a thread may be one step ahead.
+# Whether dispatching has a separate process group, so that a thread can read one step ahead.
 AHEAD = False
 
 
@@ -89,7 +89,7 @@ def tolist(batch):
 
 
 def gathered(loader, field=None):
-    """The samples of all ranks, step by step, with what was added dropped."""
+    """Return the samples of all ranks step by step, without the padding."""
     state, out = GradientState(num_steps=1), []
     object.__setattr__(loader, "gradient_state", state)
     for batch in loader:
@@ -100,7 +100,7 @@ def gathered(loader, field=None):
 
 
 def epoch(loader):
-    """As `gathered`, for ranks that may have different numbers of batches."""
+    """Like `gathered`, but the ranks can have different numbers of batches."""
     state = GradientState(num_steps=1)
     object.__setattr__(loader, "gradient_state", state)
     own = [(batch.tolist(), state.metrics_cut()[0]) for batch in loader]
@@ -118,7 +118,7 @@ def everyone(value):
 
 
 def with_generator(plain):
-    """Give the sampler what several ranks draw from: a generator seeded by the first draw."""
+    """Give the sampler a generator seeded by the first draw, as several ranks get."""
     seed = torch.empty((), dtype=torch.int64).random_().item()
     plain.batch_sampler.sampler.generator = torch.Generator().manual_seed(seed)
     return plain
@@ -245,7 +245,7 @@ def case_dispatch_equals_the_reference_for_every_combination_of_options():
                         kept = list(range(whole if drop_last else size))
                         case = (size, kind, split, drop_last, even)
                         assert flat[: len(kept)] == kept, (case, pieces)
-                        filled = size + size % WORLD  # in equal parts, full or not
+                        filled = size + size % WORLD  # padded to equal parts
                         wanted = filled if even and not drop_last else len(kept)
                         assert len(flat) == wanted, (case, pieces)
 
@@ -274,7 +274,7 @@ def case_dispatch_sends_strings_and_objects():
             split_batches=split,
             even_batches=True,
         )
-        if split:  # "pair" holds a number per batch, which two batches cannot share
+        if split:  # "pair" contains one number per batch, which cannot be sliced
             continue
         texts = gathered(loader, "text")
         assert texts[:8] == [f"sample {s}" for s in range(8)], texts
@@ -298,14 +298,14 @@ def case_dispatch_uses_a_custom_slice_function():
 
 
 def failure_of(batches):
-    """Read all; return what came, and the exception that ended it."""
+    """Return the batches that were read, and the exception that ended the loop."""
     got = []
     try:
         for batch in batches:
             got.append(batch)
     except Exception as error:
         return got, error
-    raise AssertionError("nothing was raised")
+    raise AssertionError("no exception was raised")
 
 
 def case_dispatch_errors_reach_every_rank():
@@ -387,7 +387,7 @@ def case_idle_iterator_on_one_rank_does_not_advance_the_shared_generator():
 
 
 class Placed(Numbers):
-    """Numbers that know how far they were read, and on which thread."""
+    """A stream with a state that also records which threads read it."""
 
     at = 0
 
@@ -446,7 +446,7 @@ def case_dispatch_reads_ahead_unless_the_dataset_draws_random_numbers():
             pass
         if RANK == 0:
             assert ("dispatch" in data.threads) == on_a_thread, (kind, data.threads)
-    # The others are a step ahead of a rank that reads in step, however the loop is left.
+    # The thread reads one step ahead, however the loop ends.
     loader = prepare(DataLoader(Drawing(), 2))
     for _ in loader:
         break
@@ -474,7 +474,7 @@ def case_dispatch_supports_interleaved_loaders():
 
 
 def case_dispatch_sends_batches_whose_structure_changes():
-    """Shapes, dtypes and containers differ from step to step; big and small in turn."""
+    """Shapes, dtypes, containers and sizes differ from step to step."""
 
     def batches():
         for i in range(12):
@@ -520,7 +520,7 @@ SETUPS = {
 
 
 def case_dispatch_covers_the_epoch_for_random_options():
-    """Every rank draws the same examples: the epoch is shared out, once, also if interrupted."""
+    """All ranks draw the same examples. Each sample is read once, even if the epoch is interrupted."""
 
     @given(**SETUPS)
     @settings(
@@ -529,7 +529,7 @@ def case_dispatch_covers_the_epoch_for_random_options():
         derandomize=True,
         database=None,
         phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),  # they go by the clock, which ranks do not share
+        suppress_health_check=list(HealthCheck),  # they measure time, which differs between ranks
     )
     def check(size, batch, split, drop_last, even, kind, taken):
         def build():
@@ -566,7 +566,7 @@ def case_dispatch_covers_the_epoch_for_random_options():
 
 
 def case_dispatch_never_reads_on_two_threads_at_once():
-    """Callers that take their time or not, or leave: the thread and the caller never both read."""
+    """Callers are slow, fast or stop early, and the thread and the caller never read at the same time."""
     draw = random.Random(5)
     for _ in range(60):
         size, stop = draw.randrange(80), draw.choice([None, None, draw.randrange(12)])
@@ -587,7 +587,7 @@ def case_dispatch_never_reads_on_two_threads_at_once():
             for number in range((step * WORLD + RANK) * 3, (step * WORLD + RANK) * 3 + 3)
         ]
         if taken and taken == steps and size % (3 * WORLD):
-            del wanted[-3:], own[len(wanted) :]  # what fills up is checked elsewhere
+            del wanted[-3:], own[len(wanted) :]  # padding is checked elsewhere
         assert own == wanted, (size, stop)
 
 
@@ -607,7 +607,7 @@ def case_dispatch_sends_the_structure_once():
     finally:
         kind.send = send
     if RANK == 0:
-        assert len(sizes) == 10, sizes  # one per step: head, structure and data fit
+        assert len(sizes) == 10, sizes  # one per step, because header, structure and data fit
         assert len(set(sizes)) == 1
 
 
@@ -651,7 +651,7 @@ def case_loader_of_another_class_can_be_prepared():
 
 
 def case_ranks_of_one_replica_read_the_same_samples():
-    """Both ranks work on the same part, as ranks of one model do."""
+    """Both ranks read the same samples, as ranks of one model replica do."""
     loader = prepare_data_loader(DataLoader(Numbers(8), 2), None, 1, 0, comm=comm())
     assert len(list(loader)) == 4
 
@@ -676,7 +676,7 @@ def main():
             results[name] = "ok"
         except Exception:
             results[name] = traceback.format_exc()
-        comm().barrier()  # a case that fails on one rank must not reach into the next
+        comm().barrier()  # a case that fails on one rank must not affect the next
     print(json.dumps(results))
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Delete an Accelerator of several ranks, and go on with what it has prepared."""
+"""Delete an Accelerator on several ranks, and keep training with the objects it prepared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that is configured as its own variables say; reports how long the refusal took."""
+"""A rank configured by its own variables. Reports the error and how long it took."""
 
 from __future__ import annotations
 

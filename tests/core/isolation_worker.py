@@ -1,4 +1,4 @@
-"""Two ranks: groups that end and begin anew, Accelerators side by side."""
+"""Two ranks: process groups that end and start again, and several Accelerators at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def accelerate(**arguments: Any) -> Accelerator:
 
 
 def work(accelerator: Accelerator) -> None:
-    """Communicate and train."""
+    """Run a collective and a training step."""
     assert accelerator.gather(torch.tensor([RANK])).tolist() == list(range(SIZE))
     torch.manual_seed(RANK)
     net = nn.Linear(4, 2)
@@ -43,7 +43,7 @@ def accelerator_does_not_write_environment_variables() -> None:
         assert list(os.environb) == order
         work(accelerator)
     if b"TORCHINDUCTOR_CACHE_DIR" not in before:
-        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it when it trains
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it during training
     assert dict(os.environb) == before
 
 
@@ -88,10 +88,10 @@ def users_process_group_is_used_and_not_destroyed() -> None:
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("own", store), rank=RANK, world_size=SIZE
     )
-    for precision in ("no", "bf16"):  # what the first one said is in the group's store still
+    for precision in ("no", "bf16"):  # the group's store still contains the first one's entries
         with accelerate(mixed_precision=precision) as accelerator:
             work(accelerator)
-    assert dist.is_initialized(), "whoever started it ends it"
+    assert dist.is_initialized(), "a process group that the script started must not be destroyed"
     dist.destroy_process_group()
     with accelerate() as accelerator:
         work(accelerator)
@@ -138,7 +138,7 @@ def another_timeout_is_refused_while_the_process_group_runs() -> None:
 
 @case
 def process_group_does_not_depend_on_garbage_collection() -> None:
-    """When the garbage collector runs differs by rank; when the group ends must not."""
+    """Garbage collection differs between ranks, but the group must end at the same time on all."""
     gc.collect()
     gc.disable()
     try:

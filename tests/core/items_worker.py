@@ -1,4 +1,4 @@
-"""Any number of ranks: gradients of ragged micro-batches equal those of one big batch."""
+"""Any number of ranks: ragged micro-batches have the same gradients as one big batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 class Tagger(torch.nn.Module):
-    """A class per token, out of an embedding and what comes before."""
+    """Predicts a class per token from its embedding and the tokens before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Tagger(torch.nn.Module):
 
 
 def micro_batch(rank: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequences of a length of their own, some labels ignored; ranks and indices differ."""
+    """Return sequences whose length depends on rank and index, with some labels ignored."""
     generator = torch.Generator().manual_seed(100 * rank + index)
     length = 3 + 4 * rank + 2 * index
     tokens = torch.randint(17, (2, length), generator=generator)
@@ -51,7 +51,7 @@ def summed(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tens
 
 
 def reference(indices: list[int], scale: float = 1.0) -> list[torch.Tensor]:
-    """Gradients of the mean over every item of these micro-batches of all ranks."""
+    """Return the gradients of the mean over all items of these micro-batches on all ranks."""
     model, loss, count = Tagger(), torch.zeros(()), 0
     for rank in range(SIZE):
         for index in indices:
@@ -85,7 +85,7 @@ def ragged_micro_batches_equal_one_big_batch() -> None:
                 with accelerator.accumulate(model, num_items=count if cycle else int(count)):
                     accelerator.backward(summed(model, tokens, labels))
                     if accelerator.sync_gradients:
-                        check(model, indices)  # before clipping, already
+                        check(model, indices)  # already correct before clipping
                         norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
                         wanted = torch.cat([g.flatten() for g in reference(indices)]).norm()
                         assert abs(norm - wanted) < 1e-5
@@ -94,7 +94,7 @@ def ragged_micro_batches_equal_one_big_batch() -> None:
 
 
 class SharedSamples(DDPBackend):
-    """All ranks read the same samples, and each computes the loss of other tokens of them."""
+    """All ranks read the same samples, and each computes the loss for different tokens."""
 
     name = "shared_samples"
 
@@ -243,7 +243,7 @@ def cycles_with_and_without_item_counts_can_alternate() -> None:
 
 
 def make_plain(indices: list[int]) -> list[torch.Tensor]:
-    """Mean over ranks and steps of the summed losses: what cycles without a count give."""
+    """Return gradients of the mean over ranks and steps of the summed losses, as without a count."""
     model, loss = Tagger(), torch.zeros(())
     for rank in range(SIZE):
         for index in indices:

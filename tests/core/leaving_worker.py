@@ -1,4 +1,4 @@
-"""Leave a dispatched loop in one way, and tell that the process came to its end."""
+"""Stop reading a dispatched loader in the middle, in the way that `LEAVE` selects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ loader = accelerator.prepare(DataLoader(Numbers(), 4))
 iterator = iter(loader)
 for _ in range(4):
     batch = next(iterator)
-    time.sleep(0.001)  # long enough for the thread to be used
+    time.sleep(0.001)  # long enough for the reading thread to start
 write_result(batch.flatten().tolist())
 if how == "again":
     accelerator.end_training()

@@ -1,4 +1,4 @@
-"""Train past the wrapper of a prepared model, and as it should be."""
+"""Train by calling the unwrapped model, and then by calling the prepared one."""
 
 from __future__ import annotations
 

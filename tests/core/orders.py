@@ -1,8 +1,10 @@
-"""Which samples each rank reads, in which order: the same script runs with Hugging Face Accelerate.
+"""Record which samples each rank reads, in which order. Also runs with Hugging Face Accelerate.
 
-    python tests/core/orders.py tests/core/orders.json     with the original installed: records it
+    With Accelerate installed, this records its orders:
 
-`test_orders.py` runs it with accelerate-core and compares.
+    python tests/core/orders.py tests/core/orders.json
+
+`test_orders.py` runs it with accelerate-core and compares the results.
 """
 
 from __future__ import annotations
@@ -46,14 +48,14 @@ def numbers(size: int) -> torch.Tensor:
 
 
 def cases() -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Return what makes a loader, and its `DataLoaderConfiguration`, by name."""
+    """Return a loader factory and its `DataLoaderConfiguration` for each case."""
     made: dict[str, tuple[Any, dict[str, Any]]] = {}
     flags = (False, True)
     for kind, split, dispatch, even, drop, size in itertools.product(
         ("plain", "shuffled", "seedable", "stream"), flags, flags, flags, flags, (4, 13, 24)
     ):
         if size == 24 and not (even and drop):
-            continue  # nothing is left over
+            continue  # no partial step at the end
         name = kind + "".join(
             f" {word}"
             for word, on in [
@@ -111,7 +113,7 @@ def _samplers() -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 def read(make: Any, config: dict[str, Any]) -> str:
-    """Return the batches of two epochs, and what is drawn behind them, as a line."""
+    """Return the batches of two epochs, and a random number drawn after them, as one line."""
     try:
         from accelerate import Accelerator
         from accelerate.utils import DataLoaderConfiguration, InitProcessGroupKwargs, set_seed
@@ -136,7 +138,7 @@ def read(make: Any, config: dict[str, Any]) -> str:
 
 
 def run(names: list[str] | None = None) -> dict[str, str]:
-    """Return this rank's line of each case."""
+    """Return this rank's line for each case."""
     warnings.simplefilter("ignore")
     return {name: read(*case) for name, case in cases().items() if names is None or name in names}
 

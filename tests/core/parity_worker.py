@@ -1,4 +1,4 @@
-"""Train with the library; arguments name the runs, such as `fp32`, `fp16` or `compiled`."""
+"""Train with accelerate-core. Arguments select the runs, such as `fp32`, `fp16` or `compiled`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def graphs() -> int:
-    """Return how many frames torch has compiled in this process."""
+    """Return the number of frames that torch has compiled in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.counters["frames"]["ok"] if dynamo else 0
 

@@ -1,6 +1,6 @@
-"""The references in plain torch: one process, and a DDP loop written by hand.
+"""Reference runs in plain PyTorch: on one process, and with a handwritten DDP loop.
 
-Run as a script by torchrun with precisions as arguments, it is the DDP loop.
+As a script under torchrun it runs the DDP loop, with precisions as arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 #: 8 optimizer steps of 2 micro-batches.
 STEPS, ACCUMULATION = 8, 2
-#: Samples per rank and micro-batch.
+#: Samples per micro-batch on each rank.
 BATCH = 8
 MAX_NORM = 1.0
 
@@ -33,14 +33,14 @@ def make_optimizer(model: torch.nn.Module, scheduler_total: int) -> tuple[Any, A
 
 
 def one_process(world: int, scheduler_steps: int, precision: str = "no") -> History:
-    """Train on the n-fold batch; the scheduler is stepped `scheduler_steps` times per step."""
+    """Train with an n times larger batch, and call the scheduler `scheduler_steps` times per step."""
     model = make_net()
     data = batches(STEPS * ACCUMULATION * BATCH * world, BATCH * world)
     return _train(model, data, scheduler_steps, precision, STEPS * scheduler_steps)
 
 
 def by_hand(precision: str) -> History:
-    """Train with DDP, no_sync, autocast and GradScaler as the torch tutorials write it."""
+    """Train with DDP, no_sync, autocast and GradScaler, as in PyTorch's tutorials."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     model = torch.nn.parallel.DistributedDataParallel(make_net())
     data = batches(STEPS * ACCUMULATION * BATCH * world, BATCH)[rank::world]

@@ -1,4 +1,4 @@
-"""Any number of ranks: turns, decorators, splitting, collectives, generators, exact metrics."""
+"""Any number of ranks: ordering, decorators, splitting, collectives, generators and metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def accelerate(**arguments: Any) -> Accelerator:
     return Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT, **arguments)
 
 
-# --- who is who -------------------------------------------------------------------------------
+# --- ranks ------------------------------------------------------------------------------------
 
 
 @case
@@ -70,7 +70,7 @@ def main_process_goes_first() -> None:
                 else:
                     seen_before = [path.name for path in folder.iterdir()]
                 (folder / str(RANK)).touch()
-            assert RANK == 0 or "0" in seen_before, "entered before the main process had left"
+            assert RANK == 0 or "0" in seen_before, "entered before the main process left"
             accelerator.wait_for_everyone()
             assert sorted(path.name for path in folder.iterdir()) == [str(r) for r in RANKS]
 
@@ -89,7 +89,7 @@ def print_writes_on_one_process() -> None:
 
 @case
 def lists_tensors_and_dicts_are_split_between_processes() -> None:
-    total = 2 * SIZE + 1  # the first rank gets one more
+    total = 2 * SIZE + 1  # the first rank gets one extra item
     starts = [0, *(3 + 2 * rank for rank in RANKS)]
     mine = list(range(total))[starts[RANK] : starts[RANK + 1]]
     padded = mine if RANK == 0 else [*mine, total - 1]
@@ -127,8 +127,8 @@ def gather_reduce_and_pad_combine_ranks() -> None:
         assert gathered["x"].tolist() == gathered["y"][0].tolist() == RANKS
         assert accelerator.reduce(own, "sum").item() == sum(RANKS)
         assert accelerator.reduce(own, "mean").item() == sum(RANKS) / SIZE
-        assert accelerator.reduce(own).item() == sum(RANKS), "sum is the default"
-        assert own.item() == RANK, "the input is left as it is"
+        assert accelerator.reduce(own).item() == sum(RANKS), "the default should be the sum"
+        assert own.item() == RANK, "the input was changed"
         row = torch.full((1, RANK + 1), RANK)
         padded = accelerator.pad_across_processes(row, dim=1, pad_index=-1)
         assert padded.shape == (1, SIZE)
@@ -183,7 +183,7 @@ def rng_types_select_which_generators_are_synchronised() -> None:
 @case
 def shuffled_ranks_read_disjoint_samples() -> None:
     with accelerate() as accelerator:
-        torch.manual_seed(100 + RANK)  # a generator per rank: the order still is one
+        torch.manual_seed(100 + RANK)  # generators differ between ranks, but the order must not
         dataset = list(range(8 * SIZE))
         generator = torch.Generator().manual_seed(RANK)
         plain = DataLoader(dataset, 4, shuffle=True)
@@ -206,7 +206,7 @@ def seeds_can_differ_by_rank() -> None:
         assert len(set(_draws(accelerator))) == SIZE
 
 
-# --- the rest ---------------------------------------------------------------------------------
+# --- other ------------------------------------------------------------------------------------
 
 
 @case

@@ -1,4 +1,4 @@
-"""Two ranks: accumulation, synchronisation, clipping, scaling, several models."""
+"""Two ranks: accumulation, synchronisation, clipping, scaling and several models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def by_hand_model(seed: int = 0) -> DistributedDataParallel:
 
 
 def batch(index: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a batch of this rank's own."""
+    """Return a batch that differs on each rank."""
     return batches(size * SIZE * (index + 1), size)[index * SIZE + RANK]
 
 
@@ -95,7 +95,7 @@ def gradients_are_unscaled_only_once() -> None:
 
 
 class Duck:
-    """An optimizer that is none of torch's."""
+    """An optimizer that does not derive from torch's."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
@@ -112,7 +112,7 @@ class Duck:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """A torch optimizer that does not call its base's constructor."""
+    """A torch optimizer that does not call its base class's constructor."""
 
     __init__ = Duck.__init__
     step = Duck.step
@@ -163,7 +163,9 @@ def gradients_are_synchronised_only_at_the_end_of_a_cycle() -> None:
                 assert torch.equal(flat(model), start) is not boundary
                 optimizer.zero_grad()
                 if not boundary:
-                    assert torch.equal(gradients(model), kept), "zero_grad is for the boundary"
+                    assert torch.equal(gradients(model), kept), (
+                        "zero_grad() should only clear at the end of a cycle"
+                    )
         assert model.module.head.weight.grad is None
         assert same_on_ranks(flat(model))
 
@@ -182,7 +184,7 @@ def loss_is_divided_once() -> None:
                 loss = cross_entropy(*_forward(model, batch(index)))
                 value = loss.item()
                 accelerator.backward(loss)
-                assert loss.item() == value, "the user's loss is left as it is"
+                assert loss.item() == value, "the user's loss was changed"
         reference = by_hand_model()
         with reference.no_sync():
             (cross_entropy(*_forward(reference, batch(0))) / 2).backward()
@@ -191,7 +193,7 @@ def loss_is_divided_once() -> None:
 
 
 def _boundaries(plugin: GradientAccumulationPlugin, count: int) -> list[bool]:
-    """Return at which of `count` batches per rank gradients are synchronised, over 2 epochs."""
+    """Return for each of `count` batches in two epochs whether gradients are synchronised."""
     with accelerate(gradient_accumulation_plugin=plugin) as accelerator:
         model, data = accelerator.prepare(make_net(), loader(count * SIZE * 4, 4))
         seen = []
@@ -258,7 +260,7 @@ def free_memory_resets_the_step_count() -> None:
         assert accelerator.step == 0
         assert accelerator.sync_gradients
         assert not accelerator.gradient_state.in_dataloader
-        # A training of its own: the cycle begins anew.
+        # A separate training run starts a new cycle.
         model = accelerator.prepare(make_net())
         for index in range(4):
             with accelerator.accumulate(model):
@@ -295,7 +297,9 @@ def abandoned_loader_loses_its_padding_and_becomes_inactive() -> None:
         short, train = accelerator.prepare(loader(7, 4), loader(3 * 4 * SIZE, 4))
         _, y = next(iter(short))
         expected = digits_labels(7)
-        assert torch.equal(accelerator.gather_for_metrics(y), expected), "7 of 8 are real"
+        assert torch.equal(accelerator.gather_for_metrics(y), expected), (
+            "one of the 8 gathered samples is padding"
+        )
         assert not accelerator.gradient_state.in_dataloader
         for index, _ in enumerate(train):
             with accelerator.accumulate():
@@ -310,7 +314,7 @@ def digits_labels(count: int) -> torch.Tensor:
 
 
 class Stream(IterableDataset):
-    """Counts who reads it."""
+    """A stream that counts its reads."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -335,7 +339,7 @@ def iterable_data_is_dispatched_by_default() -> None:
             assert accelerator.communicator.gather_object(stream.reads) == reads
     with accelerate() as accelerator:
         name = type(accelerator.prepare(loader(8, 2))).__name__
-        assert name == "DataLoaderShard", "map-style data is read by each rank"
+        assert name == "DataLoaderShard", "each rank should read map-style data itself"
 
 
 # --- synchronisation --------------------------------------------------------------------------
@@ -386,7 +390,7 @@ def trigger_sync_in_backward_synchronises_accumulated_gradients() -> None:
             cross_entropy(*_forward(reference, batch(0))).backward()
         cross_entropy(*_forward(reference, batch(1))).backward()
         assert torch.equal(gradients(model), gradients(reference))
-        # And afterwards everything is as before.
+        # Afterwards, everything works as before.
         model.zero_grad()
         accelerator.backward(cross_entropy(*_forward(model, batch(2))))
         assert same_on_ranks(gradients(model))
@@ -408,7 +412,7 @@ def join_uneven_inputs_handles_ranks_with_fewer_batches() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         accelerator.wait_for_everyone()
-        # join sends the weights of the rank that worked longest to the others.
+        # join sends the weights of the rank with the most batches to the others.
         assert same_on_ranks(flat(model))
         reference = by_hand_model()
         sgd = torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -456,7 +460,7 @@ def make_gan() -> tuple[torch.nn.Module, torch.nn.Module]:
 
 
 def adversarial(generator: Any, critic: Any, real: torch.Tensor, noise: torch.Tensor) -> Any:
-    """Yield the critic's loss and then the generator's, as the loop consumes them."""
+    """Yield the critic's loss and then the generator's, each when the loop asks for it."""
     ones, zeros = torch.ones(len(real), 1), torch.zeros(len(real), 1)
     fake = generator(noise)
     loss = binary_cross_entropy_with_logits
@@ -494,7 +498,7 @@ def gan_by_hand(precision: str, init_scale: float) -> tuple[torch.Tensor, float]
 
 
 def check_gan(precision: str, init_scale: float) -> float:
-    """Train one with the library and one by hand; return the last scale."""
+    """Train one GAN with accelerate-core and one in plain PyTorch. Return the last loss scale."""
     handlers = [GradScalerKwargs(init_scale=init_scale)]
     with accelerate(mixed_precision=precision, kwargs_handlers=handlers) as accelerator:
         plain = make_gan()
@@ -510,7 +514,7 @@ def check_gan(precision: str, init_scale: float) -> float:
                 accelerator.clip_grad_norm_(nets[turn].parameters(), 0.1)
                 optimizers[turn].step()
         trained = torch.cat([flat(net) for net in nets])
-        assert (trained != start).float().mean() > 0.5, "the nets were trained"
+        assert (trained != start).float().mean() > 0.5, "the networks were not trained"
         assert same_on_ranks(trained)
         expected, scale = gan_by_hand(precision, init_scale)
         assert torch.equal(trained, expected)
@@ -535,7 +539,7 @@ def gan_in_fp16_survives_overflows() -> None:
 
 @case
 def two_optimizers_for_one_loss_use_the_same_scale() -> None:
-    """Both step after one backward: the scale must not change between their two steps."""
+    """Both optimizers step after one backward, and the scale must not change between the steps."""
     for init_scale in (1024.0, 2.0**28):
         handlers = [GradScalerKwargs(init_scale=init_scale)]
         with accelerate(mixed_precision="fp16", kwargs_handlers=handlers) as accelerator:
@@ -606,7 +610,9 @@ def clipping_by_value_uses_unscaled_gradients() -> None:
         accelerator.backward(cross_entropy(*_forward(model, batch(0))))
         accelerator.clip_grad_value_(model.parameters(), 0.01)
         assert gradients(model).abs().max() <= 0.01
-        assert (gradients(model).abs() < 0.01).float().mean() > 0.3, "else they were still scaled"
+        assert (gradients(model).abs() < 0.01).float().mean() > 0.3, (
+            "most gradients were clipped, so they were still scaled"
+        )
         kept = gradients(model)
         accelerator.unscale_gradients(optimizer)
         assert torch.equal(gradients(model), kept), "once per step"
@@ -617,7 +623,7 @@ def clipping_by_value_uses_unscaled_gradients() -> None:
 
 @case
 def local_sgd_averages_every_few_steps() -> None:
-    # Calls are counted, not steps: after each second one the ranks are alike.
+    # Local SGD counts calls, not optimizer steps: ranks are equal after every second call.
     for accumulated, expected in ((1, [False, True, False, True, False]), (2, [True] * 5)):
         with accelerate(gradient_accumulation_steps=accumulated) as accelerator:
             net = make_net()
@@ -636,7 +642,9 @@ def local_sgd_averages_every_few_steps() -> None:
                         dist.all_reduce(before)
                         assert torch.allclose(flat(model), before / SIZE, atol=1e-7)
             assert equal == expected, equal
-            assert same_on_ranks(flat(model)), "averaged on leaving"
+            assert same_on_ranks(flat(model)), (
+                "parameters should be averaged at the end of the block"
+            )
 
 
 if __name__ == "__main__":

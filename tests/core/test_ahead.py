@@ -1,4 +1,4 @@
-"""One result ahead, on a thread that never works beside its caller."""
+"""A prefetching thread that reads one result ahead, and never while its caller reads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_take_raises_the_error_of_the_prefetched_call():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_dead_worker_thread_is_replaced():
     def dies():
-        raise RuntimeError("against the contract")
+        raise RuntimeError("breaks the contract")
 
     worker = Prefetcher(lambda: 1, dies)
     for _ in range(3):
@@ -58,4 +58,4 @@ def test_close_waits_for_a_pending_result_and_drops_it():
     threading.Timer(0.05, gate.set).start()
     worker.close()
     assert done
-    worker.close()  # twice is harmless
+    worker.close()  # closing twice is harmless

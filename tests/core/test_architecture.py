@@ -1,4 +1,4 @@
-"""The project layout page names only files that exist."""
+"""The architecture page only names files that exist."""
 
 from __future__ import annotations
 

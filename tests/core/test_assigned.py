@@ -1,4 +1,4 @@
-"""What is assigned to an Accelerator or a state after construction is used, or refused."""
+"""Attributes assigned to an Accelerator or a state after construction are used or refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accelerate_core import (
 )
 from accelerate_core.errors import AssignmentError, ConfigurationError
 
-#: Attribute -> a value that it takes, for what is done from then on.
+#: Attributes that can be assigned, each with a valid value.
 HONOURED: dict[str, Any] = {
     "autocast_handler": AutocastKwargs(enabled=False),
     "dataloader_config": DataLoaderConfiguration(split_batches=True),
@@ -34,7 +34,7 @@ HONOURED: dict[str, Any] = {
     "sync_gradients": False,
     "upcast_outputs": False,
 }
-#: Attributes that Accelerate lets scripts replace, and arguments of the constructor.
+#: Attributes that scripts can replace in Accelerate, and constructor arguments.
 REFUSED = [
     *("backend", "provenance", "checkpointer", "cpu", "ddp_handler", "deepspeed_plugin", "device"),
     "dynamo_plugin",
@@ -43,7 +43,7 @@ REFUSED = [
     *("mixed_precision", "num_processes", "parallelism_config", "precision", "profile_handler"),
     *("project_dir", "scaler", "scaler_handler", "scheduler_steps", "state", "trackers"),
 ]
-#: Attributes of a state in Accelerate, and one of a script's own, which would be lost.
+#: Attributes of a state in Accelerate, and one that a script adds, which would be lost.
 OF_STATE = [
     *("_cpu", "_mixed_precision", "backend", "debug", "deepspeed_plugin", "deepspeed_plugins"),
     *("device", "device_mesh", "distributed_type", "dynamo_plugin", "fork_launched", "fsdp_plugin"),
@@ -121,7 +121,7 @@ def test_assigning_a_value_of_the_wrong_type_is_refused(
         setattr(accelerator, name, value)
 
 
-#: Prints the names that a state took. By itself: the drop-in gives states its own rules.
+#: Prints the names that a state accepted. A separate process, because the drop-in changes the rules.
 _ASSIGN_TO_STATES = """
 import sys
 from accelerate_core import Accelerator, PartialState
@@ -137,7 +137,7 @@ for state in (accelerator.state, AcceleratorState(), PartialState()):
             assert f"{name} cannot be assigned" in str(error)
         else:
             print(name)
-accelerator.state.fsdp_plugin = None  # as it is
+accelerator.state.fsdp_plugin = None  # the current value
 """
 
 

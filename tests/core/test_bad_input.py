@@ -1,4 +1,4 @@
-"""What is wrong is said once and clearly: what, where from, what is allowed, the nearest right name."""
+"""Errors report the invalid value once, with its source, the allowed values and a suggestion."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Foreign(KwargsHandler): ...
 
 @pytest.fixture(autouse=True)
 def _names_of_a_planned_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the catalogue know what will ask for a package that is not there yet."""
+    """Add a package to the catalogue that has not been released yet."""
     monkeypatch.setitem(catalog.ARGUMENTS, "warp_plugin", "warp")
     monkeypatch.setitem(catalog.VARIABLES, "ACCELERATE_USE_WARP", "warp")
     monkeypatch.setitem(catalog.NAMES["precision"], "fp4", "warp")
@@ -63,29 +63,33 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ConfigurationError,
         ["takes a GradientAccumulationPlugin"],
     ),
-    "a switch in words": (
+    "a boolean as a word": (
         {"device_placement": "no"},
         ConfigurationError,
         ["device_placement", "True or False", "'no'"],
     ),
-    "a generator that is none": (
+    "an unknown generator": (
         {"rng_types": ["generater"]},
         ConfigurationError,
         ["'generater'", "Did you mean 'generator'?"],
     ),
-    "more time than can be counted": (
+    "timeout too long": (
         {"process_group_timeout": 1e300},
         ConfigurationError,
         ["process_group_timeout", "at most 1e+09"],
     ),
-    "no time at all": (
+    "timeout below one": (
         {"process_group_timeout": -1},
         ConfigurationError,
         ["process_group_timeout", "at least 1"],
     ),
-    "a project that is no path": ({"project_dir": 3}, ConfigurationError, ["takes a path"]),
+    "project directory of the wrong type": (
+        {"project_dir": 3},
+        ConfigurationError,
+        ["takes a path"],
+    ),
     "unknown argument": ({"colour": 1}, UnknownArgumentError, ["no argument 'colour'"]),
-    "slip of the seeds": (
+    "misspelt argument": (
         {"kwarg_handler": []},
         UnknownArgumentError,
         ["Did you mean 'kwargs_handlers'?"],
@@ -95,7 +99,7 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         MissingPluginError,
         ["'dpd'", "constructor argument backend", "'ddp'"],
     ),
-    "no backend at all": ({"backend": 3}, ConfigurationError, ["backend=3"]),
+    "backend of the wrong type": ({"backend": 3}, ConfigurationError, ["backend=3"]),
     "backend not installed": (
         {"backend": "warp"},
         MissingPluginError,
@@ -121,7 +125,7 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ConfigurationError,
         ["=0", "at least 1"],
     ),
-    "steps no number": (
+    "steps not a number": (
         {"gradient_accumulation_steps": "two"},
         ConfigurationError,
         ["'two'", "whole number"],
@@ -144,7 +148,7 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ConfigurationError,
         ["dataloader_config"],
     ),
-    "loader settings of another kind": (
+    "loader settings of the wrong type": (
         {"dataloader_config": {}},
         ConfigurationError,
         ["not dict"],
@@ -160,7 +164,7 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["ProjectConfiguration"],
     ),
     "handler class": ({"kwargs_handlers": [AutocastKwargs]}, ConfigurationError, ["instances"]),
-    "handler nobody takes": (
+    "handler that no plugin takes": (
         {"kwargs_handlers": [Foreign()]},
         ConfigurationError,
         ["Foreign", "AutocastKwargs", "GradScalerKwargs"],
@@ -170,7 +174,7 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         MissingPluginError,
         ["'wandv'", "log_with", "'wandb'"],
     ),
-    "tracker of another kind": ({"log_with": 3}, TypeError, ["int"]),
+    "tracker of the wrong type": ({"log_with": 3}, TypeError, ["int"]),
 }
 
 
@@ -184,7 +188,9 @@ def test_errors_for_invalid_constructor_arguments(
     for part in said:
         assert part in str(failure.value)
     if kind is MissingPluginError:
-        assert not hasattr(failure.value, "__notes__"), "no installed plugin is to blame"
+        assert not hasattr(failure.value, "__notes__"), (
+            "the error should not name an installed plugin"
+        )
 
 
 OWN = ("accelerate-core", "accelerate-tracking")
@@ -221,7 +227,7 @@ ENVIRONMENT: dict[str, tuple[dict[str, str], list[str]]] = {
         {"ACCELERATE_BACKEND": "dpd"},
         ["environment variable ACCELERATE_BACKEND", "'ddp'"],
     ),
-    "switch of a missing plugin": (
+    "variable of a missing plugin": (
         {"ACCELERATE_USE_WARP": "true"},
         ["ACCELERATE_USE_WARP", 'pip install "accelerate-core[warp]"'],
     ),
@@ -341,7 +347,7 @@ def test_errors_for_invalid_checkpoints(tmp_path: Path) -> None:
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(CheckpointError, match=r"save_state\(\) got no directory") as failure:
         accelerator.save_state()
-    # Both ways out, complete: neither leads to a second error.
+    # The message shows two complete solutions, and neither leads to another error.
     assert 'save_state("checkpoints/step_100")' in str(failure.value)
     shown = "ProjectConfiguration('runs', automatic_checkpoint_naming=True)"
     assert f"Accelerator(project_config={shown})" in str(failure.value)
@@ -458,7 +464,7 @@ def test_misspelt_name_of_a_missing_plugin_is_one_error(
 def test_suggestion_is_the_name_of_the_plugin_not_an_alias(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`fsdp` is another name of the package whose plugin is called `fsdp2`."""
+    """`fsdp` is an alias of the package whose plugin is called `fsdp2`."""
     with pytest.raises(MissingPluginError, match="Did you mean 'fsdp2'") as failure:
         Accelerator(backend="fdsp")
     assert "'fsdp'" not in str(failure.value)
@@ -476,7 +482,9 @@ def test_error_for_a_non_scalar_loss_shows_its_shape() -> None:
     outputs = model(torch.ones(3, 2))
     with pytest.raises(ConfigurationError, match=r"shape \(3, 1\)"):
         accelerator.backward(outputs)
-    accelerator.backward(model(torch.ones(3, 2)), gradient=torch.ones(3, 1))  # torch's own way
+    accelerator.backward(
+        model(torch.ones(3, 2)), gradient=torch.ones(3, 1)
+    )  # torch also accepts this
 
 
 def test_error_for_a_loss_that_is_not_a_tensor_names_its_type() -> None:

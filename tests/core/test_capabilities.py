@@ -1,4 +1,4 @@
-"""A third-party precision meets a third-party backend: what one needs, the other accepts, or is told."""
+"""A third-party precision with a third-party backend: unmet needs are reported."""
 
 from __future__ import annotations
 
@@ -91,7 +91,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("usual", "layers", None, "", []),
         ("narrow", "bf16", None, "", []),
-        ("narrow", "own", None, "", []),  # it brings it about by itself
+        (
+            "narrow",
+            "own",
+            None,
+            "",
+            [],
+        ),  # the precision casts by itself, so the backend needs nothing
         ("narrow", "layers", None, "ConfigurationError", ["'modules'", "layers are replaced"]),
         ("narrow", "fp16", None, "ConfigurationError", ["'loss_scaling'", "accepts 'autocast'"]),
         ("usual", "own", None, "ConfigurationError", ["'optimizer'"]),

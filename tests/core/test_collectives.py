@@ -1,4 +1,4 @@
-"""Nested structures in one process, and every verb among two and three."""
+"""Nested structures on one process, and every collective on two and three."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Output(OrderedDict[str, Any]):
 
 
 class Encoding(UserDict[str, Any]):
-    """A mapping that can move itself, and only knows the device."""
+    """A mapping whose `to` method only accepts a device."""
 
     moved_to: torch.device | None = None
 
@@ -305,7 +305,7 @@ def test_collective_hook_can_return_a_slice_of_a_larger_tensor() -> None:
         def gather(self, tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
             return torch.cat([tensor.new_zeros(1), tensor, tensor])[1:]
 
-    checked = {"gather"}  # as after the first call
+    checked = {"gather"}  # as after the first call of each
     comm = Communicator(rank=0, size=2, device=torch.device("cpu"), hooks=Odd(), verified=checked)
     assert collectives.gather([torch.tensor([1.5])], comm)[0].tolist() == [1.5, 1.5]
 
@@ -352,5 +352,5 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: Any) -> list[dict[
 @pytest.mark.parametrize("name", worker.CASES)
 def test_case(reports: list[dict[str, str]], name: str) -> None:
     for rank, report in enumerate(reports):
-        assert name in report, f"process {rank} stopped before, in {list(report)[-1]}"
+        assert name in report, f"process {rank} stopped in an earlier case, {list(report)[-1]}"
         assert not report[name], f"process {rank}:\n{report[name]}"

@@ -1,4 +1,4 @@
-"""Compilation in place: same class, same keys, same numbers; and it does compile."""
+"""Compilation in place keeps classes, keys and results, and really compiles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from accelerate_drop_in.models import has_compiled_regions
 
 
 class Counter:
-    """A compiler that counts the graphs it gets."""
+    """A compiler that counts the graphs it compiles."""
 
     def __init__(self) -> None:
         self.graphs = 0
@@ -82,7 +82,7 @@ def dynamo(**fields: Any) -> TorchDynamoPlugin:
 
 
 def registered(compiler: Callable[..., Any]) -> str:
-    """Return the name under which torch knows a compiler from now on."""
+    """Register a compiler with torch and return its name."""
     name = f"compiler_{id(compiler)}"
     if name not in torch._dynamo.list_backends(exclude_tags=()):
         torch._dynamo.register_backend(compiler, name=name)
@@ -200,7 +200,7 @@ def test_plain_containers_are_not_compiled_as_blocks() -> None:
 def test_custom_method_named_compile_is_not_called() -> None:
     class Keras(Head):
         def compile(self, optimizer: str) -> None:  # type: ignore[override]
-            raise AssertionError("mine, for something else")
+            raise AssertionError("this method must not be called")
 
     assert is_compiled_module(compile_model(Keras(), dynamo()))
 
@@ -213,7 +213,7 @@ def test_nothing_is_compiled_by_default(fields: dict[str, Any]) -> None:
 
 
 def test_compiler_can_be_an_enum_member() -> None:
-    class Backend(str, enum.Enum):  # noqa: UP042  Accelerate's enums are of this form
+    class Backend(str, enum.Enum):  # noqa: UP042  Accelerate's enums look like this
         EAGER = "EAGER"
 
     assert is_compiled_module(compile_model(Net(), dynamo(backend=Backend.EAGER)))

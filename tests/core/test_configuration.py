@@ -1,4 +1,4 @@
-"""Where a value comes from, which source wins, and what settings objects can do."""
+"""Sources of a value, their precedence, and the behaviour of settings objects."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_mistakes_in_plugin_sections_are_reported_together_with_others(
     with pytest.raises(ConfigurationError, match="4 mistakes") as failure:
         Accelerator(cpu=True)
     assert [mark for mark in marks if mark not in str(failure.value)] == []
-    # Without a mistake of the core's, the first section that is read brings the others.
+    # Without a mistake in the core settings, the first section that is read reports the others.
     file.write_text(re.sub("gradient.*\n", "", file.read_text()))
     with pytest.raises(ConfigurationError, match="3 mistakes") as failure:
         Accelerator(cpu=True)

@@ -1,4 +1,4 @@
-"""What a version of the contract promises: the snapshot, the matrix of versions, deprecation."""
+"""What a contract version guarantees: the snapshot, compatible versions and deprecations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SNAPSHOT = Path(__file__).with_name("contract.json")
 
 
 def test_contract_matches_the_committed_snapshot() -> None:
-    """A change is deliberate: raise API_VERSION as the policy says, then write the snapshot anew:
+    """For an intended change, raise API_VERSION as the policy requires, then update the snapshot:
 
     accelerate-core plugins hooks --json > tests/core/contract.json
     """
@@ -93,7 +93,7 @@ def test_contract_records_types_defaults_and_field_order(
 def test_hook_specs_take_the_accelerator_first_and_have_no_defaults(name: str) -> None:
     spec = getattr(Backend, name, None) or getattr(HookSpecs, name)
     _, first, *more = inspect.signature(spec).parameters.values()
-    early = name in ("device", "init_process_group")  # before there is an Accelerator
+    early = name in ("device", "init_process_group")  # called before an Accelerator exists
     assert first.name == ("setup" if early else "accelerator")
     assert all(one.kind is one.POSITIONAL_OR_KEYWORD for one in more)
     assert all(one.default is one.empty for one in more)
@@ -106,7 +106,7 @@ def entry(since: tuple[int, int], on: str = "2026-01-15", gone_in: int = 2) -> d
 def changed(
     base: dict[str, Any], version: tuple[int, int], changes: dict[str, Any]
 ) -> dict[str, Any]:
-    """Change hooks by name, or public names by `Class.name`; None drops one."""
+    """Change hooks by name, or public names by `Class.name`. None removes the name."""
     made = copy.deepcopy(base)
     made["version"] = list(version)
     for name, change in changes.items():
@@ -120,7 +120,7 @@ def changed(
     return made
 
 
-#: What was deprecated in version 1.2, before the version the change starts from.
+#: Deprecations from before version 1.3, which the changes start from.
 OLD = {
     "barrier": {"deprecated": {"barrier": entry((1, 2))}},
     "zero_grad": {"deprecated": {"zero_grad(set_to_none)": entry((1, 2))}},
@@ -137,30 +137,38 @@ NO_ARGUMENT = {"arguments": ["accelerator", "optimizer"], "deprecated": {}}
     [
         ((1, 3), {"on_pause": {"since": [1, 4]}}, "raise the minor"),
         ((1, 4), {"on_pause": {}}, None),
-        ((1, 4), {"on_pause": {"since": [1, 0]}}, "say since=(1, 4)"),
-        ((1, 4), {"barrier": None}, "needs version 2.0"),
+        ((1, 4), {"on_pause": {"since": [1, 0]}}, "add since=(1, 4)"),
+        ((1, 4), {"barrier": None}, "requires version 2.0"),
         ((2, 0), {"barrier": None}, None),
-        ((2, 0), {"broadcast": None}, "without having been deprecated"),
-        ((2, 0), {"zero_grad": None}, "without having been deprecated"),  # one argument was
+        ((2, 0), {"broadcast": None}, "was not deprecated"),
+        ((2, 0), {"zero_grad": None}, "was not deprecated"),  # only one argument was deprecated
         ((2, 0), {"zero_grad": NO_ARGUMENT}, None),
-        ((1, 4), {"zero_grad": NO_ARGUMENT}, "lost its argument 'set_to_none': that needs"),
-        ((2, 0), {"scatter": {"arguments": ["accelerator"]}}, "without having been deprecated"),
-        ((2, 0), {"on_end": None}, "deprecated in 1.3: a minor version has to lie between"),
-        ((2, 0), {"gather": None}, "deprecated on 2026-09-15: six months"),
-        ((2, 0), {"reduce": None}, "was to go in 3.0"),
+        ((1, 4), {"zero_grad": NO_ARGUMENT}, "lost its argument 'set_to_none': this requires"),
+        ((2, 0), {"scatter": {"arguments": ["accelerator"]}}, "was not deprecated"),
+        ((2, 0), {"on_end": None}, "deprecated in 1.3, less than a minor version before"),
+        ((2, 0), {"gather": None}, "less than six months after its deprecation on 2026-09-15"),
+        ((2, 0), {"reduce": None}, "announced for 3.0"),
         ((1, 3), {"on_save": {"arguments": ["accelerator", "how"]}}, "raise the minor"),
         ((2, 0), {"on_end": {"kind": "owner"}}, "changed its kind from broadcast to owner"),
-        ((1, 4), {"on_start": {"since": [1, 4]}}, "since when it is there may not be moved"),
+        ((1, 4), {"on_start": {"since": [1, 4]}}, "its `since` version cannot be changed"),
         ((1, 3), {"on_save": {"deprecated": {"on_save": entry((1, 3))}}}, "raise the minor"),
         ((1, 4), {"on_save": {"deprecated": {"on_save": entry((1, 4))}}}, None),
-        ((1, 4), {"on_save": {"deprecated": {"on_save": entry((1, 2))}}}, "say since=(1, 4)"),
-        ((1, 4), {"on_save": {"deprecated": {"on_save": entry((1, 4), "")}}}, "on which day"),
-        ((1, 4), {"on_save": {"deprecated": {"on_save": entry((1, 4), gone_in=1)}}}, "earliest"),
+        ((1, 4), {"on_save": {"deprecated": {"on_save": entry((1, 2))}}}, "add since=(1, 4)"),
+        ((1, 4), {"on_save": {"deprecated": {"on_save": entry((1, 4), "")}}}, "add the date"),
+        (
+            (1, 4),
+            {"on_save": {"deprecated": {"on_save": entry((1, 4), gone_in=1)}}},
+            "2.0 or later",
+        ),
         ((1, 4), {"on_save": {"deprecated": {"on_save(x)": entry((1, 4))}}}, "no such name"),
-        ((1, 4), {"barrier": {"deprecated": {"barrier": entry((1, 1))}}}, "may not be moved"),
-        ((1, 2), {}, "went back"),
-        ((1, 4), {"LaunchPlan.target": None}, "LaunchPlan.target is gone: that needs version 2.0"),
-        ((2, 0), {"LaunchPlan.target": None}, "without having been deprecated"),
+        ((1, 4), {"barrier": {"deprecated": {"barrier": entry((1, 1))}}}, "cannot be changed"),
+        ((1, 2), {}, "was lowered"),
+        (
+            (1, 4),
+            {"LaunchPlan.target": None},
+            "LaunchPlan.target is gone: this requires version 2.0",
+        ),
+        ((2, 0), {"LaunchPlan.target": None}, "was not deprecated"),
         ((2, 0), {"Precision.scaler": None}, None),
         ((1, 3), {"Target.shell": {"kind": "field"}}, "Target.shell is new: raise the minor"),
         ((1, 4), {"Target.shell": {"kind": "field"}}, None),
@@ -168,7 +176,7 @@ NO_ARGUMENT = {"arguments": ["accelerator", "optimizer"], "deprecated": {}}
         (
             (1, 4),
             {"Precision.check": {"parameters": ["accelerator", "how"]}},
-            "demands the parameter",
+            "new required parameter",
         ),
         ((1, 4), {"Precision.check": {"parameters": ["accelerator", "how="]}}, None),
         ((1, 3), {"Precision.check": {"parameters": ["accelerator", "how="]}}, "raise the minor"),
@@ -176,7 +184,7 @@ NO_ARGUMENT = {"arguments": ["accelerator", "optimizer"], "deprecated": {}}
         (
             (1, 4),
             {"Precision.autocast": {"parameters": ["options", "model", "accelerator"]}},
-            "another order",
+            "a different order",
         ),
     ],
 )
@@ -486,7 +494,7 @@ def test_error_for_a_newer_hook_argument_says_what_to_upgrade(tmp_path: Path) ->
 
 @pytest.fixture
 def two_more_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A core whose contract has two more hooks since version 1.1."""
+    """Add two hooks to the contract in version 1.1."""
 
     def before_step(self: Any, accelerator: Any, optimizer: Any) -> None:
         pass
@@ -506,7 +514,7 @@ def two_more_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def registered(backend: Backend) -> tuple[list[Any], Any]:
-    """Register a backend; return who implements `before_step`, and its answer to `reduce_gradients`."""
+    """Register a backend. Return who implements `before_step`, and the result of `reduce_gradients`."""
     record = PluginRecord("backend", backend.name, "package:Class", "package", "1.0")
     plugins = ActivePlugins({"backend": Backend, "precision": Precision})
     plugins.add(backend, record, "the test")
@@ -527,7 +535,7 @@ def test_older_plugins_method_with_a_newer_hooks_name_is_not_called() -> None:
             return "not a hook"
 
         def before_steps(self) -> None:
-            """Nearly the newer hook, and no reason to refuse a plugin that worked before."""
+            """Resembles the newer hook, but must not break a plugin that worked before."""
 
     with pytest.warns(UserWarning, match="since version 1.1") as caught:
         implementations, answer = registered(Older())

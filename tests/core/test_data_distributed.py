@@ -1,4 +1,4 @@
-"""Two processes over gloo: what ranks have to agree on. The cases are in `data_worker.py`."""
+"""Loaders on two processes with gloo. The cases are in `data_worker.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepared loaders in one process: nothing changes, attributes survive, positions resume."""
+"""Prepared loaders in one process keep order and attributes, and resume from a position."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Custom(DataLoader):
 
 
 class Doubling(Custom):
-    """Its batches are not those the sampler names."""
+    """Yields other batches than its sampler selects."""
 
     def __iter__(self):
         for batch in super().__iter__():
@@ -89,7 +89,7 @@ LOADERS = dict(plain_loaders())
 
 
 def run(loader, epochs=2):
-    """Two epochs with work in between that draws too, and what the generator gives after."""
+    """Read two epochs with random draws in between. Return the batches and a draw afterwards."""
     out = []
     for _ in range(epochs):
         for batch in loader:
@@ -272,7 +272,7 @@ def test_set_epoch_reaches_the_dataset_only_when_called():
 
 
 class TellingBatches(BatchSampler):
-    """Batches of two by code of its own; it notes the epochs it is told and the batches it gave."""
+    """A custom sampler with batches of two that records its epochs and counts its batches."""
 
     def __init__(self, sampler, size=2):
         super().__init__(sampler, size, drop_last=False)
@@ -289,7 +289,7 @@ class TellingBatches(BatchSampler):
 
 
 class Around(BatchSampler):
-    """A batch sampler around another one, which is told by no one else."""
+    """A batch sampler around another one, which only receives the epoch through it."""
 
     def __init__(self, batch_sampler):
         self.batch_sampler, self.batch_size, self.drop_last = batch_sampler, 2, False
@@ -316,7 +316,7 @@ def test_interrupted_epoch_has_read_at_most_one_step_ahead():
     batches = TellingBatches(range(16))
     loader = prepare_data_loader(DataLoader(range(16), batch_sampler=batches), None, 2, 0)
     next(iter(loader))
-    assert batches.given == 4  # the step that was served and the one after it, on two ranks
+    assert batches.given == 4  # the step that was read and the next one, on two ranks
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3, 5])

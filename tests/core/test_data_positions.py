@@ -1,4 +1,4 @@
-"""Positions: a run interrupted at any batch goes on exactly there, also in streams with a state."""
+"""A run interrupted at any batch resumes exactly there, including streams with a state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accelerate_drop_in.data_loader import prepare_data_loader
 
 
 class Stream(IterableDataset):
-    """Numbers with a place of its own; worker w of n reads w, w + n, ..."""
+    """A stream of numbers with a state. Worker w of n reads w, w + n, ..."""
 
     def __init__(self, size):
         self.size = size
@@ -163,7 +163,7 @@ def test_stream_resumes_on_another_number_of_processes(kind, worlds):
     for step in zip(*resumed, strict=True):
         rest += [value for part in step for value in part.tolist()]
     assert rest[:real] == list(range(6 * before, 40))
-    assert len(rest) - real < 2 * after  # the rest fills up the last step
+    assert len(rest) - real < 2 * after  # the remaining samples are padding of the last step
 
 
 def test_skipping_does_not_read_the_state_of_a_stream():
@@ -208,7 +208,7 @@ def test_order_drawn_without_a_generator_resumes_on_another_number_of_ranks(worl
     }
 
     def run(world, stop=None, state=None):
-        """Return what is read from there on, in global steps, and the position."""
+        """Return the remaining batches as global steps, and the position."""
         parts = []
         for rank in range(world):
             torch.manual_seed(3)

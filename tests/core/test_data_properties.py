@@ -1,7 +1,7 @@
-"""Properties of prepared loaders, over what a user can set: nothing is lost, nothing doubled.
+"""Prepared loaders with any combination of options neither lose nor duplicate samples.
 
-Ranks are simulated one after the other, as what a rank reads depends on nothing but its place; the
-two ways that need a process group are in `data_worker.py`.
+Ranks are simulated one after another, because the samples of a rank depend only on its index. The two
+kinds of loaders that need a process group are tested in `data_worker.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Stream(IterableDataset):
 
 
 class Own(Sampler):
-    """A sampler of a user's: an order that only it knows."""
+    """A custom sampler whose order cannot be derived from its attributes."""
 
     def __init__(self, size):
         self.size = size
@@ -49,7 +49,7 @@ class Own(Sampler):
 
 
 class OwnBatches:
-    """A batch sampler of a user's, with batches of any length."""
+    """A custom batch sampler with batches of any length."""
 
     def __init__(self, size, batch):
         self.size = size
@@ -93,7 +93,7 @@ def plain_loader(setup):
 
 
 def prepared(setup, world=None, state=None):
-    """One loader per rank."""
+    """Return one loader per rank."""
     world = world or setup["world"]
     return [
         prepare_data_loader(
@@ -110,7 +110,7 @@ def prepared(setup, world=None, state=None):
 
 
 def steps_of(loaders):
-    """The global steps: a list of the ranks' batches, None where a rank has none."""
+    """Return the global steps, each a list of the ranks' batches, or None for a rank without one."""
     parts = []
     for loader in loaders:
         own = []
@@ -139,7 +139,7 @@ def test_ranks_together_read_the_epoch_of_the_plain_loader(setup):
     if not setup["even_batches"] or setup["world"] == 1:
         assert len(joined) == len(plain)
         return
-    # The documented padding: the last step is filled up, from the start of the epoch.
+    # As documented, the last step is padded with samples from the start of the epoch.
     assert len(joined) == -(-len(plain) // whole_step) * whole_step if plain else not joined
     padding = joined[len(plain) :]
     assert padding == (plain * (len(padding) // max(len(plain), 1) + 1))[: len(padding)]
@@ -188,7 +188,7 @@ def test_resumed_run_reads_only_the_remaining_samples(setup, interrupted, world,
         seen.append(own)
         del iterator
     if any(len(own) < interrupted for own in seen):
-        return  # the epoch was over
+        return  # the epoch had ended
     state = before[0].state_dict()
     resumed = prepared(setup, world)
     for loader in resumed:
@@ -217,7 +217,7 @@ def test_skip_first_batches_skips_on_every_rank(setup, count):
 
 
 def samplers(size, seed):
-    """PyTorch's own samplers, each a fresh one with a generator in the same state."""
+    """Return new instances of PyTorch's samplers, with generators in the same state."""
 
     def generator():
         return torch.Generator().manual_seed(seed)
@@ -249,7 +249,7 @@ def test_cursor_reads_the_same_indices_as_the_sampler(size, seed, moves, data):
             place += count
         assert cursor.take(200) == expected[place:]
         if getattr(sampler, "generator", None) is not None:
-            # A user's generator stands where PyTorch would have left it.
+            # A user's generator is in the state that PyTorch would have left it in.
             assert torch.equal(sampler.generator.get_state(), other.generator.get_state())
 
 

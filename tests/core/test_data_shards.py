@@ -1,4 +1,4 @@
-"""Every rank's part, for every small combination, against the single-process loader."""
+"""Each rank's batches for all small combinations of options, compared with a single process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cases(size):
 
 
 def joined(ranks):
-    """All ranks' samples, step by step, in rank order."""
+    """Return all ranks' samples step by step, in rank order."""
     steps = max(map(len, ranks), default=0)
     return [s for i in range(steps) for rank in ranks if i < len(rank) for s in rank[i]]
 
@@ -55,7 +55,7 @@ def check(case, ranks, tails):
     elif even:
         steps = whole + bool(rest)
         expected = list(islice(cycle(data), steps * step)) if size else []
-        # The filling begins at the start of the epoch, not where the cycle would be.
+        # The padding starts with the first samples of the epoch.
         expected = data + list(islice(cycle(data), steps * step - size)) if size else []
         assert joined(ranks) == expected, case
         assert all(len(batch) == per_rank for rank in ranks for batch in rank), case
@@ -143,7 +143,7 @@ def test_prepared_loaders_report_their_end_and_padding(size, kind):
 
 
 class Foreign:
-    """Not a DataLoader, and it does not know it should be one."""
+    """A loader that does not derive from DataLoader."""
 
     def __init__(self, loader):
         self.loader = loader
@@ -215,7 +215,7 @@ def test_dataset_items_that_are_whole_batches_are_dealt():
 
 def test_workers_report_which_steps_are_padded():
     class Own(IterableDataset):
-        """Each worker has ten samples of its own, so each one's last step is filled."""
+        """Each worker reads ten different samples, so the last step of each is padded."""
 
         def __iter__(self):
             worker = torch.utils.data.get_worker_info().id

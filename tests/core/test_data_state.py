@@ -1,4 +1,4 @@
-"""Which loader is asked about its end, and which about duplicates, however loops are left."""
+"""Which loader the state describes, for every way in which a loop can end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accelerate_drop_in.data_loader import prepare_data_loader
 
 @pytest.fixture
 def state():
-    return GradientState(num_steps=1)  # without arguments it is that of a living Accelerator
+    return GradientState(num_steps=1)  # without arguments this is the state of a live Accelerator
 
 
 def loader_of(state, size, batch_size=2, world=2, rank=0, **options):
@@ -123,7 +123,7 @@ def test_exception_closes_the_loop_even_if_its_traceback_is_kept(state):
     try:
         fail()
     except KeyError as error:
-        caught = error  # its traceback holds the loop open
+        caught = error  # its traceback keeps the loop alive
     iterator = iter(other)
     next(iterator)
     assert state.active_dataloader is other
