@@ -1,4 +1,4 @@
-"""`supports={"devices": ...}`: a backend runs on the device types it declares, or not at all."""
+"""`supports={"devices": ...}`: a backend only runs on the device types that it declares."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accelerate_core.errors import ConfigurationError
 
 @pytest.fixture(autouse=True)
 def not_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has had no Accelerator: other tests of this one may have left theirs."""
+    """Simulate a process without an Accelerator, because other tests may have created one."""
     monkeypatch.setattr(runtimes, "_current", None)
 
 
@@ -23,7 +23,7 @@ class OnDevices(Backend):
     supports = {"devices": ("cuda", "xpu")}
 
     def init_process_group(self, setup, start):
-        raise AssertionError("started before it was refused")
+        raise AssertionError("the process group was started before the check")
 
     needs_group = True
 

@@ -1,4 +1,4 @@
-"""An Accelerator that is deleted leaves memory, and what it has prepared goes on without it."""
+"""A deleted Accelerator is freed, and the objects that it prepared still work."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ WORKER = Path(__file__).with_name("deletion_worker.py")
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
-    """Without the garbage collector: an object goes when nothing refers to it."""
-    # Torch imports its compiler when the first optimizer is made, and keeps frames of that.
+    """Disable the garbage collector, so that only reference counts free objects."""
+    # Torch imports its compiler when the first optimizer is created, and keeps those frames alive.
     torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
     gc.collect()
     gc.disable()
@@ -37,7 +37,7 @@ class Stream(IterableDataset):
 
 
 class Trainer:
-    """Holds an Accelerator, a loader of it, and an iteration that has begun."""
+    """Holds an Accelerator, one of its loaders, and a running iteration."""
 
     def __init__(self, data: Any, workers: int) -> None:
         self.accelerator = Accelerator(cpu=True)

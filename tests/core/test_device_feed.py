@@ -1,4 +1,4 @@
-"""Feeding a device: what happens in which order. No stream of a real device was used here."""
+"""The order of copies and batches when feeding a device, with simulated streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accelerate_core.data.device_feed import feed
 
 
 class Streams:
-    """Writes down what is asked of a device's streams, by the names torch.cuda documents."""
+    """Records calls of a device's streams. Has the names of torch.cuda's API."""
 
     def __init__(self):
         self.said = []

@@ -1,4 +1,4 @@
-"""Ranks that are configured differently are named at once, on every rank."""
+"""Differences between the ranks' configurations are an immediate error on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dispatched loaders without accelerate-dispatch: an error that names the package and the way out."""
+"""Without accelerate-dispatch, dispatched loaders are an error that names the package and a way out."""
 
 from __future__ import annotations
 

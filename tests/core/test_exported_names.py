@@ -1,4 +1,4 @@
-"""What the core leaves to other packages is named with its pip command where they are missing."""
+"""Names that other packages export raise an error with the pip command if a package is missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pool
 import pytest
 from support import clean_environment
 
-#: No distribution has entry points: as in an environment with accelerate-core alone.
+#: Hides all entry points, as in an environment with only accelerate-core.
 ALONE = """
 import importlib.metadata
 importlib.metadata.entry_points = lambda **_: importlib.metadata.EntryPoints()
@@ -44,7 +44,7 @@ def test_error_for_an_exported_name_gives_the_install_command(
     assert said in done.stderr
 
 
-#: An environment in which everything but Accelerate's utilities is installed.
+#: An environment with everything except accelerate-drop-in.
 NO_DROP_IN = """
 import importlib.metadata
 others = (one for one in importlib.metadata.distributions() if one.name != "accelerate-drop-in")

@@ -1,4 +1,4 @@
-"""Loaders that a plugin makes are checked, and named in whatever they raise."""
+"""Loaders from a plugin's loader factory are checked, and their errors name the plugin."""
 
 from __future__ import annotations
 

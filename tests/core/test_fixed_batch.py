@@ -1,4 +1,4 @@
-"""A backend that compiles for one shape gets no other, and metrics see the real samples."""
+"""A backend that compiles for one batch size always gets it, and metrics ignore the padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accelerate_drop_in.data_loader import prepare_data_loader
 
 
 class Compiled(Backend):
-    """Stands for a compiler that would begin anew at every other shape."""
+    """Like a compiler that would recompile for every new shape."""
 
     name = "compiled"
     api_version = (1, 0)

@@ -1,4 +1,4 @@
-"""No import circle in any distribution, whenever an import runs and whatever it is for."""
+"""No distribution has an import cycle, including imports in functions and for types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def modules() -> dict[str, Path]:
-    """Return every module of every distribution by its dotted name."""
+    """Return all modules of all distributions by their dotted names."""
     found = {}
     sources = [ROOT / "core" / "src"]
     for kind in ("extensions", "backends", "trackers"):
@@ -23,7 +23,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported(tree: ast.AST, known: Mapping[str, object]) -> Iterator[str]:
-    """List the modules that a file imports: at its top, in functions, and for its types alone."""
+    """Yield the modules that a file imports at the top, in functions, or only for types."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
@@ -34,7 +34,7 @@ def imported(tree: ast.AST, known: Mapping[str, object]) -> Iterator[str]:
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Return the strongly connected components of more than one module, by Kosaraju."""
+    """Return the strongly connected components with more than one module (Kosaraju's algorithm)."""
     finished: list[str] = []
     seen: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""Accelerators keep to themselves: nothing is shared, nothing is left behind, nothing is reset."""
+"""Accelerators are independent: they share nothing, leave nothing behind and reset nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make(accelerator: Accelerator, seed: int = 0) -> tuple[Any, ...]:
 
 
 def training(accelerator: Accelerator, prepared: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Train two epochs, pausing after each micro-batch with what can be seen from outside."""
+    """Train two epochs, and yield the observable state after each micro-batch."""
     model, optimizer, scheduler, data = prepared
     for _ in range(2):
         for x, y in data:
@@ -63,13 +63,13 @@ def alone(arguments: dict[str, Any]) -> list[tuple[Any, ...]]:
         return list(training(accelerator, make(accelerator)))
 
 
-# --- side by side -----------------------------------------------------------------------------
+# --- two at once -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("first", "second"), [(ONE, OTHER), (PLAIN, ONE), (OTHER, PLAIN)])
 def test_two_accelerators_do_not_affect_each_other(first, second):
     expected = [alone(first), alone(second)]
-    assert expected[0] != expected[1], "the two have to differ for this to show anything"
+    assert expected[0] != expected[1], "the two runs must differ, or this test shows nothing"
     with Accelerator(cpu=True, **first) as one, Accelerator(cpu=True, **second) as other:
         trainings = [training(a, make(a)) for a in (one, other)]
         seen: list[list[Any]] = [[], []]
@@ -120,7 +120,7 @@ def test_module_level_state_is_that_of_the_latest_live_accelerator():
 
 
 def cycle() -> list[weakref.ref[Any]]:
-    """Open, train a step, close; return what should be gone then."""
+    """Create an Accelerator, train a step and end it. Return references to objects that must be freed."""
     accelerator = Accelerator(cpu=True, **ONE)
     prepared = make(accelerator)
     next(training(accelerator, prepared))
@@ -132,8 +132,8 @@ def cycle() -> list[weakref.ref[Any]]:
 def test_fifty_accelerators_leak_nothing():
     tracemalloc.start()
     try:
-        # Python's cache of attribute look-ups keeps the names it saw last: let it fill up while
-        # it is watched, or what it replaces looks like growth.
+        # Python's attribute cache keeps recently used names. Fill it while tracing, because
+        # otherwise replaced entries look like a leak.
         for _ in range(50):
             cycle()
         gc.collect()
@@ -147,7 +147,7 @@ def test_fifty_accelerators_leak_nothing():
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert after - before < 50_000, "1,000 bytes each would be a leak"
+    assert after - before < 50_000, "more than 1,000 bytes for each is a leak"
     assert running() is None
 
 
@@ -167,7 +167,7 @@ def test_accelerator_does_not_write_environment_variables(monkeypatch):
         assert list(os.environb) == order
         next(training(accelerator, make(accelerator)))
     if b"TORCHINDUCTOR_CACHE_DIR" not in before:
-        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch's own doing
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets this itself
     assert dict(os.environb) == before
 
 
@@ -185,7 +185,7 @@ def test_failed_construction_leaves_nothing_behind():
 
 
 class Diary(GeneralTracker):
-    """Writes down how it was ended."""
+    """Records how it was ended."""
 
     name = "diary"
     requires_logging_directory = False
@@ -277,7 +277,7 @@ def test_everything_ends_even_if_the_checkpointer_cannot_close(by_error, monkeyp
     assert diary.lines[-1] == ("failed" if by_error else "finished")
     assert isinstance(caught.value.__context__, ZeroDivisionError) == by_error
     users = [] if running() is None else [ref() for ref in running().users]
-    assert (accelerator in users) == by_error  # after an error the other ranks are not met
+    assert (accelerator in users) == by_error  # after an error, the other ranks are not waited for
     accelerator.end_training()  # a second end does nothing
     assert diary.lines.count("finished") + diary.lines.count("failed") == 1
 
@@ -287,7 +287,9 @@ def test_another_device_is_refused_while_an_accelerator_runs():
         with Accelerator(cpu=True) as second:
             assert second.device == first.device
         with Accelerator() as third:
-            assert third.device == first.device, "not asking is fitting"
+            assert third.device == first.device, (
+                "without an explicit device, the running one is used"
+            )
 
 
 # --- two ranks --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One, two and three ranks count the items of their losses: the cases are in `items_worker.py`."""
+"""Losses averaged over items on one, two and three ranks. The cases are in `items_worker.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which words, imports and sizes are allowed where."""
+"""Where backend names may occur, what modules may import, and how long files may be."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_accelerator_on_one_process_imports_no_plugin() -> None:
     assert "accelerate_ddp" not in modules_after(code)
 
 
-#: The modules that a plugin may import: the core's one, and those of the extensions.
+#: The modules that plugins can import: one of the core, and those of the extensions.
 PUBLIC = (
     "accelerate_core.plugin",
     "accelerate_checkpoint",
@@ -89,7 +89,7 @@ _PACKAGES = "accelerate_(?:core|launch|testing|checkpoint|tracking|compile)"
 IMPORT = re.compile(
     rf"^\s*from ({_PACKAGES}[\w.]*) import (\([^)]*\)|.+)$|^\s*import ({_PACKAGES}\S*)", re.M
 )
-#: Our distributions that are plugins, as a third party's are.
+#: Distributions of this repository that are plugins like those of third parties.
 PLUGINS = (
     "backends/*",
     "trackers/*",
@@ -117,12 +117,12 @@ def test_plugins_import_only_public_names() -> None:
             "write_a_loader",
         )
     )
-    exported = set(installed().exports)  # public names of the plugins themselves
+    exported = set(installed().exports)  # public names of these plugins
     found = set()
     for path in (*templates, *examples, *pages, *ours):
         for module, imported, whole in IMPORT.findall(path.read_text()):
             if module.partition(".")[0] in path.parts:
-                continue  # of its own package
+                continue  # from the same package
             assert not whole, f"{path}: import {whole}"
             imported = re.sub(r"#.*", "", imported)
             for name in filter(None, map(str.strip, imported.strip("() ").split(","))):

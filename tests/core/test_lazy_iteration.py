@@ -1,4 +1,4 @@
-"""Progress bars call `iter()` on a loader twice; an iterator that is never advanced costs nothing."""
+"""Progress bars call `iter()` on a loader twice. An iterator that is never advanced has no effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An iterator that is left open takes nobody down, however the process ends."""
+"""An open iterator neither blocks nor crashes a process, however the process ends."""
 
 from __future__ import annotations
 

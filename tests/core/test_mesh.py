@@ -1,4 +1,4 @@
-"""`ParallelismConfig`: its arithmetic, where it may come from, and who may use it."""
+"""`ParallelismConfig`: its arithmetic, its sources, and the backends that accept it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_errors_name_the_source_of_the_sizes(monkeypatch, tmp_path):
         assert "needs tp 4 = 4" in sizes(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=4))
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "3")
     with Accelerator(cpu=True, backend=Meshed) as accelerator:
-        assert accelerator.parallelism_config.tp_size == 1, "not asked for"
+        assert accelerator.parallelism_config.tp_size == 1, (
+            "the sizes should be ignored without ACCELERATE_USE_PARALLELISM_CONFIG"
+        )
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     assert "environment variable PARALLELISM_CONFIG_TP_SIZE" in sizes()
     monkeypatch.delenv("PARALLELISM_CONFIG_TP_SIZE")

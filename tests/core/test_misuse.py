@@ -1,4 +1,4 @@
-"""Mistakes that train something else than the script says are warned about once, or refused."""
+"""Mistakes that silently change the training are refused, or warned about once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parts() -> tuple[Any, ...]:
 
 
 def said(script: Callable[[], None]) -> list[str]:
-    """Return the texts of all warnings, also of those that repeat."""
+    """Return the texts of all warnings, including repeated ones."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         script()
@@ -81,7 +81,7 @@ def test_accumulation_without_accumulate_is_warned_about_once() -> None:
     assert "accelerator.accumulate(model)" in text
     assert said(lambda: plain_loop(steps=3, enter=True)) == []
     assert said(lambda: plain_loop(steps=1)) == []
-    # Who accumulates by hand steps after several backwards.
+    # Manual accumulation calls step() after several backwards.
     assert said(lambda: plain_loop(steps=3, every=3)) == []
 
 
@@ -136,7 +136,7 @@ def test_discarding_the_results_of_prepare_is_warned_about() -> None:
     def used() -> None:
         accelerator = Accelerator(cpu=True)
         model, optimizer, loader = parts()
-        accelerator.prepare(model)  # in place: nothing is lost
+        accelerator.prepare(model)  # replaced in place, so the result is not lost
         assert accelerator.prepare(optimizer) is not optimizer
         held = [accelerator.prepare(loader)]
         _ = accelerator.prepare(*held)

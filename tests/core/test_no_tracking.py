@@ -1,4 +1,4 @@
-"""A run that tracks nothing: the core alone answers, and no line of tracking is imported."""
+"""Runs without trackers only use the core, and don't import accelerate-tracking."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""From the same seed each rank reads what it reads with Hugging Face Accelerate 1.15, in that order.
+"""With the same seed, each rank reads the same samples in the same order as with Accelerate 1.15.
 
-`orders.json` is what `orders.py` recorded with the original.
+`orders.py` recorded `orders.json` with Accelerate.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.dist
 
 
 def differs(name: str, world: int) -> str:
-    """Return why a case is not the same here, "" if it is."""
+    """Return how a case differs from the recorded order, or "" if it doesn't."""
     words = name.split()
     if "uneven" in words and "drop" not in words and ("dispatch" in words or "stream" in words):
         return "the original fills up although even_batches=False"
@@ -37,7 +37,7 @@ def test_samples_are_read_in_the_same_order_as_with_accelerate(world: int, tmp_p
     wrong = {}
     for name, lines in RECORDED.items():
         expected, found = lines[str(world)], [of_rank[name] for of_rank in here]
-        # Without a whole batch the original fails.
+        # Without a full batch, Accelerate fails.
         same = found == expected or "TypeError" in expected or bool(differs(name, world))
         if not same or any("Error" in line for line in found):
             wrong[name] = (expected, found)

@@ -1,4 +1,4 @@
-"""The same training by the library and by plain torch: 8 optimizer steps of 2 micro-batches."""
+"""Training with accelerate-core and in plain PyTorch: 8 optimizer steps of 2 micro-batches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def world(request):
 
 @pytest.fixture(scope="module")
 def library(world):
-    """Train with the library; all ranks have to report the same numbers."""
+    """Train with accelerate-core. All ranks must report the same numbers."""
     run = run_workers(HERE / "parity_worker.py", world, RUNS[world], timeout=240).checked()
     assert all(done == run.results[0] for done in run.results), "the ranks differ"
     return run.results[0]
@@ -37,7 +37,7 @@ def library(world):
 
 @pytest.fixture(scope="module")
 def by_hand(world):
-    """Train with DDP in plain torch, in processes that never import the library."""
+    """Train with DDP in plain PyTorch, in processes that don't import accelerate-core."""
     run = run_workers(HERE / "plain.py", world, HALF, timeout=240, launched=True).checked()
     return run.results[0]
 
@@ -51,13 +51,13 @@ def test_every_step_is_recorded(library):
     for name, history in library.items():
         counts = [len(history[key]) for key in ("losses", "norms", "rates")]
         assert counts == [STEPS * ACCUMULATION, STEPS, STEPS], name
-        assert history["norms"][0] > 1, "clipping has to have something to do"
+        assert history["norms"][0] > 1, "the gradients must be large enough to be clipped"
 
 
 @pytest.mark.parametrize("name", ["fp32", "split"])
 def test_fp32_equals_one_process_with_the_whole_batch(world, library, name):
-    # A loader's batch size is one rank's, and the schedule is written for one process's number of
-    # batches: it moves `world` times per step. With split_batches nothing has changed: once.
+    # A loader's batch size is per rank, and the schedule is written for the number of batches on one
+    # process, so it steps `world` times. With split_batches the number of batches is unchanged: once.
     reference = one_process(world, 1 if name == "split" else world, "no")
     assert difference(library[name], reference, "losses", "norms", "rates", "weights") <= 1e-5
 

@@ -1,4 +1,4 @@
-"""What the core notices about a plugin's answers while a script runs."""
+"""The core's checks of what hooks return while a script runs."""
 
 from __future__ import annotations
 

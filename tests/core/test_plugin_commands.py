@@ -1,4 +1,4 @@
-"""`accelerate-core plugins`, `plugins why`, `plugins hooks`: what people and machines read."""
+"""The text and JSON output of `accelerate-core plugins`, `plugins why` and `plugins hooks`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class T(GeneralTracker):
 """
 
 
-#: A precision whose base says which of several libraries it takes.
+#: A precision whose base class explains which of several libraries it uses.
 ENGINES = """
 from accelerate_core import Precision
 from accelerate_core.errors import ConfigurationError
@@ -40,7 +40,7 @@ class Fast(Chooses):
     name = "fast"
 """
 
-#: Nothing imports a checkpointer before it is made.
+#: A checkpointer is only imported when it is created.
 CHECKPOINTERS = "class Late:\n    api_version = (2, 0)\nclass Sound:\n    api_version = (1, 0)\n"
 CHESTS = {"absent": "Absent", "late": "Late", "sound": "Sound"}
 
@@ -66,7 +66,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dummies.distribution(
             root, f"twin{number}", "B = 1", {"backends": {"twin": "B"}}, version=f"{number}.5"
         )
-    # Near to nothing, to a precision ("no"), and to a backend ("ddp"); a library of its own.
+    # Similar to no name, to a precision ("no"), to a backend ("ddp"), and an unrelated library.
     requires = "Requires-Dist: accelerate-core>=0.1\n"
     for name, more in {
         "accelerate-forgot": requires,
@@ -202,7 +202,7 @@ def test_table_and_why_agree_with_launch_for_the_same_file(tmp_path: Path, key: 
     config.write_text("num_processes: 2\nuse_cpu: true\n" + "launcher: rope" * (key == "launcher"))
     environ = {"ROPE": "1"} if key == "trigger" else {}
     script = tmp_path / "script.py"
-    # One write each: print() makes two of an unbuffered line, and two processes share the pipe.
+    # One write per line, because print() writes an unbuffered line in two parts, and both share a pipe.
     script.write_text(
         "import sys\nfrom accelerate_core import Accelerator\n"
         "sys.stdout.write(Accelerator().backend.name + '\\n')\n"
@@ -222,7 +222,7 @@ def test_table_and_why_agree_with_launch_for_the_same_file(tmp_path: Path, key: 
     starter = "torchrun" if key == "neither" else "rope"
     assert active["launcher"] == starter
     said = ["ddp", "ddp"] if key == "neither" else ["rope starts 2"]
-    # Gloo of older torch writes there, too.
+    # Gloo in older versions of torch also writes to stdout.
     assert [line for line in done.stdout.splitlines() if "peer ranks" not in line] == said, (
         done.stderr
     )
@@ -334,7 +334,7 @@ def test_plugin_that_cannot_be_created_is_reported_as_broken(
     assert said in made["reason"]
     broken = state != "active"
     assert bool(made["problem"]) == broken
-    # Of the others of its kind none is chosen either.
+    # No other plugin of this kind is selected either.
     assert bool(decision(root, "directory", **environ)["problem"]) == broken
     done = plugins(root, "--json", **environ)
     assert done.returncode == broken
@@ -342,7 +342,7 @@ def test_plugin_that_cannot_be_created_is_reported_as_broken(
     people = plugins(root, "why", name, **environ)
     assert people.returncode == broken
     assert f"checkpointer {name}: {state}, " in people.stdout
-    if broken:  # and a run is of the same opinion
+    if broken:  # and a run fails in the same way
         code = "from accelerate_core import Accelerator\nAccelerator(cpu=True).save_state('x')"
         env = clean_environment(**environ)
         env["PYTHONPATH"] = f"{root}:{env['PYTHONPATH']}"
@@ -421,7 +421,7 @@ def test_library_with_the_requested_name_does_not_hide_a_suggestion(root: Path) 
     said = plugins(root, "why", "lefft").stderr
     assert "Did you mean 'left'?" in said
     assert "declares no plugin" not in said
-    # Near to nothing, and a library: it may serve a plugin, and need be none.
+    # Similar to no name, and a library that may belong to a plugin without being one.
     done = plugins(root, "--json", ACCELERATE_CHECKPOINTER="hypothesis")
     assert "No checkpointer plugin is named 'hypothesis'" in done.stderr
     assert "declares no plugin" not in done.stderr

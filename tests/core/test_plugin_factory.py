@@ -1,4 +1,4 @@
-"""One factory and one selection for every kind of plugin: launchers, trackers, a third party's own kind."""
+"""One factory and one selection for all kinds of plugins, including a third party's own kind."""
 
 from __future__ import annotations
 

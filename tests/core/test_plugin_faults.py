@@ -1,4 +1,4 @@
-"""Plugins that misbehave are named, with their distribution, and harm nobody who did not ask."""
+"""Faulty plugins are named with their distribution, and only affect runs that request them."""
 
 from __future__ import annotations
 

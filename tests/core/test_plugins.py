@@ -18,7 +18,7 @@ def attempt(f):
 
 @pytest.fixture(scope="module")
 def fifty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Fifty plugins of all kinds; each would be noticed if it were imported."""
+    """Install fifty plugins of all kinds. Importing one leaves a trace."""
     root = tmp_path_factory.mktemp("fifty")
     for index in range(20):
         triggers = (f"ACCELERATE_USE_DUMMY{index}",) if index % 2 else ()
@@ -178,7 +178,7 @@ def test_every_kind_of_trigger_selects_its_plugin(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def quarrel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What several plugins that do not fit do, asked for one by one in one process."""
+    """Request several invalid plugins in one process, and return the outcome of each."""
     root = tmp_path_factory.mktemp("quarrel")
     dummies.backend(root, "left", triggers=("LEFT",), priority=70)
     dummies.backend(root, "right", triggers=("RIGHT",), priority=70)
@@ -338,4 +338,4 @@ def test_signature_shows_the_arguments_of_installed_plugins(tmp_path: Path) -> N
     names = dummies.run(tmp_path, code)
     assert names[:3] == ["device_placement", "split_batches", "mixed_precision"]
     assert {"log_with", "kwargs_handlers", "backend"} < set(names)
-    assert "vendor_plugin" in names[names.index("backend") :]  # after those of the core
+    assert "vendor_plugin" in names[names.index("backend") :]  # after the core's arguments

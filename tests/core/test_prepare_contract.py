@@ -1,4 +1,4 @@
-"""What Megatron, fp8 and pipelines will ask of `prepare` and the step, each by a small plugin."""
+"""Small plugins that use `prepare` and the step like Megatron, fp8 and pipelines."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ X, Y = torch.randn(16, 4), torch.randn(16, 2)
 
 
 class Plain(Backend):
-    """What the plugins here have in common."""
+    """Base class of the plugins in this file."""
 
     name = "plain"
     api_version = (1, 0)
     reduces_gradients = "never"
 
 
-# --- a model of a provider ------------------------------------------------------------------------
+# --- model providers -------------------------------------------------------------------------------
 
 
 class Provider:
-    """Makes a model when it is asked to, as Megatron's do."""
+    """Creates a model on request, as Megatron's model providers do."""
 
     def make(self) -> nn.Module:
         return nn.Linear(4, 2)
@@ -69,7 +69,7 @@ def test_model_provider_is_replaced_by_its_model() -> None:
     assert accelerator.unwrap_model(model) is model
 
 
-# --- parameters that get other names, or become one ----------------------------------------------
+# --- renamed and fused parameters ----------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -146,11 +146,11 @@ def test_undeclared_rename_of_a_parameter_is_an_error() -> None:
         prepared(FusesInSilence, lambda m: m.parameters())
 
 
-# --- ties -----------------------------------------------------------------------------------------
+# --- tied parameters----------------------------------------------------------------------------------
 
 
 class Copies(Plain):
-    """Makes a new parameter of each name, as some conversions do."""
+    """Creates a new parameter for each name, as some conversions do."""
 
     def convert(self, model: nn.Module) -> nn.Module:
         for module in model.modules():
@@ -169,7 +169,7 @@ def test_tied_parameters_stay_tied() -> None:
     assert [id(parameter) for parameter in held] == [id(model[0].weight)]
 
 
-# --- an optimizer with groups of its own ---------------------------------------------------------
+# --- replaced optimizers -------------------------------------------------------------------------
 
 
 class Replaces(Plain):
@@ -191,7 +191,7 @@ def test_schedulers_follow_a_replaced_optimizer(chained: bool) -> None:
     model, optimizer, scheduler = accelerator.prepare(net, sgd, decay)
     assert optimizer.optimizer is not sgd
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch's about optimizer.step() that it has not marked
+        warnings.simplefilter("error")  # torch warns because it did not see optimizer.step()
         for _ in range(2):
             accelerator.backward(mse_loss(model(X), Y))
             optimizer.step()
@@ -211,7 +211,7 @@ def test_scheduler_that_steps_before_its_replaced_optimizer_is_warned_about() ->
 
 
 class Wraps(Replaces):
-    """Wraps schedulers itself, as a backend does that steps them at a pace of its own."""
+    """Wraps schedulers, as a backend does that steps them at its own pace."""
 
     def prepare_scheduler(self, accelerator: Any, scheduler: Any) -> Any:
         return AcceleratedScheduler(scheduler, [], gradient_state=accelerator.gradient_state)
@@ -230,11 +230,11 @@ def test_scheduler_wrapped_by_a_backend_follows_a_replaced_optimizer() -> None:
     assert scheduler.scheduler.optimizer is optimizer.optimizer
 
 
-# --- an engine that owns forward and backward ----------------------------------------------------
+# --- engines that run forward and backward -------------------------------------------------------
 
 
 class MicroBatches(Plain):
-    """Runs forward and backward over parts of the batch, as a pipeline does."""
+    """Runs forward and backward over micro-batches, as a pipeline does."""
 
     supports = {"no_sync": True}
 
@@ -300,11 +300,11 @@ def test_pipeline_schedule_divides_the_loss_by_the_number_of_items() -> None:
     torch.testing.assert_close(*gradients)
 
 
-# --- generators that torch does not know ---------------------------------------------------------
+# --- additional random generators ---------------------------------------------------------------
 
 
 class Draws(Plain):
-    """Has a generator of its own, as a tensor-parallel backend has."""
+    """Has its own random generator, like a tensor-parallel backend."""
 
     def __init__(self, settings: Any = None, handlers: Any = ()) -> None:
         super().__init__(settings, handlers)
@@ -361,11 +361,11 @@ def test_invalid_result_of_a_hook_names_the_backend(hook: str, answer: Any, ask:
             ask(accelerator)
 
 
-# --- a precision that replaces the optimizer -----------------------------------------------------
+# --- precisions that replace the optimizer -------------------------------------------------------
 
 
 class Halved(torch.optim.SGD):
-    """An optimizer of the precision's own."""
+    """The optimizer that the precision uses instead."""
 
 
 class OwnOptimizer(Precision):
@@ -382,7 +382,7 @@ class OwnOptimizer(Precision):
 
 
 def install(monkeypatch: pytest.MonkeyPatch, precision: type[Precision]) -> None:
-    """Let a precision of this file be installed."""
+    """Make a precision of this file appear as installed."""
     target = f"{__name__}:{precision.__name__}"
     record = PluginRecord("precision", precision.name, target, "tests", "1.0")
     there = discovery.installed()
@@ -392,7 +392,7 @@ def install(monkeypatch: pytest.MonkeyPatch, precision: type[Precision]) -> None
 
 
 class Recipe(KwargsHandler):
-    """Settings that only one precision takes."""
+    """Settings that only one precision accepts."""
 
 
 class WithRecipe(Precision):
@@ -409,7 +409,7 @@ def test_precision_is_created_with_its_handlers(monkeypatch: pytest.MonkeyPatch)
 
 
 class Boxed(torch.Tensor):
-    """A tensor around another one: it has no storage of its own, so its address is 0."""
+    """A wrapper tensor without storage, so its address is 0."""
 
     inner: torch.Tensor
 
@@ -476,7 +476,7 @@ def test_precision_can_replace_the_optimizer(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class ClipsItself(Precision):
-    """Has a way of its own to clip."""
+    """Clips gradients itself."""
 
     name = "clips_itself"
     api_version = (1, 0)
@@ -498,11 +498,11 @@ def test_precision_can_clip_gradients_itself(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(model.weight.grad, before)
 
 
-# --- a precision with state of its own, and with activation checkpointing of its own -------------
+# --- precisions with state and custom activation checkpointing -----------------------------------
 
 
 class DelayedLinear(nn.Linear):
-    """Divides its input by the largest value there was before."""
+    """Divides its input by the largest value so far."""
 
     format: Any
 
@@ -513,7 +513,7 @@ class DelayedLinear(nn.Linear):
 
 
 class Delayed(Precision):
-    """Has a scaling factor that moves in forward, as delayed scaling of fp8 does."""
+    """Updates a scaling factor in forward, like delayed scaling in fp8."""
 
     name = "delayed"
     api_version = (1, 0)
@@ -557,7 +557,7 @@ class Delayed(Precision):
 
 
 class Recomputes(Plain):
-    """Checkpoints activations by whatever the precision has for it."""
+    """Checkpoints activations with the precision's own method."""
 
     def activation_checkpointing(self, accelerator: Any, model: nn.Module) -> nn.Module:
         recompute = accelerator.precision.recompute(accelerator) or partial(
@@ -568,7 +568,7 @@ class Recomputes(Plain):
 
 
 class Forgetful(Delayed):
-    """Lets torch's own checkpointing run its forward a second time."""
+    """Uses torch's checkpointing, which runs forward a second time."""
 
     name = "forgetful"
 
@@ -602,7 +602,7 @@ def test_activations_are_recomputed_by_the_precisions_own_method(
     plain, recomputed = delayed(Plain, "delayed"), delayed(Recomputes, "delayed")
     assert steps(*plain, 4) == steps(*recomputed, 4)
     assert plain[0].precision.largest == recomputed[0].precision.largest
-    # By torch's own the factor would have moved on: what this is for.
+    # With torch's checkpointing the factor would have been updated twice.
     assert steps(*delayed(Plain, "delayed"), 4) != steps(*delayed(Recomputes, "forgetful"), 4)
     assert Accelerator(cpu=True, mixed_precision="bf16").precision.recompute(None) is None
 

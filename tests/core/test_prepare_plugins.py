@@ -1,4 +1,4 @@
-"""What plugins do to models, and what happens to the optimizers that hold their parameters."""
+"""Changes that plugins make to models, and how the optimizers follow them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate_core.errors import PluginError, PrepareError
 
 
 class Recorder(Backend):
-    """Writes down which stage runs when; replaces all parameters in `convert`."""
+    """Records the order of the stages, and replaces all parameters in `convert`."""
 
     name = "recorder"
     api_version = (1, 0)
@@ -146,7 +146,7 @@ def test_parameter_missing_from_the_users_optimizer_is_a_warning() -> None:
 
 
 class Token:
-    """An object only a plugin knows."""
+    """An object that only a plugin can prepare."""
 
     param_groups: list[Any] = []
 

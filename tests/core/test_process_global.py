@@ -1,4 +1,4 @@
-"""`once`: what a library has once per process is made, shared, refused and ended by one rule."""
+"""`process_global`: process-wide objects are created, shared, refused and ended by one rule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate_core.errors import RuntimeConflictError
 
 
 class Library:
-    """A library as they are: its state is global, and it minds being started twice."""
+    """A typical library with global state that must not be started twice."""
 
     state: tuple[int, int] | None = None
     said: list[str] = []
@@ -34,7 +34,7 @@ class Library:
 
 
 class Halves(Backend):
-    """A backend whose library keeps parallel groups of two."""
+    """A backend whose library has parallel groups of two."""
 
     name = "halves"
     api_version = (1, 0)

@@ -1,4 +1,4 @@
-"""Ranks take turns, split, gather and draw: the cases are in `processes_worker.py`."""
+"""Process order, splitting, gathering and generators. The cases are in `processes_worker.py`."""
 
 from __future__ import annotations
 

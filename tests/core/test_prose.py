@@ -1,4 +1,4 @@
-"""The style guide's list of wording that must not come back: the rules themselves, and every file."""
+"""The style guide's list of ruled-out wording: the rules themselves, and all files."""
 
 from __future__ import annotations
 

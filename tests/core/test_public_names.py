@@ -1,4 +1,4 @@
-"""The Accelerator's public names: Accelerate's, the plugins' view, and a documented list."""
+"""The Accelerator's public names: those of Accelerate, the plugin view, and a documented list."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.state import ProcessVerbs
 
 ROOT = Path(__file__).parents[2]
-#: Public names of an Accelerator of Hugging Face Accelerate 1.15 on one process.
+#: Public names of Hugging Face Accelerate 1.15's Accelerator on one process.
 NAMES = """
 accumulate ao_recipe_handler autocast autocast_handler backward check_trigger clear
 clip_grad_norm_ clip_grad_value_ context_parallel_rank data_parallel_rank
@@ -47,7 +47,7 @@ unscale_gradients unwrap_model use_distributed use_seedable_sampler use_stateful
 verify_device_map wait_for_everyone
 """
 PEER = set(NAMES.split())
-#: Of those, what only an active plugin has.
+#: The subset that only exists with an active plugin.
 WITH_A_PLUGIN = {"deepspeed_ulysses_dl_adapter"}
 
 
@@ -89,7 +89,7 @@ def test_accelerator_inherits_its_methods_from_the_facades() -> None:
     "verbs", [PreparedVerbs, TrainingVerbs, CollectiveVerbs, CheckpointVerbs, TrackingVerbs]
 )
 def test_facade_methods_only_delegate(verbs: type) -> None:
-    """A facade's method that did something itself would be beside the part, for everyone to read."""
+    """Facade methods contain no logic, so readers only have to look at the part that does the work."""
     source = ast.parse(inspect.getsource(verbs)).body[0]
     assert isinstance(source, ast.ClassDef)
     for method in source.body:
@@ -100,6 +100,6 @@ def test_facade_methods_only_delegate(verbs: type) -> None:
             assert len(statements) == 1, method.name
             call = statements[0].value
             assert isinstance(call, ast.Call), method.name
-            # `accumulate` makes its context itself, which spares a call in each micro-batch.
+            # `accumulate` creates its context itself, which saves a call in each micro-batch.
             made = ast.unparse(call.func) == "MicroBatch" and method.name == "accumulate"
             assert made or ast.unparse(call.func).endswith(f".{method.name}")

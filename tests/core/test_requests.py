@@ -1,4 +1,4 @@
-"""The strongest request for a backend is met or is an error; what nobody asked for says so."""
+"""The request with the highest precedence selects the backend or fails. Other claims warn."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Later(Base):
     name = "later"
     api_version = (2, 0)
 """
-#: With names that ask for a planned package, as its release will have them.
+#: Adds names that request a planned package, as its release will.
 TRY = """
 import warnings
 from accelerate_core import Accelerator

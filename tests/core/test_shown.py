@@ -1,4 +1,4 @@
-"""What a notebook and a terminal show of an Accelerator and of settings."""
+"""How notebooks and terminals show an Accelerator and settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def accelerator():
 
 
 def html_rows(shown: object) -> list[list[str]]:
-    """Return the cells of what a notebook shows, read as XML: each tag is closed."""
+    """Return the cells of the HTML for notebooks, parsed as XML to check that all tags are closed."""
     table = ElementTree.fromstring(shown._repr_html_())
     assert table.findtext("caption") == type(shown).__name__
     return [[cell.text or "" for cell in row] for row in table.iter("tr")]
@@ -40,7 +40,7 @@ def test_accelerator_html_shows_values_and_their_sources(accelerator) -> None:
     assert {row[0] for row in rows} >= {"plugin backend", "plugin precision"}
     told = accelerator.explain().splitlines()
     assert "mixed_precision = 'bf16'  (constructor argument mixed_precision)" in told
-    for name, value, origin in rows[3:]:  # the same, as far as explain() tells it
+    for name, value, origin in rows[3:]:  # the same values as in explain()
         assert f"{name} = {value}  ({origin})" in told
 
 
@@ -52,7 +52,7 @@ def test_accelerator_repr_is_one_line(accelerator) -> None:
 
 
 def test_repr_works_on_an_uninitialised_accelerator() -> None:
-    """A debugger asks for it."""
+    """Debuggers call repr() during construction."""
     assert "backend=None" in repr(Accelerator.__new__(Accelerator))
 
 

@@ -1,4 +1,4 @@
-"""One process: the loop costs nothing and means what plain torch means."""
+"""A training loop on one process behaves exactly like plain PyTorch."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_metrics_gathered_from_a_short_last_batch_are_cut_to_its_samples():
     with Accelerator(**CPU) as accelerator:
         loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(10.0), batch_size=4))
         sizes = [
-            # As transformers' Trainer does: a batch's mean, once per sample of a full batch.
+            # As in Transformers' Trainer: the mean of a batch, repeated for each sample of a full batch.
             (len(accelerator.gather_for_metrics(batch.mean().repeat(4))),
              len(accelerator.gather_for_metrics(batch)))
             for batch in loader
@@ -207,11 +207,11 @@ def test_parameter_without_an_optimizer_is_warned_about():
 
 
 def test_optimizer_of_another_model_is_warned_about(recwarn):
-    """It would step, and the model that was prepared would stay as it is."""
+    """Its steps would not change the prepared model."""
     net, other = Net(), Net()
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, other, other)]
     with Accelerator(**CPU) as accelerator:
-        accelerator.prepare(optimizers[1])  # before its model, which may come later
+        accelerator.prepare(optimizers[1])  # prepared before its model, which may follow later
         accelerator.prepare(net, optimizers[0])
         assert not [one for one in recwarn if "holds no parameter" in str(one.message)]
         with pytest.warns(
@@ -221,7 +221,7 @@ def test_optimizer_of_another_model_is_warned_about(recwarn):
 
 
 def test_optimizer_follows_parameters_replaced_by_prepare():
-    """`downcast_bf16` replaces what parameters hold; the optimizer has to train the new ones."""
+    """`downcast_bf16` replaces parameter data, and the optimizer must train the new tensors."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     with Accelerator(**CPU, mixed_precision="downcast_bf16") as accelerator:
@@ -283,7 +283,7 @@ def test_schedulers_step_once_per_accumulation_cycle_and_forward_metrics():
                 optimizer.step()
                 plateau.step(loss)
             rates.append(plateau.get_last_lr()[0])
-        # It saw the second and the fourth: no better, and it has no patience.
+        # It saw the second and fourth loss, without an improvement and with patience=0.
         assert rates == pytest.approx([0.01, 0.01, 0.01, 0.001])
 
 
@@ -455,7 +455,7 @@ def test_loading_a_checkpoint_runs_no_code_unless_trusted(tmp_path):
 
 
 class Replacing(Backend):
-    """Replaces a parameter, as sharding and low precision formats do."""
+    """Replaces a parameter, as sharding and low-precision formats do."""
 
     name = "replacing"
     api_version = (1, 0)

@@ -1,4 +1,4 @@
-"""Two ranks accumulate, synchronise, clip and scale: the cases are in `step_worker.py`."""
+"""Accumulation, synchronisation, clipping and scaling on two ranks. Cases: `step_worker.py`."""
 
 from __future__ import annotations
 

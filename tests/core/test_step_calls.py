@@ -1,4 +1,4 @@
-"""What a step costs, as a number that no noise changes: Python calls added to a plain loop."""
+"""The overhead of a step, measured without noise as Python calls added to a plain loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate_core import Accelerator
 
 STEPS = 64
-#: Python calls that a step may add; with `accumulate` counted per micro-batch.
+#: Python calls that a step may add. With `accumulate`, they are counted per micro-batch.
 LIMITS = {"plain": 11, "accumulate": 15}
 
 
@@ -34,7 +34,7 @@ def calls(function: Callable[[], None]) -> int:
         nonlocal count
         count += event == "call"
 
-    # A collection in between would run finalizers of whatever earlier tests left behind.
+    # A garbage collection would also count finalizers of objects from earlier tests.
     gc.collect()
     gc.disable()
     sys.setprofile(note)
@@ -85,7 +85,7 @@ def test_step_adds_few_python_calls(kind: str) -> None:
         prepared = accelerator.prepare(*parts(steps))
         run(accelerator, *prepared)
         added.append(calls(lambda a=accelerator, p=prepared: run(a, *p)) - plain)
-    # What an epoch costs beside its steps falls out of the difference.
+    # The difference removes the cost of an epoch apart from its steps.
     per_step = (added[1] - added[0]) / STEPS
     print(f"{kind}: {per_step:.2f} Python calls added per step")
     assert per_step <= LIMITS[kind]

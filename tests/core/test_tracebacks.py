@@ -1,4 +1,4 @@
-"""The traceback of a mistake ends at the user's line, whichever object and method it was made with."""
+"""The traceback of a mistake ends at the user's line, for every object and method."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prepared(**arguments):
 """
 SETUP = "accelerator, model, optimizer, loader = prepared()\n"
 
-#: The last line of the script -> the last line that is printed.
+#: The last line of the script -> the expected last line of its output.
 MISTAKES = {
     "accelerator.log({'loss': 1})": "TrackerError: log: the trackers",
     "accelerator.get_tracker('nowhere')": "ConfigurationError: There is no tracker",
@@ -115,6 +115,6 @@ def test_suggestion_is_printed_once(tmp_path: Path) -> None:
 
 
 def test_internal_error_keeps_its_frames(tmp_path: Path) -> None:
-    """It may be a fault of ours, which a report has to show."""
+    """It may be a bug in accelerate-core, and a bug report needs the frames."""
     said = printed(tmp_path / "train.py", f"{SETUP}accelerator.get_state_dict(3)\n")
     assert OURS.search(said), said

@@ -1,4 +1,4 @@
-"""Tasks that a scheduler started without a launcher: an error, before each trains its own model."""
+"""Tasks that a scheduler started without a launcher are an error, because each would train alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accelerate_core.contract.topology import (
 from accelerate_core.errors import ConfigurationError
 
 JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2"}
-#: As srun sets them in the second task of `srun -N2 -n2`.
+#: Variables in the second task of `srun -N2 -n2`.
 TASK = {
     **JOB,
     "SLURM_STEP_ID": "0",
@@ -71,7 +71,7 @@ ALONE = {
     "batch script": {**JOB, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
     "numbered batch step": {**JOB, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291"},
     "interactive step": {**JOB, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"},
-    # The job has two tasks, this step one.
+    # The job has two tasks, but this step has one.
     "srun --ntasks=1": {**TASK, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
     "one task": {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"},
     "rank of a launch": {**TASK, "RANK": "1", "WORLD_SIZE": "2"},
@@ -89,7 +89,7 @@ def test_pmix_rank_without_launcher_is_refused() -> None:
         check_launched(Topology(), {"PMIX_RANK": "2"})
 
 
-#: Ranks of an MPI on two machines: mpirun says how many are on each, srun --mpi=pmi2 how many nodes.
+#: MPI ranks on two machines. mpirun sets the ranks per machine, and srun --mpi=pmi2 the number of nodes.
 SEVERAL_MACHINES = {
     "mpirun": {
         "OMPI_COMM_WORLD_RANK": "1",

@@ -1,4 +1,4 @@
-"""The public utilities: every name resolves, and each does what it says."""
+"""The public utilities: every name resolves and works as documented."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_aliases_are_removed_for_safetensors(tmp_path: Path) -> None:
     save_file(clean, tmp_path / "x.safetensors")
     loaded = load_file(tmp_path / "x.safetensors")
     assert all(torch.equal(loaded[name], state[name]) for name in clean)
-    assert clean["whole"].data_ptr() == base.data_ptr(), "nothing is copied without need"
+    assert clean["whole"].data_ptr() == base.data_ptr(), "the tensor was copied unnecessarily"
 
 
 def test_state_dicts_are_split_into_shards() -> None:

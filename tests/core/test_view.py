@@ -1,4 +1,4 @@
-"""What plugins may read of an Accelerator is short, documented, and enough for ours."""
+"""The plugin view of an Accelerator is short, documented, and enough for our plugins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 VIEWS = [cls for cls in AcceleratorView.__mro__ if cls.__module__ == AcceleratorView.__module__]
 NAMES = {name for cls in VIEWS for name in vars(cls) if not name.startswith("_")}
 PLUGINS = [
-    # Functions of Accelerate's take what scripts have, an Accelerator with all its names.
+    # Functions from Accelerate's API take the script's Accelerator, with all its names.
     *(path for path in ROOT.glob("backends/*/src/**/*.py") if path.stem != "accelerate_names"),
     *ROOT.glob("examples/**/src/**/*.py"),
     *ROOT.glob("extensions/testing/src/accelerate_testing/scaffold/templates/**/src/**/*.py.in"),
@@ -34,7 +34,7 @@ def test_accelerator_has_every_name_of_the_plugin_view() -> None:
 
 
 def read_of_accelerators(tree: ast.AST) -> set[str]:
-    """Return the attributes that are read of a parameter called `accelerator`."""
+    """Return the attributes that are read from a parameter called `accelerator`."""
     return {
         node.attr
         for function in ast.walk(tree)

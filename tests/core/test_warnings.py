@@ -1,4 +1,4 @@
-"""A warning names the line of the script that led to it, from however deep it comes."""
+"""A warning names the line of the script that caused it, however deep the call stack."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Stream(torch.utils.data.IterableDataset[int]):
 
 
 class Picky(GeneralTracker):
-    """Takes nothing, and says so at once."""
+    """Fails immediately."""
 
     name = "picky"
     requires_logging_directory = False
@@ -166,7 +166,7 @@ def test_source_code_only_warns_through_our_warn_function() -> None:
 
 
 def test_warning_without_a_user_frame_names_the_line_that_warns() -> None:
-    """As in a thread of ours, whose stack begins with us."""
+    """As in one of our threads, whose stack contains no line of the user."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         code = compile("warn('from within')", "within.py", "exec")
