@@ -141,7 +141,7 @@ def test_parameters_with_different_hyperparameters_cannot_be_fused() -> None:
 
 def test_undeclared_rename_of_a_parameter_is_an_error() -> None:
     with pytest.raises(
-        PrepareError, match=r"no longer has a parameter with that name.*plan\.rename"
+        PrepareError, match=r"has no parameter with that name anymore.*plan\.rename"
     ):
         prepared(FusesInSilence, lambda m: m.parameters())
 

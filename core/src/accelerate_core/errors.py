@@ -20,7 +20,7 @@ from typing import Any
 class AccelerateError(Exception):
     """Base class of all errors that this package raises on purpose.
 
-    Cause: catch it to distinguish our errors from those that torch or your code raises.
+    Cause: see the subclass. Catch this class to distinguish our errors from those of torch or your code.
     Fix: read the end of the message, which says what is allowed or what to do.
     """
 
@@ -42,7 +42,7 @@ class ConfigurationError(AccelerateError, ValueError):
 
 
 class UnknownArgumentError(AccelerateError, TypeError):
-    """`Accelerator` was called with an argument that neither the core nor a plugin knows.
+    """`Accelerator` was called with an argument that neither the core nor a plugin has.
 
     Cause: a misspelled name, or an argument of a plugin that isn't installed.
     Fix: use the name that the message suggests, or install the package that it names.
@@ -223,14 +223,14 @@ def listing(options: Iterable[object]) -> str:
     """Join allowed values for an error message: `'a', 'b', 'c'`.
 
     Args:
-        options: the values; of none it is "(none)".
+        options: the values. For no values, the result is "(none)".
     """
     return ", ".join(repr(str(option)) for option in options) or "(none)"
 
 
 _OURS = re.compile(r"accelerate(_\w+)?(\.|$)")
 
-#: Libraries that call a script's code, or are called by it, on the way to ours.
+#: Libraries whose frames may be between the user's code and ours.
 _BETWEEN = re.compile(r"(click|pluggy|torch)(\.|$)")
 
 
@@ -239,7 +239,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def of_the_user(frame: FrameType) -> bool:
-    """Return whether a frame belongs to the user's code, not to us or to a library between."""
+    """Return whether a frame belongs to the user's code rather than to us or a library in between."""
     module = frame.f_globals.get("__name__", "")
     if _is_ours(frame) or _BETWEEN.match(module):
         return False
@@ -250,11 +250,11 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line in the user's script that led here.
 
     Args:
-        text: what is warned of, and what to do.
+        text: the problem, and what to do.
         category: the class of the warning.
     """
     stack = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
-    # A thread of ours has no such line: it is said where we are.
+    # Our own threads have no line of the user, so warn at the current line.
     level = next((at for at, frame in enumerate(stack) if of_the_user(frame)), 0)
     warnings.warn(text, category, stacklevel=level + 2)
 
@@ -284,9 +284,9 @@ class WarnOnce:
 
 
 def call_all(first: Callable[[], object], *rest: Callable[[], object]) -> None:
-    """Call each in turn, whatever the ones before raised; then raise the last exception.
+    """Call all functions in order, even if some raise, and then raise the last exception.
 
-    Its `__context__` leads to the exceptions before it.
+    Its `__context__` has the earlier exceptions.
     """
     try:
         first()
@@ -312,7 +312,7 @@ def _show_shortened(
 
 
 def prints_only(hook: _Hook) -> bool:
-    """Tell whether a hook only prints the traceback, as Python's own does."""
+    """Return whether an exception hook only prints the traceback, as Python's default hook does."""
     if hook is _show_shortened and _previous_hook is not None:
         hook = _previous_hook
     return hook is sys.__excepthook__
@@ -321,9 +321,9 @@ def prints_only(hook: _Hook) -> bool:
 def shorten(error: BaseException) -> None:
     """Remove our frames from a traceback, so that the last line shown is the user's.
 
-    An error of ours ends at the line that called us. An error raised in code of the user's, such as a
-    dataset that we read, looks as it does without us. Any other error may be a fault of ours and keeps
-    its frames. Debug mode (`ACCELERATE_DEBUG_MODE`, `launch --debug`) changes nothing.
+    For our errors, the traceback ends at the line that called us. For errors in the user's code, such as in
+    a dataset that we read, it looks as it would without us. Any other error may be our bug and keeps all
+    frames. In debug mode (`ACCELERATE_DEBUG_MODE`, `launch --debug`), nothing is removed.
     """
     if os.environ.get("ACCELERATE_DEBUG_MODE", "").lower() in ("1", "true", "yes", "on", "y", "t"):
         return
@@ -360,6 +360,6 @@ def _drop_internal_cause(error: AccelerateError) -> None:
     entries = _entries(cause)
     caught_by_us = not entries or _is_ours(entries[0].tb_frame)
     if caught_by_us and not (entries and of_the_user(entries[-1].tb_frame)):
-        error.__cause__ = None  # this hides the context, too
+        error.__cause__ = None  # this also hides the context
     else:
         shorten(cause)

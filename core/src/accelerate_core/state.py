@@ -72,10 +72,10 @@ def split_between(inputs: Any, index: int, count: int, apply_padding: bool = Fal
     size, extra = divmod(total, count)
     start = index * size + min(index, extra)
     stop = start + size + (index < extra)
-    missing = apply_padding and 0 < extra <= index  # one
+    missing = apply_padding and 0 < extra <= index  # by one element
     if hasattr(inputs, "select") and not isinstance(inputs, torch.Tensor):
         rows = [*range(start, stop), *([total - 1] * missing)]
-        return inputs.select(rows)  # a datasets.Dataset: stays one
+        return inputs.select(rows)  # a datasets.Dataset, which remains a dataset
     part = inputs[start:stop]
     if not missing:
         return part
@@ -85,9 +85,9 @@ def split_between(inputs: Any, index: int, count: int, apply_padding: bool = Fal
 class ProcessVerbs:
     """Properties and methods for ranks, shared by Accelerator and PartialState."""
 
-    #: Ranks, device and group.
+    #: The ranks, device and group of this process.
     _runtime: runtimes.Runtime
-    #: Device of this process.
+    #: The device of this process.
     device: torch.device
 
     @property
@@ -97,17 +97,17 @@ class ProcessVerbs:
 
     @property
     def num_processes(self) -> int:
-        """World size."""
+        """The number of processes (the world size)."""
         return self._runtime.num_processes
 
     @property
     def process_index(self) -> int:
-        """Rank of this process in the world."""
+        """The rank of this process."""
         return self._runtime.process_index
 
     @property
     def local_process_index(self) -> int:
-        """Rank of this process on its machine."""
+        """The rank of this process on its machine."""
         return self._runtime.local_process_index
 
     @property
@@ -218,7 +218,7 @@ class ProcessVerbs:
 
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            # Asked at each call: a decorator may be applied before the group runs.
+            # Checked at each call, because a function may be decorated before the group runs.
             return function(*args, **kwargs) if here() else None
 
         return guarded
@@ -259,8 +259,8 @@ class PartialState(ProcessVerbs):
                 super().__setattr__(name, value)
             elif getattr(self, name, _ABSENT) is not value:
                 raise AssignmentError(
-                    f"{type(self).__name__}.{name} cannot be assigned: a state only shows how the process "
-                    "runs. Pass what is to be different when the Accelerator is made."
+                    f"{type(self).__name__}.{name} cannot be assigned, because a state only shows how the "
+                    "process runs. Pass an argument to Accelerator instead."
                 )
 
     @property
@@ -268,7 +268,7 @@ class PartialState(ProcessVerbs):
         found = runtimes.running()
         if found is None:
             raise RuntimeConflictError(
-                "The processes were ended; make a new PartialState or Accelerator."
+                "The runtime has ended. Create a new PartialState or Accelerator."
             )
         return found
 
@@ -333,7 +333,7 @@ class AcceleratorState(PartialState, PluginAttributes):
         self._accelerator: Any = accelerator or runtimes.current_user()
         if self._accelerator is None:
             raise RuntimeConflictError(
-                "There is no Accelerator yet; make one before AcceleratorState()."
+                "There is no Accelerator yet. Create one before AcceleratorState()."
             )
 
     if not TYPE_CHECKING:  # it would hide every misspelt name from type checkers
@@ -382,6 +382,6 @@ def absent_attribute(name: str, owner: str, known: list[str]) -> Any:
         return catalog.ABSENT_ATTRIBUTES[name]
     if name in catalog.METHODS:
         command = catalog.pip_command(catalog.METHODS[name])
-        text = f"{owner}.{name} comes with a plugin that is not active: {command}"
+        text = f"{owner}.{name} is provided by a plugin that is not active: {command}"
         raise UnknownNameError(text, name)
     raise UnknownNameError(f"{owner} has no attribute {name!r}.{did_you_mean(name, known)}", name)

@@ -1,4 +1,4 @@
-"""The facade: what a script calls, and which part of the Accelerator does it."""
+"""The `Accelerator` class: the public facade, which delegates to its parts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 else:  # what plugins add follows from what is installed
     PluginArguments, PluginAttributes = dict[str, Any], object
 
-#: Per object given to `prepare`: whether it is moved to the device.
+#: Whether each object that is passed to `prepare` is moved to the device.
 Placement = Sequence[bool | None] | None
 
 T = TypeVar("T")
@@ -81,38 +81,39 @@ class Accelerator(
 
     Args:
         device_placement: move models and batches to the device.
-        split_batches: older place of `DataLoaderConfiguration.split_batches`.
-        mixed_precision: `no`, `fp16`, `bf16`, `downcast_bf16`, or one a plugin adds.
+        split_batches: deprecated; use `DataLoaderConfiguration.split_batches`.
+        mixed_precision: `no`, `fp16`, `bf16`, `downcast_bf16`, or a precision that a plugin adds.
         gradient_accumulation_steps: micro-batches per optimizer step; see `accumulate`.
-        cpu: run on the CPU whatever devices are there; still distributed when launched so.
-        dataloader_config: how data is shared out.
-        rng_types: generators synchronised at the start of each iteration over a loader.
-        log_with: trackers: names, classes, instances, or `"all"`.
-        project_dir: root of logs and checkpoints.
-        project_config: the same, with naming and retention of checkpoints.
-        gradient_accumulation_plugin: accumulation in more detail.
-        step_scheduler_with_optimizer: False if schedulers are stepped at other times.
+        cpu: run on the CPU even if accelerators are present, also with several processes.
+        dataloader_config: how data is divided over the ranks.
+        rng_types: random generators to synchronise at the start of each iteration over a loader.
+        log_with: names, classes or instances of trackers, or `"all"`.
+        project_dir: root directory of logs and checkpoints.
+        project_config: directories, and the naming and retention of checkpoints.
+        gradient_accumulation_plugin: detailed settings for gradient accumulation.
+        step_scheduler_with_optimizer: whether prepared schedulers step with the optimizer. Pass False if
+            the script steps them at other times.
         kwargs_handlers: settings objects of the core and of plugins.
         dynamo_backend: compiler for `torch.compile`.
-        dynamo_plugin: compilation in more detail.
-        backend: name of a backend plugin, a `Backend` class or instance; default: detected.
-        process_group_timeout: seconds a collective may wait.
-        upcast_outputs: convert half precision outputs of models to fp32 (default True).
-        parallelism_config: sizes of the dimensions of a device mesh, for backends that have one.
-        scheduler_steps: how far a prepared scheduler moves when the optimizer steps:
-            `"per_process"`, once for each process that reads different data, or `"per_step"`,
-            once; the default is the backend's, as in Hugging Face Accelerate.
-        preemption_signals: signals, such as "SIGTERM,SIGUSR1", on which all ranks save at the next
-            step boundary and leave with status 75; needs automatic checkpoint naming.
+        dynamo_plugin: detailed settings for `torch.compile`.
+        backend: name of a backend plugin, or a `Backend` class or instance; default: detected.
+        process_group_timeout: time limit of a collective, in seconds.
+        upcast_outputs: convert half-precision outputs of models to fp32 (default: True).
+        parallelism_config: sizes of the dimensions of the device mesh, for backends with a mesh.
+        scheduler_steps: how far a prepared scheduler moves when the optimizer steps: `"per_process"` is
+            one step for each process that reads different data, and `"per_step"` is one step. The
+            backend sets the default, as in Hugging Face Accelerate.
+        preemption_signals: signals, such as "SIGTERM,SIGUSR1". When one arrives, all ranks save at the
+            next step boundary and exit with status 75. Requires automatic checkpoint naming.
         checkpointer: name of the plugin that saves and loads; default: `directory`.
-        tracking: name of the plugin that feeds the trackers; default: `queued`.
-        loaders: name of the plugin that makes prepared data loaders; default: the core makes them.
+        tracking: name of the plugin that passes values to the trackers; default: `queued`.
+        loaders: name of the plugin that creates prepared data loaders; default: the core.
         plugin_arguments: arguments of installed plugins.
 
     Raises:
-        UnknownArgumentError: an argument that nobody takes.
-        ConfigurationError: a wrong value, with where it came from and what is allowed.
-        MissingPluginError: something asked for is not installed, with the pip command.
+        UnknownArgumentError: neither the core nor an installed plugin has this argument.
+        ConfigurationError: a value is invalid. The message has its source and the allowed values.
+        MissingPluginError: a requested plugin is not installed. The message has the pip command.
 
     Example:
         accelerator = Accelerator()
@@ -157,9 +158,9 @@ class Accelerator(
         failures.install()
         topology = runtimes.running() or runtimes.launched_topology()
         self._setup = resolve(arguments, plugin_arguments, topology)
-        #: The active precision; like the device an attribute, because autocast reads both in every step.
+        #: The active precision. An attribute, like the device, because autocast reads both in every step.
         self.precision: Precision = self._setup.precision
-        self._options = dataclasses.replace(self._setup.options)  # a script may change them
+        self._options = dataclasses.replace(self._setup.options)  # scripts may change them
         saving, loader_factory = check(self._setup)
         self._saving = saving
         self._closed = False
@@ -176,7 +177,7 @@ class Accelerator(
             raise
 
     def _build(self, loader_factory: LoaderFactory | None, log_with: Any) -> None:
-        """Build the parts, each from those before it."""
+        """Create the parts in order of their dependencies."""
         setup = self._setup
         process = self._runtime
         options = self._options
@@ -185,7 +186,7 @@ class Accelerator(
         check_consistent(process, setup.facts())
         self.hooks = BoundHooks(setup.owner_methods, self)
         self._shared_hooks: SharedHooks = SharedHooks(setup.plugins, self)
-        self.hooks.mesh()  # all ranks make its groups now, in the same order
+        self.hooks.mesh()  # all ranks create its process groups now, in the same order
         self.gradient_state = GradientState(**setup.accumulation.to_dict())
         self._collectives = make_collectives(
             self.hooks, setup, process, options, self.gradient_state
@@ -234,7 +235,7 @@ class Accelerator(
 
     @property
     def provenance(self) -> Mapping[str, SourcedValue]:
-        """Settings and their sources."""
+        """The settings of the core, with their sources."""
         return self._setup.provenance
 
     @property
@@ -244,7 +245,7 @@ class Accelerator(
 
     @property
     def mixed_precision(self) -> str:
-        """Name of the precision."""
+        """The name of the active precision."""
         return self._setup.mixed_precision
 
     @property
@@ -256,12 +257,12 @@ class Accelerator(
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """The sizes of the mesh's dimensions, None without a mesh."""
+        """The sizes of the dimensions of the device mesh, or None without a mesh."""
         return self._setup.parallelism_config
 
     @property
     def communicator(self) -> Communicator:
-        """The world, on flat tensors."""
+        """Collectives among all ranks, on flat tensors and objects."""
         return self._collectives.comm
 
     @property
@@ -281,13 +282,13 @@ class Accelerator(
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Which kind of setup runs, as the active backend names it."""
+        """The kind of setup that runs, as declared by the active backend."""
         with attribution("distributed_type", self._setup.backend_record):
             return DistributedType(self.backend.distributed_type(self))
 
     @property
     def state(self) -> AcceleratorState:
-        """The setup as user code reads it."""
+        """The state object that Hugging Face Accelerate scripts read."""
         return AcceleratorState(self)
 
     @property
@@ -304,16 +305,16 @@ class Accelerator(
     def prepare(self, one: T, /, *, device_placement: Placement = None) -> T: ...
     @overload
     def prepare(self, *args: *Ts, device_placement: Placement = None) -> tuple[*Ts]: ...
-    # mypy does not see that the implementation takes all arguments of both.
+    # mypy does not recognise that the implementation accepts the arguments of both overloads.
     def prepare(self, *args: Any, device_placement: Placement = None) -> Any:  # type: ignore[misc]
-        """Prepare models, optimizers, schedulers and loaders; return them in the same order.
+        """Prepare models, optimizers, schedulers and loaders, and return them in the same order.
 
         Args:
-            args: any of these; other objects are returned as they are.
-            device_placement: per object, whether it is moved to the device.
+            args: the objects to prepare. Objects of other types are returned unchanged.
+            device_placement: whether to move each object to the device.
 
         Raises:
-            PrepareError: a model would be left that does not train as asked.
+            PrepareError: a returned model would not train as requested.
 
         Example:
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -332,30 +333,30 @@ class Accelerator(
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> torch.nn.Module:
-        """Prepare one model; `evaluation_mode` applies precision and compilation only."""
+        """Prepare one model. With `evaluation_mode`, only apply precision and compilation."""
         made = run.prepare(self._prepared, [model], [device_placement], evaluation_mode)
         return cast(torch.nn.Module, made[0])
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Prepare one optimizer, of models prepared before."""
+        """Prepare the optimizer of models that are already prepared."""
         return self.prepare(optimizer, device_placement=[device_placement])
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare one scheduler, of optimizers prepared before."""
+        """Prepare the scheduler of optimizers that are already prepared."""
         return self.prepare(scheduler)
 
     # --- the step -----------------------------------------------------------------------------
 
     @property
     def profile_handler(self) -> Any:
-        """The `ProfileKwargs` among `kwargs_handlers`, None if there is none."""
+        """The `ProfileKwargs` in `kwargs_handlers`, or None."""
         return self._setup.handlers.get(exported("ProfileKwargs"))
 
     def profile(self, profile_handler: Any = None) -> AbstractContextManager[Any]:
         """Return a context that profiles with `torch.profiler` and yields its profiler.
 
         Args:
-            profile_handler: a `ProfileKwargs`; default: the one among `kwargs_handlers`.
+            profile_handler: a `ProfileKwargs`; default: the one in `kwargs_handlers`.
 
         Raises:
             MissingPluginError: accelerate-tracking, which writes the traces, is not installed.
@@ -365,7 +366,7 @@ class Accelerator(
                 accelerator.backward(loss_function(model(x), y))
             accelerator.print(profiler.key_averages().table(row_limit=5))
         """
-        profile = exported("profile")  # before the handler: the error names what was called
+        profile = exported("profile")  # first, so that an error names this method
         handler = profile_handler or self.profile_handler
         context: AbstractContextManager[Any] = profile(handler, self.process_index)
         return context
@@ -374,7 +375,7 @@ class Accelerator(
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this process writes what is saved once (per machine, if so configured)."""
+        """Whether this process writes models: rank 0, or one rank per machine with `save_on_each_node`."""
         per_machine = self.project_configuration.save_on_each_node
         return self.is_local_main_process if per_machine else self.is_main_process
 
@@ -400,14 +401,14 @@ class Accelerator(
         )
 
     def end_training(self) -> None:
-        """Finish trackers and plugins; the last Accelerator ends the process group.
+        """Finish trackers and plugins. The last Accelerator also ends the process group.
 
-        Called while an exception is handled or on its way out (in `except` or `finally`), it
-        marks the trackers' runs as failed. Each is ended, whatever another raises.
+        If called while an exception is handled or propagates (in `except` or `finally`), it marks the
+        trackers' runs as failed. If one part raises an error, the others are still ended.
         """
         failed = self._tracking.is_failing()
         if self._closed:
-            self._tracking.finish(failed)  # of a run that was started after the first end
+            self._tracking.finish(failed)  # for a run that started after the first call
             return
         self._closed = True
         call_all(
@@ -418,7 +419,7 @@ class Accelerator(
         )
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Release everything prepared, reset `step`, and return None for each object given."""
+        """Release all prepared objects, reset `step`, and return None for each object passed."""
         self._saving.release()
         self._shared_hooks.call_each("on_free")
         self._prepared.forget()
@@ -432,7 +433,7 @@ class Accelerator(
     clear = free_memory
 
     def explain(self) -> str:
-        """Tell every value in force and where it came from, one per line, and what plugins say."""
+        """Return every setting with its source, one per line, and the explanations of plugins."""
         lines = [f"{name} = {value}  ({origin})" for name, value, origin in self._setup.rows()]
         return "\n".join([*lines, *self._shared_hooks.call_each("explain")])
 
@@ -446,11 +447,11 @@ class Accelerator(
         return f"Accelerator(backend={getattr(getattr(self, 'backend', None), 'name', None)}{said})"
 
     def warn_once(self, text: str, *, every_rank: bool = False) -> None:
-        """Warn, once per text, on the main process, or with `every_rank` on each."""
+        """Warn once per text, on the main process, or on every process with `every_rank`."""
         self._warn_once(text, every_rank=every_rank)
 
     def _run_parts(self) -> RunParts:
-        """Return what a checkpointer saves and restores."""
+        """Return the parts of the run that a checkpointer saves and restores."""
         saving = self._saving
         return RunParts(
             accelerator=self,

@@ -1,1 +1,1 @@
-"""Data: which part of it a rank reads, in which order, and where an epoch stands."""
+"""Divide data over ranks, order and read it, and track the position in an epoch."""

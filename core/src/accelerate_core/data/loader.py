@@ -37,23 +37,23 @@ class LoaderOptions:
     """How a loader is divided over the ranks, and the device of its batches.
 
     Args:
-        config: how the data is shared out.
-        num_processes, process_index: of how many ranks with different data this is which.
-        device, put_on_device: where the batches go, and whether they are moved there at all.
+        config: how data is divided over the ranks.
+        num_processes, process_index: the number of ranks with different data, and the index of this rank.
+        device, put_on_device: the device of batches, and whether they are moved to it.
         rng_types: generators whose state rank 0 shares at the start of every iteration: "torch",
-            "generator" (the sampler's or dataset's own) or a device type; `["generator"]` if None.
+            "generator" (of the sampler or dataset) or a device type. None means `["generator"]`.
         slice_fn_for_dispatch: `(data, tensor_slice, process_index=, num_processes=)` -> part.
-        comm: how the ranks communicate; None if they do not.
-        order_comm: how all ranks agree on an order, where several read the same part and `comm`
-            joins only those that read different ones; default `comm`.
-        gradient_state: is told of iterations and batches.
+        comm: the communicator of the ranks, or None if they don't communicate.
+        order_comm: the communicator of all ranks that must read in the same order, if several ranks read
+            the same part and `comm` only has ranks with different parts; default: `comm`.
+        gradient_state: receives the start and end of iterations, and every batch.
         feed: iterator of batches -> iterator of batches on the device, for `put_on_device`.
-        feed_always: call it where the batches are on the device already, too.
-        fixed_batch: a short batch is filled up to the loader's size, and to a multiple of so many.
-        sets_epoch: call `set_epoch` of samplers and datasets at the start of every iteration.
+        feed_always: whether to call `feed` even if batches are already on the device.
+        fixed_batch: fill a short batch up to the loader's batch size and a multiple of this number.
+        sets_epoch: whether to call `set_epoch` of samplers and datasets at the start of every iteration.
 
     Raises:
-        ConfigurationError: there is no such rank.
+        ConfigurationError: `process_index` is not the index of a rank.
     """
 
     config: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
@@ -93,7 +93,7 @@ def _of_base() -> Any:
 
 
 class CoreLoader(DataLoader[Any]):
-    """A loader as `prepare` returns it.
+    """The loader that `prepare` returns.
 
     It has the attributes of a `DataLoader`. `batch_sampler`, `sampler` and `collate_fn` belong to the
     user's loader, not to this rank's part. Other attributes of a custom loader class are available
@@ -105,8 +105,8 @@ class CoreLoader(DataLoader[Any]):
         source: reads batches from `base`.
         view: the user's loader as seen from outside, with the order that all ranks follow.
         users: the user's loader itself; pickling or copying this loader pickles or copies that one.
-        options: how ranks share the data, and where batches go.
-        batch_size: of the user's loader; None if it has none.
+        options: how data is divided over the ranks, and the device of batches.
+        batch_size: the batch size of the user's loader, or None if it has none.
     """
 
     dataset = _of_base()

@@ -1,4 +1,4 @@
-"""Turn the user's loaders into prepared ones, and skip their first batches."""
+"""Prepare data loaders, and skip their first batches."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
 
     Args:
         loader: a `DataLoader`, or any iterable of batches.
-        options: how it is shared out.
+        options: how data is divided over the ranks, and the device of batches.
 
-    With one process the batches, their order and the random numbers drawn are those of the plain
-    loader. A prepared loader is returned as it is. Batches that need not be moved are not touched.
+    With one process, the batches, their order and the random numbers are the same as without `prepare`. A
+    prepared loader is returned unchanged. Batches that are already on the device are not copied.
 
     Raises:
-        ConfigurationError: settings that do not fit the loader or each other.
-        MissingPluginError: `use_stateful_dataloader` without torchdata.
+        ConfigurationError: a setting contradicts the loader or another setting.
+        MissingPluginError: `use_stateful_dataloader` is set, but torchdata is not installed.
 
     Example:
         from accelerate_core.data.loader import LoaderOptions
@@ -113,7 +113,7 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
 
 
 def _order_comm(options: LoaderOptions) -> Communicator | None:
-    """Return the communicator of the ranks that read in one order; None for a single rank."""
+    """Return the communicator of the ranks that read in one order, or None for a single rank."""
     comm = options.order_comm
     if comm is None and options.num_processes > 1:
         comm = options.comm

@@ -36,7 +36,7 @@ SWITCHES: dict[str, str]
 PREFIXES: dict[str, str]
 #: Options of a plugin that begin otherwise.
 OPTIONS: dict[str, str]
-#: Public names exported by a plugin, or Accelerate's that no package of ours offers yet.
+#: Public names that a plugin exports, or that Accelerate has and our packages don't export yet.
 EXPORTS: dict[str, str]
 #: `is_…_available` -> the library it asks for.
 PROBES: dict[str, str]

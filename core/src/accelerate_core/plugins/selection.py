@@ -115,14 +115,14 @@ class Rule:
     """How plugins of one kind are selected.
 
     Attributes:
-        usual: the one that is taken where nothing asks for another.
-        claims: those whose triggers fire are imported and asked for a claim.
-        several: not the best is active but all that are named or claim.
-        by_name: how a user names one, with `{name}` for its name; errors say it.
-        ask: asks the plugin of a record for its claim; default: its class method `detect(request)`.
-        hits: the triggers that were set off; default: those of the request.
-        skips_broken: a plugin that cannot answer is skipped even if it was requested; whoever
-            selects reports it.
+        usual: the plugin that is active if no other is requested.
+        claims: whether plugins whose triggers matched are imported and asked for a claim.
+        several: whether all named or claiming plugins are active, rather than only the best.
+        by_name: how users request a plugin by name, for errors. `{name}` is replaced by the name.
+        ask: returns the claim of a plugin; default: call its class method `detect(request)`.
+        hits: the triggers that matched; default: those of the request.
+        skips_broken: whether a plugin that raises an error is skipped even if it was requested. The
+            caller of `select` then reports the error.
     """
 
     usual: str = ""
@@ -140,7 +140,7 @@ class Selection:
 
     Attributes:
         wanted: the requested name with its source; its value is None if no name was requested.
-        trigger_hits: the triggers that were set off, each with what set it off.
+        trigger_hits: the triggers that matched, each with the setting that matched.
         candidates: the plugins that were considered.
         error: why no plugin can be chosen.
         given: the plugin itself, if an object was passed instead of a name.
@@ -156,7 +156,7 @@ class Selection:
     rule: Rule = Rule()
 
     def or_raise(self) -> Selection:
-        """Return the selection, or raise what kept it from being made."""
+        """Return the selection, or raise its error."""
         if self.error is not None:
             raise self.error
         return self
@@ -169,17 +169,17 @@ class Selection:
 
     @property
     def record(self) -> PluginRecord:
-        """The one that was chosen, of a kind of which there is always one."""
+        """The plugin that was chosen, for kinds that always have exactly one."""
         return self.active[0].record
 
     @property
     def reason(self) -> str:
-        """Why that one was chosen."""
+        """Why this plugin was chosen."""
         return self.active[0].reason
 
     @property
     def plugin(self) -> Any:
-        """Its class, imported now if it was not yet; or the object that was given."""
+        """The class of the plugin, which is imported if necessary, or the object that was passed."""
         return self.record.load() if self.given is None else self.given
 
 
@@ -200,15 +200,15 @@ def select(
 ) -> Selection:
     """Select a plugin of one kind. If this fails, `error` of the result contains the reason.
 
-    The strongest request is met, or is an error. Of equal ones a name is stronger than a claim, and a
-    claim than the usual one. Only plugins that may claim are imported; of the others that is left
-    to whoever makes them.
+    The request with the highest precedence is met, or is an error. At equal precedence, a name comes before
+    a claim, and a claim before the usual plugin. Only plugins that may claim are imported here; the others
+    are imported when they are created.
 
     Args:
         kind: `backend`, `precision`, or another kind of plugin.
-        wanted: the setting that names one: a name (of extensions several, with commas between
-            them), or a Backend class or instance.
-        rule: how one is chosen; needed for a kind that an extension hosts.
+        wanted: the setting that names a plugin. Its value is a name (for extensions, several names
+            separated by commas), or a Backend class or instance.
+        rule: how a plugin is chosen. Required for a kind that an extension hosts.
     """
     rule = RULES[kind] if rule is None else rule
     named = wanted if wanted.value is not None else _named_elsewhere(kind, request)

@@ -38,12 +38,12 @@ class ExternalLoader:
     """The members of `PreparedLoader`, answered by a plugin's loader.
 
     Args:
-        base: what `make_loader` returned; whatever else it has is reached through this attribute.
-        record: of the plugin, which is named in what the loader raises.
-        state: of the Accelerator; the loader has to report every batch to it.
+        base: the loader that `make_loader` returned. Its other members are read through this attribute.
+        record: the record of the plugin, whose name is added to errors of the loader.
+        state: the gradient state of the Accelerator. The loader must report every batch to it.
 
     Raises:
-        PluginError: `base` is not a `PreparedLoader`, or it hands out batches without reporting them.
+        PluginError: `base` is not a `PreparedLoader`, or it yields batches without reporting them.
     """
 
     #: Whether the last global step is padded.

@@ -192,8 +192,8 @@ class PreparePlan:
             return None  # belongs to a model that was never prepared
         if new is None:
             raise PrepareError(
-                f"An optimizer holds parameter {name!r}, but the prepared model no longer has a parameter "
-                "with that name. A hook that replaces parameters must keep their names, or report new "
+                f"An optimizer holds parameter {name!r}, but the prepared model has no parameter with that "
+                "name anymore. A hook that replaces parameters must keep their names, or report new "
                 "ones with plan.rename(model, {old: new})."
             )
         return new

@@ -108,7 +108,7 @@ def _compile_options(optimized: Any) -> dict[str, Any]:
 
 
 def _point_schedulers(plan: PreparePlan) -> None:
-    """Point schedulers at an optimizer that replaced theirs with its own parameter groups."""
+    """Point schedulers at the replacement of their optimizer, if it has other parameter groups."""
     for optimizer in plan.of_kind("optimizer"):
         was, now = optimizer.original, optimizer.value
         if getattr(now, "param_groups", None) is not getattr(was, "param_groups", None):

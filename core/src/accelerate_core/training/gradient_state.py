@@ -38,8 +38,8 @@ class _Current(type):
 class GradientState(metaclass=_Current):
     """The gradient accumulation settings and the open loaders of one Accelerator.
 
-    Without arguments, the class returns the state of the latest Accelerator, or a new one if there
-    is no Accelerator.
+    Without arguments, the class returns the state of the latest Accelerator, or a new one if none
+    exists.
 
     Loaders yield their batches through `serve`. Accumulation depends on whether the *open* loader
     that yielded last is at its end. Metrics depend on the batch yielded *last*, even if its loop was
@@ -63,7 +63,7 @@ class GradientState(metaclass=_Current):
     steps: int = field(default=0, init=False)
     #: Called after each iteration of a loop over a loader; None for nothing.
     loop_body_end: Callable[[], None] | None = field(default=None, init=False)
-    #: Whether `loop_body_end` is running or has raised; the loader is not to blame for that exception.
+    #: Whether `loop_body_end` is running or has raised. Such an exception doesn't come from the loader.
     in_listener: bool = field(default=False, init=False)
     _open: list[tuple[weakref.ref[Any], BatchInfo]] = field(default_factory=list, init=False)
     _touched: BatchInfo | None = field(default=None, init=False)

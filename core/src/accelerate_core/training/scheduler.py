@@ -27,10 +27,10 @@ class AcceleratedScheduler:
     Args:
         scheduler: the scheduler to wrap.
         optimizers: the prepared optimizers that it follows.
-        gradient_state: tells whether optimizers step now.
-        num_processes: how many steps it moves at a time.
+        gradient_state: used to find out whether optimizers step now.
+        num_processes: the number of steps that it moves at a time.
         step_with_optimizer: whether it follows the optimizers.
-        split_batches: whether the batch size is that of all processes.
+        split_batches: whether the batch size is for all processes together.
         on_first_step: called once, when the scheduler first moves.
     """
 
