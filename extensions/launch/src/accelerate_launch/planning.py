@@ -22,7 +22,7 @@ from accelerate_core.plugins.factory import PARTS
 from accelerate_launch import checks, devices, mpi
 from accelerate_launch.cluster import ClusterEnvironment, detect_cluster
 from accelerate_launch.contributed import MESH, check_sections, set_in_environment, take
-from accelerate_launch.options import LAUNCH_OPTIONS, OWN
+from accelerate_launch.options import LAUNCH_OPTIONS, NAMES_PLUGIN, OWN
 from accelerate_launch.paths import accelerate_config_path, default_config_path
 from accelerate_launch.plan import LaunchPlan, Target
 from accelerate_launch.target import find_target
@@ -30,8 +30,6 @@ from accelerate_launch.target import find_target
 logger = logging.getLogger(__name__)
 
 _THREADS = "OMP_NUM_THREADS"
-#: For each option that names a plugin, the plugin's kind.
-_PLUGINS = {"mixed_precision": "precision", "backend": "backend", "launcher": "launcher"}
 
 
 def make_plan(
@@ -170,7 +168,7 @@ def decide(
         chosen["cpu"] = checks.cpu_of(config, chosen["cpu"])
     plugins, backend = take(given, chosen["backend"], chosen["mixed_precision"], environ)
     chosen["backend"] = backend
-    for name in _PLUGINS:
+    for name in NAMES_PLUGIN:
         _check_plugin(chosen, name)
     _take_hosts(chosen)
     chosen["num_processes"] = checks.processes(chosen, environ, around)
@@ -187,7 +185,7 @@ def _check_plugin(chosen: Mapping[str, SourcedValue], name: str, kind: str | Non
     """Raise an error if an option names a plugin that is not installed."""
     sourced = chosen[name]
     if sourced.value is not None and sourced.origin != "default":
-        find(kind or _PLUGINS[name], str(sourced.value).lower(), source=sourced.origin)
+        find(kind or NAMES_PLUGIN[name], str(sourced.value).lower(), source=sourced.origin)
 
 
 def find_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
