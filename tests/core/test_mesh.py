@@ -74,11 +74,13 @@ def test_errors_name_the_source_of_the_sizes(monkeypatch, tmp_path):
 
 def test_only_dimensions_that_the_backend_declares_are_accepted():
     with pytest.raises(
-        ConfigurationError, match=r"'meshed' has no mesh dimension 'cp' .from constructor"
+        ConfigurationError,
+        match=r"'meshed' does not support the mesh dimension 'cp' .from constructor",
     ):
         Accelerator(cpu=True, backend=Meshed, parallelism_config=ParallelismConfig(cp_size=2))
     with pytest.raises(
-        ConfigurationError, match=r"'single' has no mesh dimension 'tp'.*it has none"
+        ConfigurationError,
+        match=r"'single' does not support the mesh dimension 'tp'.*it supports none",
     ):
         Accelerator(cpu=True, backend="single", parallelism_config=ParallelismConfig(tp_size=2))
     with Accelerator(cpu=True) as accelerator:

@@ -172,7 +172,7 @@ REFUSED = {
         "refused_meshes",
         "size",
     ): "dp_shard 3 = 3 devices, but XLA has 4 (CPU_NUM_DEVICES)",
-    ("refused", "refused_meshes", "dimension"): "has no mesh dimension 'cp'",
+    ("refused", "refused_meshes", "dimension"): "does not support the mesh dimension 'cp'",
     ("refused", "refused_meshes", "no plan"): "Tensor parallelism needs a plan",
     (
         "refused",

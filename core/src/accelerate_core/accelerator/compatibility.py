@@ -34,8 +34,8 @@ def parallelism(
     cannot = [dimension for dimension in sizes.active_mesh_dims if dimension not in can]
     if cannot:
         raise ConfigurationError(
-            f"Backend {name!r} has no mesh dimension {listing(cannot)} "
-            f"(from {', '.join(dict.fromkeys(asked))}); it has "
+            f"Backend {name!r} does not support the mesh dimension {listing(cannot)} "
+            f"(from {', '.join(dict.fromkeys(asked))}); it supports "
             f"{listing(can) if can else 'none'}."
         )
     sizes.check(processes, ", ".join(dict.fromkeys(asked)))

@@ -62,7 +62,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
 
     * `accepts`: what precisions may need, as words of `contract.capabilities.NEEDS`. Default:
       autocast, loss_scaling, modules.
-    * `precisions`: names of precisions that the backend implements itself, whatever they need.
+    * `precisions`: names of precisions that the backend implements itself, regardless of their `needs`.
     * `mesh`: the names of the mesh dimensions that it supports.
     * `devices`: device types such as "cuda", or None for all. On any other device, starting fails.
     * `no_sync`, `join`, `compile`, `several_models`: whether it supports these.
@@ -89,13 +89,13 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
     shards: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     #: Whether to start a process group even for one process.
     needs_group: ClassVar[bool] = False
-    #: Settings class, made with `settings`.
+    #: Settings class, declared with `settings`.
     Settings: ClassVar[type[object] | None] = None
     #: Further settings classes, whose fields are options of `launch` and keys of config files.
     more_settings: ClassVar[tuple[type[object], ...]] = ()
     #: Whether users may also pass a mapping of names to `Settings`; `settings` is then a dict.
     several_settings: ClassVar[bool] = False
-    #: Classes of `kwargs_handlers` this backend takes, besides `Settings`.
+    #: Classes of `kwargs_handlers` that this backend takes in addition to `Settings`.
     handlers: ClassVar[tuple[type, ...]] = ()
 
     _mesh: DeviceMesh | None = None
@@ -114,7 +114,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
     def core_defaults(self) -> Mapping[str, object]:
         """Return core settings that follow from the backend's settings, such as accumulation steps.
 
-        They may include a `parallelism_config` whose `dp_shard_size` is left to the number of ranks.
+        They may include a `parallelism_config`, whose `dp_shard_size` then follows from the number of ranks.
         """
         return {}
 

@@ -39,7 +39,8 @@ class Precision:
     supports: Mapping[str, Any] = {}
     #: dtype for `torch.autocast`; None means no autocast.
     dtype: ClassVar[torch.dtype | None] = None
-    #: Settings class, made with `settings`: environment, config file, `kwargs_handlers`.
+    #: Settings class, declared with `settings`. Its values come from the environment, the config file and
+    #: `kwargs_handlers`.
     Settings: ClassVar[type[object] | None] = None
     #: Classes of `kwargs_handlers` that this precision takes in addition to `Settings`. The
     #: constructor gets them as its second argument.

@@ -16,7 +16,7 @@ def _precision(text: str, variable: str) -> str:
 class CoreSettings:
     """The settings of the core, which apply to every backend.
 
-    In the constructor they are arguments of `Accelerator`.
+    In a script, they are arguments of `Accelerator`.
     """
 
     backend: str | None = option(default=None, help="name of the backend plugin; default: detected")

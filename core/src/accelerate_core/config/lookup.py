@@ -1,6 +1,6 @@
-"""Look up the value of a setting in its sources, strongest first, and record the source.
+"""Look up the value of a setting in its sources, and record the source.
 
-constructor > command line > environment > config file > detection > default.
+The order of precedence is: constructor, command line, environment, config file, detection, default.
 The launcher passes the command line to processes as environment variables, together with their
 origin, so both share one look-up here.
 """
@@ -122,7 +122,7 @@ def resolve_compiler(given: Mapping[str, Any], sources: Sources) -> TorchDynamoP
     """Return the compiler settings. `given` are the arguments of the Accelerator.
 
     Raises:
-        ConfigurationError: both backend and plugin are given, or options without a backend.
+        ConfigurationError: both a backend and a plugin are set, or options are set without a backend.
     """
     plugin, backend = given.get("dynamo_plugin"), given.get("dynamo_backend")
     if plugin is not None and backend is not None:
@@ -136,7 +136,7 @@ def resolve_compiler(given: Mapping[str, Any], sources: Sources) -> TorchDynamoP
         if asked and made.backend is None and not made.disable:
             raise ConfigurationError(
                 f"{provenance[name].origin} sets {name}={getattr(made, name)!r} without a compiler "
-                "backend. Set that too: 'inductor' is torch's own, and 'no' compiles nothing."
+                "backend. Set it as well: 'inductor' is torch's compiler, and 'no' turns it off."
             )
     return made
 
@@ -147,7 +147,7 @@ def look_up(
     section: str = "",
     detected: Mapping[str, SourcedValue] | None = None,
 ) -> SourcedValue:
-    """Return the value of a setting from the strongest source that has one.
+    """Return the value of a setting from the source with the highest precedence that has one.
 
     Raises:
         ConfigurationError: the value is invalid. The message has its source and the allowed values.

@@ -63,7 +63,7 @@ class PluginRecord:
     @property
     def label(self) -> str:
         """`name (distribution version)`, as shown in errors and notes."""
-        return f"{self.name} ({self.distribution} {self.version})".strip()
+        return f"{self.name} ({f'{self.distribution} {self.version}'.strip()})"
 
     @property
     def identity(self) -> dict[str, str]:
