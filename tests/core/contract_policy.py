@@ -48,8 +48,10 @@ def _entries(named: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return all deprecations by `hook`, `hook(argument)` or `Class.member`."""
     found: dict[str, dict[str, Any]] = {}
     for its in named.values():
-        said = its.get("deprecated", {})
-        found.update(said if isinstance(said, dict) else {key: {} for key in said})
+        deprecated = its.get("deprecated", {})
+        found.update(
+            deprecated if isinstance(deprecated, dict) else {key: {} for key in deprecated}
+        )
     return found
 
 
@@ -68,9 +70,9 @@ class _Change:
             self.wrong.append(f"{what}: raise the minor version.")
         return self.now > self.was
 
-    def since(self, what: str, said: Any) -> None:
+    def since(self, what: str, declared: Any) -> None:
         """Require an addition to declare the version that introduced it."""
-        if tuple(said or ()) != self.now:
+        if tuple(declared or ()) != self.now:
             self.wrong.append(f"{what}: add since={self.now} to its declaration.")
 
     def gone(self, key: str, what: str) -> None:

@@ -178,14 +178,14 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "kind", "said"), CONSTRUCTOR.values(), ids=CONSTRUCTOR)
+@pytest.mark.parametrize(("arguments", "kind", "expected"), CONSTRUCTOR.values(), ids=CONSTRUCTOR)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_errors_for_invalid_constructor_arguments(
-    arguments: dict[str, Any], kind: type[Exception], said: list[str]
+    arguments: dict[str, Any], kind: type[Exception], expected: list[str]
 ) -> None:
     with pytest.raises(kind) as failure:
         Accelerator(**arguments)
-    for part in said:
+    for part in expected:
         assert part in str(failure.value)
     if kind is MissingPluginError:
         assert not hasattr(failure.value, "__notes__"), (
@@ -239,28 +239,28 @@ ENVIRONMENT: dict[str, tuple[dict[str, str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("variables", "said"), ENVIRONMENT.values(), ids=ENVIRONMENT)
+@pytest.mark.parametrize(("variables", "expected"), ENVIRONMENT.values(), ids=ENVIRONMENT)
 def test_errors_for_invalid_environment_variables(
-    variables: dict[str, str], said: list[str], monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(AccelerateError) as failure:
         Accelerator()
-    for part in said:
+    for part in expected:
         assert part in str(failure.value)
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "expected"),
     [
         ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 is outside a world of WORLD_SIZE=2"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' must be a number"),
         ({"PMI_RANK": "3", "PMI_SIZE": "3"}, "PMI_RANK=3 is outside"),
     ],
 )
-def test_errors_for_invalid_rank_variables(variables: dict[str, str], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
+def test_errors_for_invalid_rank_variables(variables: dict[str, str], expected: str) -> None:
+    with pytest.raises(ConfigurationError, match=expected):
         read_topology(variables)
 
 
@@ -277,7 +277,7 @@ def test_misspelt_variable_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("mixed_precision: bf61\n", ["line 1", "'bf61'"]),
         ("debug: false\n\ngradient_accumulation_steps: -1\n", ["line 3", "at least 1"]),
@@ -286,14 +286,14 @@ def test_misspelt_variable_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_errors_for_an_invalid_config_file(
-    text: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     monkeypatch.setenv("ACCELERATE_CONFIG_FILE", str(path))
     with pytest.raises(ConfigurationError) as failure:
         Accelerator()
-    for part in ["config.yaml", *said]:
+    for part in ["config.yaml", *expected]:
         assert part in str(failure.value)
 
 
@@ -315,11 +315,11 @@ SETTINGS: dict[str, tuple[Callable[[], Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "said"), SETTINGS.values(), ids=SETTINGS)
-def test_errors_for_invalid_settings(make: Callable[[], Any], said: list[str]) -> None:
+@pytest.mark.parametrize(("make", "expected"), SETTINGS.values(), ids=SETTINGS)
+def test_errors_for_invalid_settings(make: Callable[[], Any], expected: list[str]) -> None:
     with pytest.raises(ConfigurationError) as failure:
         make()
-    for part in said:
+    for part in expected:
         assert part in str(failure.value)
 
 
@@ -389,11 +389,11 @@ def test_unknown_names_of_plugins_are_reported_with_the_other_mistakes_in_a_file
     monkeypatch.setenv("ACCELERATE_CONFIG_FILE", str(config))
     with pytest.raises(ConfigurationError, match="There are 6 mistakes") as failure:
         Accelerator(cpu=True)
-    said = str(failure.value)
-    lines = [int(line) for line in re.findall(r"config.yaml line (\d+)", said)]
+    message = str(failure.value)
+    lines = [int(line) for line in re.findall(r"config.yaml line (\d+)", message)]
     assert sorted(lines) == [1, 2, 3, 4, 5, 7]
     for meant in ("bf16", "ddp", "directory", "queued"):
-        assert f"Did you mean {meant!r}?" in said
+        assert f"Did you mean {meant!r}?" in message
 
 
 def test_mistakes_in_arguments_are_reported_together() -> None:
@@ -406,10 +406,10 @@ def test_mistakes_in_arguments_are_reported_together() -> None:
     }
     with pytest.raises(ConfigurationError, match="There are 5 mistakes") as failure:
         Accelerator(cpu=True, **wrong)
-    said = str(failure.value)
+    message = str(failure.value)
     for meant in ("bf16", "ddp", "gradient_accumulation_steps", "device_placement"):
-        assert f"Did you mean {meant!r}?" in said
-    assert "step_scheduler_with_optimizer" in said
+        assert f"Did you mean {meant!r}?" in message
+    assert "step_scheduler_with_optimizer" in message
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def test_single_mistake_in_a_file_is_reported_without_a_list(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         ({"backend": "wapr"}, "Did you mean 'warp'? It is not installed; install it with: pip"),
         (
@@ -454,11 +454,11 @@ def test_single_mistake_in_a_file_is_reported_without_a_list(
     ],
 )
 def test_misspelt_name_of_a_missing_plugin_is_one_error(
-    arguments: dict[str, Any], said: str
+    arguments: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(AccelerateError) as failure:
         Accelerator(**arguments)
-    assert said in str(failure.value)
+    assert expected in str(failure.value)
 
 
 def test_suggestion_is_the_name_of_the_plugin_not_an_alias(

@@ -87,7 +87,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("backend", "precision", "dynamo", "kind", "said"),
+    ("backend", "precision", "dynamo", "kind", "expected"),
     [
         ("usual", "layers", None, "", []),
         ("narrow", "bf16", None, "", []),
@@ -107,11 +107,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_needs_of_a_precision_are_met_or_reported(
-    root: Path, backend: str, precision: str, dynamo: str | None, kind: str, said: list[str]
+    root: Path, backend: str, precision: str, dynamo: str | None, kind: str, expected: list[str]
 ) -> None:
     found, text = run(root, TRY.format(backend=backend, precision=precision, dynamo=dynamo))
     assert found == kind, text
-    assert [word for word in said if word not in text] == []
+    assert [word for word in expected if word not in text] == []
 
 
 ASK = """
@@ -131,7 +131,7 @@ else:
 
 
 @pytest.mark.parametrize(
-    ("backend", "processes", "kind", "said"),
+    ("backend", "processes", "kind", "expected"),
     [
         ("single", 1, "", ["never"]),
         ("declares", 2, "", ["step"]),
@@ -144,9 +144,9 @@ else:
     ],
 )
 def test_backend_must_declare_when_it_reduces_gradients(
-    root: Path, backend: str, processes: int, kind: str, said: list[str]
+    root: Path, backend: str, processes: int, kind: str, expected: list[str]
 ) -> None:
     code = ASK.replace("BACKEND", repr(backend)).replace("COUNT", str(processes))
     found, text = run(root, code)
     assert found == kind, text
-    assert [word for word in said if word not in text] == []
+    assert [word for word in expected if word not in text] == []

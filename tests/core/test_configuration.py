@@ -42,10 +42,10 @@ def test_source_with_the_highest_precedence_wins_and_is_reported(
     assert steps() == f"2 ({config} line 2)"
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
     assert steps() == "3 (environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS)"
-    said = json.dumps(
+    provenance = json.dumps(
         {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "command line --gradient_accumulation_steps"}
     )
-    monkeypatch.setenv("ACCELERATE_PROVENANCE", said)
+    monkeypatch.setenv("ACCELERATE_PROVENANCE", provenance)
     assert steps() == "3 (command line --gradient_accumulation_steps)"
     assert (
         steps(gradient_accumulation_steps=4)

@@ -66,19 +66,23 @@ def test_contract_contains_the_classes_that_plugins_use() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "change", "said"),
+    ("place", "change", "expected"),
     [
-        (("hooks", "barrier", "types"), {"scope": "int"}, "'scope' is 'int' and was 'Scope'"),
-        (("public", "Target", "kind"), {"default": "'program'"}, "Target.kind is 'program' by def"),
+        (("hooks", "barrier", "types"), {"scope": "int"}, "'scope' changed from 'Scope' to 'int'"),
+        (
+            ("public", "Target", "kind"),
+            {"default": "'program'"},
+            "Target.kind: the default changed",
+        ),
         (
             ("public", "Target", "__init__"),
             {"parameters": ["arguments=", "name", "kind="]},
-            "Target.__init__ has its parameters in another order",
+            "Target.__init__: its parameters have a different order",
         ),
     ],
 )
 def test_contract_records_types_defaults_and_field_order(
-    place: tuple[str, ...], change: dict[str, Any], said: str
+    place: tuple[str, ...], change: dict[str, Any], expected: str
 ) -> None:
     was = contract()
     now = copy.deepcopy(was)
@@ -86,7 +90,7 @@ def test_contract_records_types_defaults_and_field_order(
     for key in place:
         at = at[key]
     at.update(change)
-    assert said in "\n".join(differences(was, now))
+    assert expected in "\n".join(differences(was, now))
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -133,7 +137,7 @@ NO_ARGUMENT = {"arguments": ["accelerator", "optimizer"], "deprecated": {}}
 
 
 @pytest.mark.parametrize(
-    ("version", "changes", "said"),
+    ("version", "changes", "expected"),
     [
         ((1, 3), {"on_pause": {"since": [1, 4]}}, "raise the minor"),
         ((1, 4), {"on_pause": {}}, None),
@@ -189,11 +193,11 @@ NO_ARGUMENT = {"arguments": ["accelerator", "optimizer"], "deprecated": {}}
     ],
 )
 def test_policy_check_reports_each_violation(
-    version: tuple[int, int], changes: dict[str, Any], said: str | None
+    version: tuple[int, int], changes: dict[str, Any], expected: str | None
 ) -> None:
     old = changed(contract(), (1, 3), OLD)
     found = " ".join(differences(old, changed(old, version, changes), date(2026, 11, 1)))
-    assert (said in found) if said else (found == "")
+    assert (expected in found) if expected else (found == "")
 
 
 VERSIONS = {"older": (0, 9), "equal": (1, 0), "newer": (1, 7), "next": (2, 0)}
@@ -322,9 +326,9 @@ def test_plugin_for_another_major_version_is_refused_when_a_variable_requests_it
     for kind in ("backend", "extension"):
         assert matrix[kind, name, "automatic"] == matrix[kind, name, "named"]
     assert matrix["launcher", name, "automatic"] == ["fine", "simple"]
-    how, said = matrix["tracker", name, "automatic"]
-    assert (how, said[:4]) == ("fine", "[[],")
-    assert f"version {'.'.join(map(str, VERSIONS[name]))}" in said
+    how, result = matrix["tracker", name, "automatic"]
+    assert (how, result[:4]) == ("fine", "[[],")
+    assert f"version {'.'.join(map(str, VERSIONS[name]))}" in result
 
 
 @pytest.mark.parametrize("name", ["equal", "newer"])
@@ -460,9 +464,9 @@ def test_plugin_for_an_older_minor_version_works_with_a_deprecation_warning(tmp_
         name = Accelerator(backend="aged").backend.name
     out([name, [str(one.message) for one in caught if one.category is FutureWarning]])
     """
-    name, said = dummies.run(tmp_path, code)
+    name, warned = dummies.run(tmp_path, code)
     assert name == "aged"
-    assert said == [
+    assert warned == [
         "aged (dummy-aged 1.0) uses 'on_step_end', deprecated since version 1.2 of the contract "
         "and gone in 2.0: implement on_end.",
         "aged (dummy-aged 1.0) uses 'zero_grad(set_to_none)', deprecated since version 1.3 of the "

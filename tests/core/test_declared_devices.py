@@ -50,11 +50,11 @@ def test_requested_device_that_the_backend_does_not_declare_is_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError) as caught:
         Accelerator(backend=OnDevices, **given)
-    said = str(caught.value)
-    assert "Backend on_devices" in said
-    assert f"does not run on the device type 'cpu' ({origin})" in said
-    assert "it declares devices='cuda', 'xpu'" in said
-    assert "another backend, or use a machine with 'cuda', 'xpu'" in said
+    message = str(caught.value)
+    assert "Backend on_devices" in message
+    assert f"does not run on the device type 'cpu' ({origin})" in message
+    assert "it declares devices='cuda', 'xpu'" in message
+    assert "another backend, or use a machine with 'cuda', 'xpu'" in message
     assert runtimes.running() is None
 
 

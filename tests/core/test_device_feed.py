@@ -14,19 +14,19 @@ class Streams:
     """Records calls of a device's streams. Has the names of torch.cuda's API."""
 
     def __init__(self):
-        self.said = []
+        self.events = []
         self.copies = 0
 
     def Stream(self, device):
         return "side"
 
     def Event(self):
-        number, said = self.copies, self.said
+        number, events = self.copies, self.events
         self.copies += 1
 
         class Event:
             def record(self, stream):
-                said.append(("copied", number, stream))
+                events.append(("copied", number, stream))
 
             def __repr__(self):
                 return f"event {number}"
@@ -35,16 +35,16 @@ class Streams:
 
     @contextmanager
     def stream(self, stream):
-        self.said.append(("on", stream))
+        self.events.append(("on", stream))
         yield
-        self.said.append(("off", stream))
+        self.events.append(("off", stream))
 
     def current_stream(self, device):
-        said = self.said
+        events = self.events
 
         class Current:
             def wait_event(self, event):
-                said.append(("waits for", repr(event)))
+                events.append(("waits for", repr(event)))
 
         return Current()
 
@@ -54,10 +54,10 @@ def streams(monkeypatch):
     streams = Streams()
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
     monkeypatch.setattr(
-        torch.Tensor, "pin_memory", lambda tensor: streams.said.append("pinned") or tensor
+        torch.Tensor, "pin_memory", lambda tensor: streams.events.append("pinned") or tensor
     )
     monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda tensor, stream: streams.said.append("kept")
+        torch.Tensor, "record_stream", lambda tensor, stream: streams.events.append("kept")
     )
     return streams
 
@@ -67,12 +67,12 @@ def test_next_batch_is_copied_before_the_current_one_is_yielded(streams):
     seen = []
     for batch in feed(batches, torch.device("meta"), streams=streams):
         seen.append(batch)
-        streams.said.append("worked on")
+        streams.events.append("worked on")
     assert len(seen) == 3
     assert all(batch["x"].device.type == "meta" for batch in seen)
     copy = lambda i: [("on", "side"), "pinned", ("copied", i, "side"), ("off", "side")]  # noqa: E731
     hand = lambda i: [("waits for", f"event {i}"), "kept", "worked on"]  # noqa: E731
-    assert streams.said == [*copy(0), *copy(1), *hand(0), *copy(2), *hand(1), *hand(2)]
+    assert streams.events == [*copy(0), *copy(1), *hand(0), *copy(2), *hand(1), *hand(2)]
 
 
 def test_error_is_raised_after_the_previous_batch_was_yielded(streams):

@@ -16,7 +16,7 @@ WORKER = Path(__file__).with_name("digest_worker.py")
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("first", "second", "said"),
+    ("first", "second", "expected"),
     [
         ("", "", ""),
         (
@@ -32,12 +32,12 @@ WORKER = Path(__file__).with_name("digest_worker.py")
     ],
 )
 def test_ranks_with_different_configurations_are_refused(
-    first: str, second: str, said: str
+    first: str, second: str, expected: str
 ) -> None:
     done = run_workers(WORKER, 2, timeout=90, env={"ONLY_0": first, "ONLY_1": second}).checked()
     for kind, text, seconds in done.results:
-        assert kind == ("ConfigurationError" if said else "fine")
-        assert said in text
+        assert kind == ("ConfigurationError" if expected else "fine")
+        assert expected in text
         assert seconds < 20
 
 

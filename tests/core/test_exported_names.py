@@ -16,7 +16,7 @@ importlib.metadata.entry_points = lambda **_: importlib.metadata.EntryPoints()
 
 
 @pytest.mark.parametrize(
-    ("code", "variables", "said"),
+    ("code", "variables", "expected"),
     [
         (
             "from accelerate_core import find_executable_batch_size",
@@ -37,11 +37,11 @@ importlib.metadata.entry_points = lambda **_: importlib.metadata.EntryPoints()
     ],
 )
 def test_error_for_an_exported_name_gives_the_install_command(
-    code: str, variables: dict[str, str], said: str
+    code: str, variables: dict[str, str], expected: str
 ) -> None:
     done = pool.run(["-c", f"{ALONE}\n{code}"], clean_environment(**variables), 60)
     assert done.returncode == 1
-    assert said in done.stderr
+    assert expected in done.stderr
 
 
 #: An environment with everything except accelerate-drop-in.

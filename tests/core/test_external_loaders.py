@@ -82,14 +82,14 @@ except Exception:
 EPOCH = "[accelerator.gradient_state.end_of_dataloader for _ in loader]"
 
 
-def told(root: Path, fault: str, use: str = EPOCH) -> str:
+def output_of(root: Path, fault: str, use: str = EPOCH) -> str:
     distribution(root, "made", CODE, {"loaders": {"made": "Maker"}})
-    said: str = run(root, SCRIPT.replace("{use}", use), {"FAULT": fault})
-    return said
+    output: str = run(root, SCRIPT.replace("{use}", use), {"FAULT": fault})
+    return output
 
 
 def test_external_loader_wraps_the_plugins_loader(tmp_path) -> None:
-    assert told(tmp_path, "") == "ExternalLoader Made 4 [False, False, False, True]"
+    assert output_of(tmp_path, "") == "ExternalLoader Made 4 [False, False, False, True]"
 
 
 @pytest.mark.parametrize(
@@ -109,23 +109,23 @@ def test_external_loader_wraps_the_plugins_loader(tmp_path) -> None:
 def test_error_in_an_external_loader_names_its_plugin(
     tmp_path, fault: str, use: str, hook: str
 ) -> None:
-    said = told(tmp_path, fault, use)
+    output = output_of(tmp_path, fault, use)
     note = f"accelerate-core: hook '{hook}' of plugin made (dummy-made 1.0)"
-    assert said.count(note) == 1, said
-    assert "ArithmeticError: boom" in said
+    assert output.count(note) == 1, output
+    assert "ArithmeticError: boom" in output
 
 
 def test_error_in_the_users_loop_does_not_name_the_plugin(tmp_path) -> None:
-    said = told(tmp_path, "", "[1 / 0 for _ in loader]")
-    assert "ZeroDivisionError" in said
-    assert "of plugin made" not in said
+    output = output_of(tmp_path, "", "[1 / 0 for _ in loader]")
+    assert "ZeroDivisionError" in output
+    assert "of plugin made" not in output
 
 
 def test_error_in_a_loop_listener_does_not_name_the_plugin(tmp_path) -> None:
     use = "setattr(accelerator.gradient_state, 'loop_body_end', lambda: 1 / 0) or list(loader)"
-    said = told(tmp_path, "", use)
-    assert "ZeroDivisionError" in said
-    assert "of plugin made" not in said
+    output = output_of(tmp_path, "", use)
+    assert "ZeroDivisionError" in output
+    assert "of plugin made" not in output
 
 
 HELD = "[accelerator.gradient_state.active_dataloader is held for held in [{}] for _ in held]"
@@ -133,35 +133,35 @@ HELD = "[accelerator.gradient_state.active_dataloader is held for held in [{}] f
 
 @pytest.mark.parametrize("held", ["loader", "skip_first_batches(loader, 1)"])
 def test_active_loader_is_the_object_that_the_script_holds(tmp_path, held: str) -> None:
-    assert told(tmp_path, "", HELD.format(held)).endswith("[True, True, True, True]")
+    assert output_of(tmp_path, "", HELD.format(held)).endswith("[True, True, True, True]")
 
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_error_for_a_state_that_cannot_be_saved_names_the_loader(tmp_path, blocking: bool) -> None:
     save = f"accelerator.save_state({str(tmp_path / 'saved')!r}, blocking={blocking})"
-    said = told(tmp_path, "unsavable", f"({save}, accelerator.wait_for_checkpoint())")
-    assert "CheckpointError" in said
-    assert "state_dict of loader 0 (dummy_made.Made): TypeError: cannot pickle" in said
+    output = output_of(tmp_path, "unsavable", f"({save}, accelerator.wait_for_checkpoint())")
+    assert "CheckpointError" in output
+    assert "state_dict of loader 0 (dummy_made.Made): TypeError: cannot pickle" in output
 
 
 def test_result_that_is_not_a_prepared_loader_is_refused(tmp_path) -> None:
-    said = told(tmp_path, "returned")
-    assert "PluginError: A list, which make_loader of made (dummy-made 1.0) returned," in said
-    assert "has no 'iteration', 'remainder', 'set_epoch'" in said
+    output = output_of(tmp_path, "returned")
+    assert "PluginError: A list, which make_loader of made (dummy-made 1.0) returned," in output
+    assert "has no 'iteration', 'remainder', 'set_epoch'" in output
 
 
 def test_loader_that_does_not_report_its_batches_is_refused(tmp_path) -> None:
-    said = told(tmp_path, "alone")
-    assert "The loader of made (dummy-made 1.0) hands out batches of its own" in said
-    assert "gradient_state.serve(self, start, whole)" in said
+    output = output_of(tmp_path, "alone")
+    assert "The loader of made (dummy-made 1.0) hands out batches of its own" in output
+    assert "gradient_state.serve(self, start, whole)" in output
 
 
 def test_copies_and_pickles_contain_the_plugins_loader(tmp_path) -> None:
     use = (
         "[type(copy.copy(loader)).__name__, type(pickle.loads(pickle.dumps([loader]))[0]).__name__]"
     )
-    said = told(tmp_path, "plain", use)
-    assert said.endswith("['Plain', 'Plain']"), said
+    output = output_of(tmp_path, "plain", use)
+    assert output.endswith("['Plain', 'Plain']"), output
 
 
 HALF = """

@@ -33,7 +33,7 @@ def imported(tree: ast.AST, known: Mapping[str, object]) -> Iterator[str]:
                 yield from [name for name in (below, node.module) if name in known][:1]
 
 
-def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     """Return the strongly connected components with more than one module (Kosaraju's algorithm)."""
     finished: list[str] = []
     seen: set[str] = set()
@@ -71,7 +71,7 @@ def test_no_distribution_has_an_import_cycle() -> None:
         name: set(imported(ast.parse(path.read_text(encoding="utf-8")), found)) - {name}
         for name, path in found.items()
     }
-    assert circles(graph) == []
+    assert cycles(graph) == []
 
 
 def test_every_kind_of_import_cycle_is_found() -> None:
@@ -79,4 +79,4 @@ def test_every_kind_of_import_cycle_is_found() -> None:
     source = "from a.d import x\nif TYPE_CHECKING:\n    from a import c\ndef f():\n    import a.b"
     assert set(imported(ast.parse(source), known)) == {"a.b", "a.c", "a.d"}
     graph = {"a.b": {"a.c"}, "a.c": {"a.d"}, "a.d": {"a.c"}, "a": {"a.b"}}
-    assert circles(graph) == [["a.c", "a.d"]]
+    assert cycles(graph) == [["a.c", "a.d"]]

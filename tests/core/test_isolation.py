@@ -105,7 +105,7 @@ def test_model_can_be_prepared_by_two_accelerators():
         assert not torch.equal(net(x), rounded)
 
 
-def test_module_level_state_is_that_of_the_latest_live_accelerator():
+def test_state_classes_return_the_state_of_the_latest_live_accelerator():
     with Accelerator(cpu=True, gradient_accumulation_steps=2) as one:
         with Accelerator(cpu=True, mixed_precision="bf16") as other:
             assert AcceleratorState().mixed_precision == "bf16"

@@ -24,7 +24,7 @@ def parts() -> tuple[Any, ...]:
     return model, optimizer, DataLoader(torch.randn(STEPS, 2), 1)
 
 
-def said(script: Callable[[], None]) -> list[str]:
+def warnings_of(script: Callable[[], None]) -> list[str]:
     """Return the texts of all warnings, including repeated ones."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -47,14 +47,14 @@ def accumulating(step_prepared: bool, prepare_optimizer: bool = True, steps: int
 
 
 def test_unprepared_optimizer_inside_accumulate_is_warned_about_once() -> None:
-    (text,) = said(lambda: accumulating(step_prepared=False, prepare_optimizer=False))
+    (text,) = warnings_of(lambda: accumulating(step_prepared=False, prepare_optimizer=False))
     assert text.startswith(
         "accumulate(): the SGD, which was not prepared, steps in every micro-batch"
     )
-    (text,) = said(lambda: accumulating(step_prepared=False))
+    (text,) = warnings_of(lambda: accumulating(step_prepared=False))
     assert "the SGD that was passed to prepare(), not the one that it returned" in text
-    assert said(lambda: accumulating(step_prepared=True)) == []
-    assert said(lambda: accumulating(False, prepare_optimizer=False, steps=1)) == []
+    assert warnings_of(lambda: accumulating(step_prepared=True)) == []
+    assert warnings_of(lambda: accumulating(False, prepare_optimizer=False, steps=1)) == []
 
 
 def plain_loop(
@@ -76,18 +76,18 @@ def plain_loop(
 
 
 def test_accumulation_without_accumulate_is_warned_about_once() -> None:
-    (text,) = said(lambda: plain_loop(steps=3))
+    (text,) = warnings_of(lambda: plain_loop(steps=3))
     assert text.startswith("gradient_accumulation_steps=3 divides every loss by 3")
     assert "accelerator.accumulate(model)" in text
-    assert said(lambda: plain_loop(steps=3, enter=True)) == []
-    assert said(lambda: plain_loop(steps=1)) == []
+    assert warnings_of(lambda: plain_loop(steps=3, enter=True)) == []
+    assert warnings_of(lambda: plain_loop(steps=1)) == []
     # Manual accumulation calls step() after several backwards.
-    assert said(lambda: plain_loop(steps=3, every=3)) == []
+    assert warnings_of(lambda: plain_loop(steps=3, every=3)) == []
 
 
 def test_loss_of_another_model_is_warned_about_once() -> None:
     other = torch.nn.Linear(2, 1)
-    (text,) = said(lambda: plain_loop(steps=1, inside=other))
+    (text,) = warnings_of(lambda: plain_loop(steps=1, inside=other))
     assert text.startswith(
         "backward() got a loss that does not depend on a prepared model (Sequential)"
     )
@@ -112,7 +112,7 @@ def test_loss_of_a_prepared_model_is_accepted_however_it_was_computed(
             accelerator.backward(loss)
             optimizer.step()
 
-    assert [text for text in said(script) if "backward()" in text] == []
+    assert [text for text in warnings_of(script) if "backward()" in text] == []
 
 
 def test_discarding_the_results_of_prepare_is_warned_about() -> None:
@@ -121,7 +121,7 @@ def test_discarding_the_results_of_prepare_is_warned_about() -> None:
         model, optimizer, loader = parts()
         accelerator.prepare(model, optimizer, loader)
 
-    (text,) = said(thrown_away)
+    (text,) = warnings_of(thrown_away)
     assert text.startswith("The results of prepare() are ignored")
     assert "keeps using the unprepared SGD, DataLoader" in text
 
@@ -131,7 +131,7 @@ def test_discarding_the_results_of_prepare_is_warned_about() -> None:
         accelerator.prepare_data_loader(loader)
         accelerator.prepare_optimizer(optimizer)
 
-    assert len(said(one_by_one)) == 2
+    assert len(warnings_of(one_by_one)) == 2
 
     def used() -> None:
         accelerator = Accelerator(cpu=True)
@@ -142,7 +142,7 @@ def test_discarding_the_results_of_prepare_is_warned_about() -> None:
         _ = accelerator.prepare(*held)
         accelerator.prepare(held[0])
 
-    assert said(used) == []
+    assert warnings_of(used) == []
 
 
 @pytest.mark.parametrize(
@@ -162,10 +162,10 @@ def test_prepare_warns_about_a_list_and_returns_other_objects_unchanged() -> Non
     def script() -> None:
         assert accelerator.prepare(models) is models
 
-    (text,) = said(script)
+    (text,) = warnings_of(script)
     assert "Argument 1 of prepare() is a list" in text
     others = (None, {"lr": 0.1}, [1, 2], torch.ones(1))
-    assert said(lambda: None if accelerator.prepare(*others) == others else 1 / 0) == []
+    assert warnings_of(lambda: None if accelerator.prepare(*others) == others else 1 / 0) == []
 
 
 def test_gathering_a_string_on_one_process_is_warned_about() -> None:
@@ -174,11 +174,11 @@ def test_gathering_a_string_on_one_process_is_warned_about() -> None:
     def script() -> None:
         assert accelerator.gather("text") == "text"
 
-    (text,) = said(script)
+    (text,) = warnings_of(script)
     assert text.startswith("gather takes tensors")
     assert "not a str" in text
     assert "several raise this error" in text
-    assert said(lambda: accelerator.gather({"a": [torch.ones(1)]}) and None) == []
+    assert warnings_of(lambda: accelerator.gather({"a": [torch.ones(1)]}) and None) == []
 
 
 @pytest.mark.dist

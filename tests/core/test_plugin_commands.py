@@ -32,10 +32,10 @@ class Chooses(Precision):
     api_version = (1, 0)
     @classmethod
     def explain_choice(cls, sources):
-        said = sources.environ.get("ENGINE") or (sources.config or {}).get("debug")
-        if said == "none":
+        engine = sources.environ.get("ENGINE") or (sources.config or {}).get("debug")
+        if engine == "none":
             raise ConfigurationError("ENGINE=none")
-        return f"engine {said}"
+        return f"engine {engine}"
 class Fast(Chooses):
     name = "fast"
 """
@@ -149,12 +149,12 @@ def test_why_explains_the_choices_of_a_plugin(root: Path, tmp_path: Path) -> Non
     assert made["problem"] == "ENGINE=none"
     assert made["steps"]["its own choice"] == "failed: ENGINE=none"
     file.write_text("mixed_precision: fp8\nfp8_config:\n  backend: te\n")
-    told = plugins(root, "why", "fp8", "--config_file", str(file)).stdout
-    assert "engine TE: " in told
-    assert "c.yaml line 3" in told.replace("\n", "")
+    output = plugins(root, "why", "fp8", "--config_file", str(file)).stdout
+    assert "engine TE: " in output
+    assert "c.yaml line 3" in output.replace("\n", "")
     made = decision(root, "fp8", ACCELERATE_FP8_BACKEND="MSAMP")
-    said = "engine MSAMP: environment variable ACCELERATE_FP8_BACKEND"
-    assert made["steps"]["its own choice"] == said
+    choice = "engine MSAMP: environment variable ACCELERATE_FP8_BACKEND"
+    assert made["steps"]["its own choice"] == choice
     assert "its own choice" not in decision(root, "left")["steps"]
 
 
@@ -221,9 +221,9 @@ def test_table_and_why_agree_with_launch_for_the_same_file(tmp_path: Path, key: 
     assert (ddp["state"], ddp["steps"]["processes"]) == ("active", f"2, {config} line 1")
     starter = "torchrun" if key == "neither" else "rope"
     assert active["launcher"] == starter
-    said = ["ddp", "ddp"] if key == "neither" else ["rope starts 2"]
+    expected = ["ddp", "ddp"] if key == "neither" else ["rope starts 2"]
     # Gloo in older versions of torch also writes to stdout.
-    assert [line for line in done.stdout.splitlines() if "peer ranks" not in line] == said, (
+    assert [line for line in done.stdout.splitlines() if "peer ranks" not in line] == expected, (
         done.stderr
     )
     rope = decision(tmp_path, "rope", *file, **environ)
@@ -236,7 +236,7 @@ def test_table_and_why_agree_with_launch_for_the_same_file(tmp_path: Path, key: 
 
 
 @pytest.mark.parametrize(
-    ("environ", "said", "undecided"),
+    ("environ", "expected", "undecided"),
     [
         (
             {"ACCELERATE_BACKEND": "nosuch"},
@@ -250,15 +250,15 @@ def test_table_and_why_agree_with_launch_for_the_same_file(tmp_path: Path, key: 
     ],
 )
 def test_invalid_environment_is_reported_and_selection_stays_undecided(
-    root: Path, environ: dict[str, str], said: str, undecided: set[str]
+    root: Path, environ: dict[str, str], expected: str, undecided: set[str]
 ) -> None:
     done = plugins(root, "--json", **environ)
     assert done.returncode == 1
     assert done.stderr.startswith("Error: ")
-    assert said in done.stderr
+    assert expected in done.stderr
     rows = json.loads(done.stdout)
     assert {row["kind"] for row in rows if row["state"] == "undecided"} == undecided
-    assert all(said in row["reason"] for row in rows if row["state"] == "undecided")
+    assert all(expected in row["reason"] for row in rows if row["state"] == "undecided")
     assert not any(row["kind"] in undecided and row["state"] == "available" for row in rows)
 
 
@@ -308,15 +308,18 @@ def test_why_agrees_with_the_table(
     assert done.returncode == 1
     rows = {row["name"]: row for row in json.loads(done.stdout)}
     made = {name: decision(root, name, **environ) for name in names}
-    for name, told in made.items():
-        assert (told["state"], told["reason"]) == (rows[name]["state"], rows[name]["reason"])
+    for name, reported in made.items():
+        assert (reported["state"], reported["reason"]) == (
+            rows[name]["state"],
+            rows[name]["reason"],
+        )
     first = made[names[0]]
     assert first["problem"] in done.stderr
     assert first["state"] == ("refused" if names[0] == "future" else "undecided")
 
 
 @pytest.mark.parametrize(
-    ("name", "state", "said"),
+    ("name", "state", "expected"),
     [
         ("absent", "broken", "module 'dummy_chest' has no attribute 'Absent'"),
         ("late", "refused", "was written for a newer contract, version 2.0"),
@@ -325,13 +328,13 @@ def test_why_agrees_with_the_table(
     ],
 )
 def test_plugin_that_cannot_be_created_is_reported_as_broken(
-    root: Path, name: str, state: str, said: str
+    root: Path, name: str, state: str, expected: str
 ) -> None:
     environ = {"ACCELERATE_CHECKPOINTER": name}
     made = decision(root, name, **environ)
     assert made["state"] == state
     assert made["steps"]["decision"].startswith(state)
-    assert said in made["reason"]
+    assert expected in made["reason"]
     broken = state != "active"
     assert bool(made["problem"]) == broken
     # No other plugin of this kind is selected either.
@@ -392,35 +395,35 @@ def test_why_names_broken_missing_and_duplicate_plugins(root: Path) -> None:
     assert decision(root, "verb")["advice"] == "accelerate-core verb"
     assert "dummy-twin2 2.5" in decision(root, "twin")["steps"]["name"]
     assert decision(root, "single", ACCELERATE_DISABLED_PLUGINS="single")["state"] == "disabled"
-    for name, said in {
+    for name, expected in {
         "rihgt": "Did you mean 'right'?",
         "megatron_lm": 'pip install "accelerate-core[megatron]"',
         "forgot": "accelerate-forgot 0.3 is installed, but declares no plugin",
     }.items():
         done = plugins(root, "why", name)
         assert done.returncode == 2
-        assert said in done.stderr
+        assert expected in done.stderr
 
 
 @pytest.mark.parametrize("name", ["noep", "ddq"])
 def test_missing_entry_point_is_reported_before_a_similar_name(root: Path, name: str) -> None:
-    told = f"accelerate-{name} 0.3 is installed, but declares no plugin: it needs an entry point"
-    for said, group in (
+    hint = f"accelerate-{name} 0.3 is installed, but declares no plugin: it needs an entry point"
+    for done, group in (
         (plugins(root, "why", name), "backends"),
         (plugins(root, "check", name), "backends"),
         (plugins(root, "check", name, "--kind", "tracker"), "trackers"),
     ):
-        assert said.returncode == 2
-        assert told in said.stderr
+        assert done.returncode == 2
+        assert hint in done.stderr
         line = f'[project.entry-points."accelerate_core.{group}"] {name} = "package.module:Class"'
-        assert line in said.stderr
-        assert "Did you mean" not in said.stderr
+        assert line in done.stderr
+        assert "Did you mean" not in done.stderr
 
 
 def test_library_with_the_requested_name_does_not_hide_a_suggestion(root: Path) -> None:
-    said = plugins(root, "why", "lefft").stderr
-    assert "Did you mean 'left'?" in said
-    assert "declares no plugin" not in said
+    errors = plugins(root, "why", "lefft").stderr
+    assert "Did you mean 'left'?" in errors
+    assert "declares no plugin" not in errors
     # Similar to no name, and a library that may belong to a plugin without being one.
     done = plugins(root, "--json", ACCELERATE_CHECKPOINTER="hypothesis")
     assert "No checkpointer plugin is named 'hypothesis'" in done.stderr
@@ -457,10 +460,10 @@ def test_plugins_with_the_same_name_are_listed_with_their_versions(root: Path) -
 
 
 def test_kind_without_checks_is_refused_with_a_list_of_the_others(root: Path) -> None:
-    said = plugins(root, "check", "left", "--kind", "bakend")
-    assert said.returncode == 2
-    assert "--kind 'bakend' is not one of 'backend', 'precision', 'tracker'" in said.stderr
-    assert "Did you mean 'backend'?" in said.stderr
+    done = plugins(root, "check", "left", "--kind", "bakend")
+    assert done.returncode == 2
+    assert "--kind 'bakend' is not one of 'backend', 'precision', 'tracker'" in done.stderr
+    assert "Did you mean 'backend'?" in done.stderr
 
 
 @pytest.mark.parametrize("below", ["file", "file/deeper", "x" * 300])
@@ -469,9 +472,9 @@ def test_unwritable_target_directory_is_one_clear_error(
 ) -> None:
     (tmp_path / "file").write_text("kept")
     where = tmp_path / below / "new"
-    said = plugins(root, "new", "ring2", "--kind", "backend", "--directory", str(where))
-    assert said.returncode == 2
-    assert f"The repository in {where} cannot be written: " in said.stderr
-    assert "Choose another directory with --directory" in said.stderr
-    assert "Traceback" not in said.stderr
+    done = plugins(root, "new", "ring2", "--kind", "backend", "--directory", str(where))
+    assert done.returncode == 2
+    assert f"The repository in {where} cannot be written: " in done.stderr
+    assert "Choose another directory with --directory" in done.stderr
+    assert "Traceback" not in done.stderr
     assert (tmp_path / "file").read_text() == "kept"

@@ -17,7 +17,7 @@ class Base:
     api_version = (1, 0)
     Settings = Settings
     def __init__(self, folder, settings):
-        self.said = [type(self).__name__, folder, settings.bucket]
+        self.received = [type(self).__name__, folder, settings.bucket]
 
 class Disk(Base): ...
 class Cloud(Base):
@@ -47,16 +47,16 @@ def test_extension_can_define_its_own_kind_of_plugin(tmp_path: Path) -> None:
             chosen = select(
                 "store", Request({}, environ, Topology()), SourcedValue(name, "the test"), rule)
             record = chosen.or_raise().record
-            return PluginFactory(Sources.of(environ)).create(record, "here").said
+            return PluginFactory(Sources.of(environ)).create(record, "here").received
         except Exception as error:
             return [type(error).__name__, str(error), *getattr(error, "__notes__", ())]
     from accelerate_launch.explain.planned_run import planned_run
     from accelerate_launch.explain.why import why
-    (told,) = why("disk", planned_run(os.environ))
+    (store,) = why("disk", planned_run(os.environ))
     out([make(), make(CLOUD="1", ACCELERATE_CLOUD_BUCKET="b"), make("old"), make("sick"), make("dsk"),
-         [told.kind, told.state, told.advice]])
+         [store.kind, store.state, store.advice]])
     """
-    usual, claimed, old, sick, misspelt, told = dummies.run(tmp_path, code)
+    usual, claimed, old, sick, misspelt, store = dummies.run(tmp_path, code)
     assert usual == ["Disk", "here", "local"]
     assert claimed == ["Cloud", "here", "b"]
     assert old[0] == "PluginVersionError"
@@ -65,7 +65,7 @@ def test_extension_can_define_its_own_kind_of_plugin(tmp_path: Path) -> None:
     assert sick == ["ValueError", "no disk", note]
     assert misspelt[0] == "MissingPluginError"
     assert "Did you mean 'disk'?" in misspelt[1]
-    assert told == ["store", "available", "see the package that defines plugins of kind 'store'"]
+    assert store == ["store", "available", "see the package that defines plugins of kind 'store'"]
 
 
 LAUNCHERS = """
@@ -94,9 +94,9 @@ def test_launchers_are_selected_and_named_in_errors_like_other_plugins(tmp_path:
     from accelerate_launch import LaunchPlan, Target
     from accelerate_launch.start import command_of
     def attempt(*triggers, launcher=None):
-        said = {f"START_{name}": SourcedValue("1", "the test") for name in triggers}
+        triggered = {f"START_{name}": SourcedValue("1", "the test") for name in triggers}
         try:
-            return command_of(LaunchPlan(Target("x"), launcher=launcher, contributed=said))
+            return command_of(LaunchPlan(Target("x"), launcher=launcher, contributed=triggered))
         except Exception as error:
             return [type(error).__name__, str(error)]
     out([attempt("LEFT", "RIGHT"), attempt("RIGHT"), attempt("RIGHT", "SICK"),
@@ -128,7 +128,7 @@ class Acme(GeneralTracker):
     tracker = None
     def __init__(self, project, settings, colour="red"):
         super().__init__()
-        self.said = [project, settings.server, colour]
+        self.received = [project, settings.server, colour]
     def store_init_configuration(self, values): ...
     def log(self, values, step=None, **kwargs): ...
 """
@@ -140,7 +140,7 @@ def test_tracker_settings_are_read_from_the_environment(tmp_path: Path) -> None:
     from accelerate_tracking import TrackerHub
     hub = TrackerHub("acme")
     hub.init_trackers("p", init_kwargs={"acme": {"colour": "blue"}})
-    out(hub.trackers[0].said)
+    out(hub.trackers[0].received)
     hub.finish()
     """
     environ = {"ACCELERATE_ACME_SERVER": "there"}

@@ -181,17 +181,17 @@ def test_error_in_a_method_that_is_not_a_hook_names_the_plugin(root):
     code = """
     from accelerate_core import Accelerator
     from dummy_faulty import Faulty
-    said = {}
+    notes_of = {}
     for Faulty.at in ("check", "core_defaults", "distributed_type"):
         try:
             Accelerator(cpu=True, backend="faulty").distributed_type
         except ArithmeticError as error:
-            said[Faulty.at] = error.__notes__
-    out(said)
+            notes_of[Faulty.at] = error.__notes__
+    out(notes_of)
     """
-    said = run(root, code)
-    assert len(said) == 3
-    for method, notes in said.items():
+    notes_of = run(root, code)
+    assert len(notes_of) == 3
+    for method, notes in notes_of.items():
         assert notes == [f"accelerate-core: hook {method!r} of plugin faulty (dummy-faulty 1.0)"]
 
 
@@ -200,33 +200,33 @@ def test_error_in_a_precisions_autocast_names_it(root):
     import os, torch
     from accelerate_core import Accelerator
     from dummy_faulty import Nearly
-    said = {}
+    notes_of = {}
     for method in ("", "check", "scaler", "autocast"):
         os.environ["NEARLY"] = method
         try:
             accelerator = Accelerator(cpu=True, mixed_precision="nearly")
             accelerator.prepare(torch.nn.Linear(1, 1))(torch.ones(1, 1))
         except ArithmeticError as error:
-            said[method] = error.__notes__
+            notes_of[method] = error.__notes__
         else:
-            said[method] = Nearly.entered
-    out(said)
+            notes_of[method] = Nearly.entered
+    out(notes_of)
     """
-    said = run(root, code)
-    assert said.pop("") == 1
-    assert len(said) == 3
-    for method, notes in said.items():
+    notes_of = run(root, code)
+    assert notes_of.pop("") == 1
+    assert len(notes_of) == 3
+    for method, notes in notes_of.items():
         assert notes == [f"accelerate-core: hook {method!r} of plugin nearly (dummy-faulty 1.0)"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "said"),
+    ("arguments", "environment", "expected"),
     [
         ("backend='single', ", {}, "not active"),
         ("", {"ACCELERATE_DISABLED_PLUGINS": "mine"}, "disables the backend plugin 'mine'"),
     ],
 )
-def test_settings_that_no_plugin_reads_are_refused(root, arguments, environment, said):
+def test_settings_that_no_plugin_reads_are_refused(root, arguments, environment, expected):
     code = f"""
     from accelerate_core import Accelerator
     from dummy_faulty import Mine
@@ -238,7 +238,7 @@ def test_settings_that_no_plugin_reads_are_refused(root, arguments, environment,
     kind, text = run(root, code, environment)
     assert kind == ("PluginError" if environment else "ConfigurationError")
     assert "mine_plugin" in text
-    assert said in text
+    assert expected in text
 
 
 def test_misspelt_variables_and_plugin_names_are_warned_about(root):
@@ -250,12 +250,12 @@ def test_misspelt_variables_and_plugin_names_are_warned_about(root):
         Accelerator(cpu=True, backend="mine")
     out(" ".join(str(one.message) for one in caught))
     """
-    said = run(
+    warned = run(
         root, code, {"ACCELERATE_DISABLED_PLUGINS": "extrra", "ACCELERATE_MINE_CHUNK_MBS": "3"}
     )
-    assert "'extrra'" in said
-    assert "Did you mean 'extra'?" in said
-    assert "Did you mean 'ACCELERATE_MINE_CHUNK_MB'?" in said
+    assert "'extrra'" in warned
+    assert "Did you mean 'extra'?" in warned
+    assert "Did you mean 'ACCELERATE_MINE_CHUNK_MB'?" in warned
 
 
 def test_error_in_an_exported_name_names_its_plugin(root):
@@ -264,9 +264,9 @@ def test_error_in_an_exported_name_names_its_plugin(root):
     try:
         accelerate_core.LentAndGone
     except Exception as error:
-        said = [type(error).__name__, str(error)]
+        raised = [type(error).__name__, str(error)]
     accelerator = accelerate_core.Accelerator(cpu=True)
-    out(said)
+    out(raised)
     """
     kind, text = run(root, code, {"ACCELERATE_PLUGINS": "extra,extra"})
     assert kind == "PluginError"

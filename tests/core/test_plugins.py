@@ -98,9 +98,9 @@ out([asked, row["state"], row["reason"], named, other, {IMPORTED}])
     asked, state, reason, named, other, imported = dummies.run(fifty, code, env)
     assert (state, other) == ("broken", "single")
     assert "no library here" in reason
-    for said in (asked, named):
-        assert said[0] == "PluginError"
-        assert "dummy-broken 1.0" in said[1]
+    for outcome in (asked, named):
+        assert outcome[0] == "PluginError"
+        assert "dummy-broken 1.0" in outcome[1]
     assert imported == []
 
 
@@ -177,9 +177,9 @@ def test_every_kind_of_trigger_selects_its_plugin(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def quarrel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Request several invalid plugins in one process, and return the outcome of each."""
-    root = tmp_path_factory.mktemp("quarrel")
+    root = tmp_path_factory.mktemp("outcomes")
     dummies.backend(root, "left", triggers=("LEFT",), priority=70)
     dummies.backend(root, "right", triggers=("RIGHT",), priority=70)
     dummies.backend(root, "older", api="(0, 9)")
@@ -220,9 +220,9 @@ os.environ["NEXT"] = "no"
 result["next not wanted"] = [Accelerator().backend.name]
 os.environ["LEFT"] = os.environ["RIGHT"] = "1"
 result["tie"] = attempt(Accelerator)
-result["settled"] = make("right")
+result["named"] = make("right")
 os.environ["ACCELERATE_BACKEND"] = "left"
-result["settled by environment"] = attempt(lambda: Accelerator().provenance["backend"])
+result["named by environment"] = attempt(lambda: Accelerator().provenance["backend"])
 out(result)
 """
     )
@@ -246,48 +246,46 @@ out(result)
     ],
 )
 def test_plugin_that_breaks_the_contract_is_named(
-    quarrel: dict[str, list[str]], name: str, kind: str, parts: list[str]
+    outcomes: dict[str, list[str]], name: str, kind: str, parts: list[str]
 ) -> None:
-    assert quarrel[name][0] == kind
+    assert outcomes[name][0] == kind
     for part in parts:
-        assert part in quarrel[name][1]
+        assert part in outcomes[name][1]
 
 
-def test_plugin_for_a_newer_minor_version_works(quarrel: dict[str, list[str]]) -> None:
-    assert quarrel["newer"] == ["fine", "newer"]
+def test_plugin_for_a_newer_minor_version_works(outcomes: dict[str, list[str]]) -> None:
+    assert outcomes["newer"] == ["fine", "newer"]
 
 
 def test_incompatible_plugin_only_fails_when_requested(
-    quarrel: dict[str, list[str]],
+    outcomes: dict[str, list[str]],
 ) -> None:
-    assert quarrel["next not wanted"] == ["single"]
+    assert outcomes["next not wanted"] == ["single"]
 
 
-def test_tie_is_resolved_by_naming_a_plugin(quarrel: dict[str, list[str]]) -> None:
-    assert quarrel["settled"] == ["fine", "right"]
-    assert (
-        quarrel["settled by environment"][1] == "'left' (environment variable ACCELERATE_BACKEND)"
-    )
+def test_tie_is_resolved_by_naming_a_plugin(outcomes: dict[str, list[str]]) -> None:
+    assert outcomes["named"] == ["fine", "right"]
+    assert outcomes["named by environment"][1] == "'left' (environment variable ACCELERATE_BACKEND)"
 
 
 def test_exception_keeps_its_type_and_gets_a_note_that_names_the_plugin(
-    quarrel: dict[str, list[str]],
+    outcomes: dict[str, list[str]],
 ) -> None:
-    kind, text, notes = quarrel["raiser"]
+    kind, text, notes = outcomes["raiser"]
     assert (kind, text) == ("OverflowError", "too much")
     assert notes == ["accelerate-core: hook 'backward' of plugin raiser (dummy-raiser 1.0)"]
 
 
 def test_hook_implementations_can_take_arguments_in_any_order(
-    quarrel: dict[str, list[str]],
+    outcomes: dict[str, list[str]],
 ) -> None:
-    assert quarrel["swapped"] == ["swapped"]
+    assert outcomes["swapped"] == ["swapped"]
 
 
 def test_hook_that_returns_none_replaces_the_default(
-    quarrel: dict[str, list[str]],
+    outcomes: dict[str, list[str]],
 ) -> None:
-    assert quarrel["none"] == ["None"]
+    assert outcomes["none"] == ["None"]
 
 
 def test_extension_cannot_implement_a_backends_hook(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_schedulers_follow_a_replaced_optimizer(chained: bool) -> None:
     model, optimizer, scheduler = accelerator.prepare(net, sgd, decay)
     assert optimizer.optimizer is not sgd
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns because it did not see optimizer.step()
+        warnings.simplefilter("error")  # no warning from torch about a missed optimizer.step()
         for _ in range(2):
             accelerator.backward(mse_loss(model(X), Y))
             optimizer.step()

@@ -124,7 +124,7 @@ class Forgets(Recorder):
 
 
 @pytest.mark.parametrize(
-    ("backend", "kind", "said"),
+    ("backend", "kind", "expected"),
     [
         (Renames, PrepareError, "'head.weight' is held by an optimizer"),
         (Adds, PrepareError, "extra.weight"),
@@ -132,10 +132,10 @@ class Forgets(Recorder):
     ],
 )
 def test_stage_that_would_leave_a_parameter_untrained_is_refused(
-    backend: type[Backend], kind: type[Exception], said: str
+    backend: type[Backend], kind: type[Exception], expected: str
 ) -> None:
     model = Net()
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=expected):
         Accelerator(backend=backend).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 

@@ -46,12 +46,12 @@ te_recipe_handler tensor_parallel_rank torch_device_mesh trackers trigger_sync_i
 unscale_gradients unwrap_model use_distributed use_seedable_sampler use_stateful_dataloader
 verify_device_map wait_for_everyone
 """
-PEER = set(NAMES.split())
+OF_ACCELERATE = set(NAMES.split())
 #: The subset that only exists with an active plugin.
 WITH_A_PLUGIN = {"deepspeed_ulysses_dl_adapter"}
 
 
-def test_public_names_are_those_of_accelerate_and_a_documented_list() -> None:
+def test_public_names_match_accelerate_and_a_documented_list() -> None:
     page = (ROOT / "docs" / "migration.md").read_text()
     table = page.partition("## Members that Accelerate does not have")[2]
     documented = {
@@ -63,8 +63,10 @@ def test_public_names_are_those_of_accelerate_and_a_documented_list() -> None:
     view = {name for cls in views for name in vars(cls) if not name.startswith("_")}
     accelerator = Accelerator(cpu=True)
     names = {name for name in {*dir(Accelerator), *vars(accelerator)} if name[0] != "_"}
-    assert names - PEER - view == documented
-    assert {name for name in PEER - names if not hasattr(accelerator, name)} == WITH_A_PLUGIN
+    assert names - OF_ACCELERATE - view == documented
+    assert {
+        name for name in OF_ACCELERATE - names if not hasattr(accelerator, name)
+    } == WITH_A_PLUGIN
 
 
 def test_public_members_are_documented_and_methods_typed() -> None:

@@ -55,10 +55,10 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     try:
         accelerator = Accelerator(cpu=True, **ARGUMENTS)
-        said = [accelerator.backend.name, accelerator.provenance["backend"].origin]
+        result = [accelerator.backend.name, accelerator.provenance["backend"].origin]
     except Exception as error:
-        said = [type(error).__name__, str(error)]
-out([*said, " ".join(str(one.message) for one in caught)])
+        result = [type(error).__name__, str(error)]
+out([*result, " ".join(str(one.message) for one in caught)])
 """
 
 
@@ -83,8 +83,8 @@ def made(
     if file:
         (tmp_path / "config.yaml").write_text(file)
         environ["ACCELERATE_CONFIG_FILE"] = str(tmp_path / "config.yaml")
-    said: list[str] = run(root, TRY.replace("**ARGUMENTS", f"**{arguments}"), environ)
-    return said
+    result: list[str] = run(root, TRY.replace("**ARGUMENTS", f"**{arguments}"), environ)
+    return result
 
 
 VARIABLE = {"ACCELERATE_USE_CRASHED": "true"}
@@ -327,7 +327,7 @@ def slips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ", "said"),
+    ("arguments", "environ", "expected"),
     [
         ("{'backend': 'method'}", {}, ["'prepare_modle'", "'prepare_model'", "not_hooks"]),
         ("{'backend': 'detects'}", {}, ["'detcet'", "'detect'"]),
@@ -346,11 +346,11 @@ def slips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_misspelt_hooks_of_a_plugin_are_refused(
-    slips: Path, tmp_path: Path, arguments: str, environ: dict[str, str], said: list[str]
+    slips: Path, tmp_path: Path, arguments: str, environ: dict[str, str], expected: list[str]
 ) -> None:
     kind, text, _ = made(slips, tmp_path, arguments, **environ)
     assert kind == "PluginError", text
-    assert [word for word in said if word not in text] == []
+    assert [word for word in expected if word not in text] == []
 
 
 def test_plugins_with_intended_or_newer_names_run(slips: Path, tmp_path: Path) -> None:

@@ -38,10 +38,10 @@ def test_accelerator_html_shows_values_and_their_sources(accelerator) -> None:
     assert ["device", "cpu", ""] in rows
     assert ["mixed_precision", "'bf16'", "constructor argument mixed_precision"] in rows
     assert {row[0] for row in rows} >= {"plugin backend", "plugin precision"}
-    told = accelerator.explain().splitlines()
-    assert "mixed_precision = 'bf16'  (constructor argument mixed_precision)" in told
+    explained = accelerator.explain().splitlines()
+    assert "mixed_precision = 'bf16'  (constructor argument mixed_precision)" in explained
     for name, value, origin in rows[3:]:  # the same values as in explain()
-        assert f"{name} = {value}  ({origin})" in told
+        assert f"{name} = {value}  ({origin})" in explained
 
 
 def test_accelerator_repr_is_one_line(accelerator) -> None:

@@ -347,7 +347,7 @@ def test_lomo_optimizer_runs_its_own_backward():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "said"),
+    ("arguments", "error", "expected"),
     [
         ({"mixed_precison": "fp16"}, TypeError, "Did you mean 'mixed_precision'"),
         ({"mixed_precision": "fp61"}, ConfigurationError, "'fp61'.*constructor.*'fp16'"),
@@ -385,8 +385,8 @@ def test_lomo_optimizer_runs_its_own_backward():
         ({"rng_types": ["dice"]}, ConfigurationError, "dice"),
     ],
 )
-def test_error_for_a_wrong_argument_explains_it(arguments, error, said):
-    with pytest.raises(error, match=said), Accelerator(**CPU, **arguments) as accelerator:
+def test_error_for_a_wrong_argument_explains_it(arguments, error, expected):
+    with pytest.raises(error, match=expected), Accelerator(**CPU, **arguments) as accelerator:
         accelerator.prepare(make()[3])
 
 

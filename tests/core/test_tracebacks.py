@@ -73,23 +73,23 @@ def test_traceback_of_a_mistake_ends_at_the_users_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     setup = "" if "import accelerate_core" in line else SETUP
-    said = printed(tmp_path / "train.py", f"{setup}{line}\n")
-    file, number = FRAME.findall(said)[-1]
+    output = printed(tmp_path / "train.py", f"{setup}{line}\n")
+    file, number = FRAME.findall(output)[-1]
     lines = (HEAD + setup + line).count("\n") + 1
-    assert (file, int(number)) == (str(tmp_path / "train.py"), lines), said
-    assert not OURS.search(said), said
-    assert said.count("Traceback (most recent call last)") == 1, said
-    assert said.strip().splitlines()[-1].startswith(f"accelerate_core.errors.{MISTAKES[line]}"), (
-        said
+    assert (file, int(number)) == (str(tmp_path / "train.py"), lines), output
+    assert not OURS.search(output), output
+    assert output.count("Traceback (most recent call last)") == 1, output
+    assert output.strip().splitlines()[-1].startswith(f"accelerate_core.errors.{MISTAKES[line]}"), (
+        output
     )
-    assert "hook '" not in said, said
+    assert "hook '" not in output, output
 
 
 def test_debug_mode_shows_every_frame(tmp_path: Path) -> None:
-    said = printed(
+    output = printed(
         tmp_path / "train.py", f"{SETUP}accelerator.save_state()\n", ACCELERATE_DEBUG_MODE="1"
     )
-    assert OURS.search(said)
+    assert OURS.search(output)
 
 
 def test_error_in_a_dataset_looks_the_same_as_without_accelerate_core(tmp_path: Path) -> None:
@@ -104,17 +104,17 @@ def test_error_in_a_dataset_looks_the_same_as_without_accelerate_core(tmp_path: 
 
 def test_error_while_saving_an_object_keeps_the_users_line(tmp_path: Path) -> None:
     lines = "accelerator.register_for_checkpointing(Unsavable())\naccelerator.save_state('there')\n"
-    said = printed(tmp_path / "train.py", SETUP + lines)
-    assert "in state_dict" in said, said
-    assert not OURS.search(said), said
+    output = printed(tmp_path / "train.py", SETUP + lines)
+    assert "in state_dict" in output, output
+    assert not OURS.search(output), output
 
 
 def test_suggestion_is_printed_once(tmp_path: Path) -> None:
-    said = printed(tmp_path / "train.py", f"{SETUP}accelerator.bakward(3)\n")
-    assert said.count("Did you mean") == 1, said
+    output = printed(tmp_path / "train.py", f"{SETUP}accelerator.bakward(3)\n")
+    assert output.count("Did you mean") == 1, output
 
 
 def test_internal_error_keeps_its_frames(tmp_path: Path) -> None:
     """It may be a bug in accelerate-core, and a bug report needs the frames."""
-    said = printed(tmp_path / "train.py", f"{SETUP}accelerator.get_state_dict(3)\n")
-    assert OURS.search(said), said
+    output = printed(tmp_path / "train.py", f"{SETUP}accelerator.get_state_dict(3)\n")
+    assert OURS.search(output), output

@@ -37,15 +37,15 @@ def run(folder: Path, *command: str) -> str:
 def by_mypy(folder: Path) -> dict[tuple[str, int], str]:
     # The repository's own options and cache: reading torch again takes a minute.
     options = ("--config-file", "pyproject.toml", "--no-error-summary")
-    said = run(ROOT, "mypy", *options, *(str(FOLDER / name) for name in FILES))
-    found = re.findall(r"^(?:.*/)?(\w+\.py):(\d+): error: (.*)$", said, re.M)
+    output = run(ROOT, "mypy", *options, *(str(FOLDER / name) for name in FILES))
+    found = re.findall(r"^(?:.*/)?(\w+\.py):(\d+): error: (.*)$", output, re.M)
     return {(name, int(line)): text for name, line, text in found}
 
 
 def by_pyright(folder: Path) -> dict[tuple[str, int], str]:
     options = ("--outputjson", "--pythonpath", sys.executable)
-    said = run(folder, "pyright", *options, *(str(FOLDER / name) for name in FILES))
-    found = json.loads(said)["generalDiagnostics"]
+    output = run(folder, "pyright", *options, *(str(FOLDER / name) for name in FILES))
+    found = json.loads(output)["generalDiagnostics"]
     return {
         (Path(one["file"]).name, one["range"]["start"]["line"] + 1): one["message"]
         for one in found

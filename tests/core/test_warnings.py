@@ -122,7 +122,7 @@ def behind_a_decorator(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 @pytest.mark.filterwarnings("always")
 @pytest.mark.parametrize(
-    ("cause", "said"),
+    ("cause", "expected"),
     [
         (older_argument, "is deprecated"),
         (near_miss, "is unknown and has no effect"),
@@ -142,14 +142,14 @@ def behind_a_decorator(patch: pytest.MonkeyPatch, folder: Path) -> None:
 )
 def test_warning_names_the_users_line(
     cause: Callable[[pytest.MonkeyPatch, Path], None],
-    said: str,
+    expected: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cause(monkeypatch, tmp_path)
-    (one,) = (one for one in caught if said in str(one.message))
+    (one,) = (one for one in caught if expected in str(one.message))
     lines, first = inspect.getsourcelines(cause)
     assert one.filename == __file__
     assert first < one.lineno < first + len(lines)
