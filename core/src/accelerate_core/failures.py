@@ -53,7 +53,8 @@ def install() -> None:
         return
     _installed = True
     errors_at, by_agent = os.environ.get("TORCHELASTIC_ERROR_FILE"), _agent_is_parent()
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr without a descriptor
+    # stderr may have no file descriptor.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         # Our agent shows these stacks, and names the collective that the process was in.
         faulthandler.enable(
             open(f"{errors_at}.stacks", "w") if errors_at and by_agent else sys.stderr  # noqa: SIM115

@@ -336,7 +336,7 @@ class AcceleratorState(PartialState, PluginAttributes):
                 "There is no Accelerator yet. Create one before AcceleratorState()."
             )
 
-    if not TYPE_CHECKING:  # it would hide every misspelt name from type checkers
+    if not TYPE_CHECKING:  # type checkers would accept every misspelt name
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_"):

@@ -471,7 +471,7 @@ class Accelerator(
             end_training=self.end_training,
         )
 
-    if not TYPE_CHECKING:  # it would hide every misspelt name from type checkers
+    if not TYPE_CHECKING:  # type checkers would accept every misspelt name
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_") or "_shared_hooks" not in self.__dict__:

@@ -13,7 +13,7 @@ from accelerate_core.plugins import catalog
 #: Attributes that can be assigned. The new value applies to later prepares, saves and loads.
 _ASSIGNABLE = {"dataloader_config", "device_placement", "project_configuration", "rng_types"}
 _ASSIGNABLE |= {"autocast_handler", "step_scheduler_with_optimizer", "upcast_outputs"}
-#: Attributes that other parts hold since construction, so replacing them would have no effect.
+#: Attributes that other parts also hold, so replacing them after construction would have no effect.
 _FIXED = {"backend", "provenance", "gradient_state", "hooks", "init_handler", "precision", "scaler"}
 _FIXED |= {"device", "dynamo_plugin", "scaler_handler", "scheduler_steps"}
 

@@ -82,7 +82,7 @@ class Setup:
     provenance: Mapping[str, SourcedValue]
     backend: Backend
     backend_record: PluginRecord
-    #: The backend's answers to the owner hooks.
+    #: The backend's implementations of the owner hooks.
     owner_methods: Mapping[str, OwnerMethod]
     precision: Precision
     mixed_precision: str
@@ -195,7 +195,7 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
     named = {"precision": "mixed_precision", **{kind: kind for kind in PARTS}}
     chosen = [select(kind, request, values.get(name, NOTHING)) for kind, name in named.items()]
     for choice in (selection, *chosen):
-        # Report invalid values first. A broken plugin raises later.
+        # Report invalid values first. Broken plugins are reported once all values are valid.
         if not mistakes.found or not isinstance(choice.error, PluginError):
             with mistakes:
                 choice.or_raise()
@@ -222,7 +222,7 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
     precision: Precision = factory.create(precise)
     plugins.add(precision, precise, wanted.origin)
     check_needs(precision, precise)
-    if precise.distribution != OWN_DISTRIBUTION:  # the core needs no attribution
+    if precise.distribution != OWN_DISTRIBUTION:  # the core's precisions need no attribution
         methods = ("check", "scaler", "autocast", "prepare", "plain_state", "recompute")
         attribute_methods(precision, precise, methods)
     for one in select("extension", request).or_raise().active:

@@ -169,7 +169,7 @@ class BFloat16(Precision):
         device = accelerator.device
         if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=True):
             raise ConfigurationError(
-                f"{torch.cuda.get_device_name(device)} has no bfloat16; use mixed_precision='fp16' or 'no'."
+                f"{torch.cuda.get_device_name(device)} lacks bfloat16; use mixed_precision='fp16' or 'no'."
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate_core.errors import ConfigurationError
 
-#: Names the config file for a script that is not started by the launcher.
+#: The variable that names the config file of a script that the launcher did not start.
 CONFIG_VARIABLE = "ACCELERATE_CONFIG_FILE"
 
 
@@ -123,7 +123,7 @@ def _collect(node: Any, prefix: str, lines: dict[str, int], path: Path) -> None:
     for key, value in node.value:
         line = key.start_mark.line + 1
         if key.id != "scalar":
-            raise ConfigurationError(f"A key in {path} line {line} is not a plain name.")
+            raise ConfigurationError(f"The key on line {line} of {path} is not a plain name.")
         name = f"{prefix}{key.value}"
         if name in lines:
             raise ConfigurationError(

@@ -113,7 +113,7 @@ def resolve_settings(
     provenance = {
         name: SourcedValue(getattr(made, name), one.origin) for name, one in provenance.items()
     }
-    # For plugins that want to name the source of a field in an error.
+    # Plugins use it to name the source of a field in an error.
     object.__setattr__(made, "__provenance__", provenance)
     return made, provenance
 

@@ -51,7 +51,7 @@ def _pickled(obj: Any) -> torch.Tensor:
 
 
 def _unpickled(data: torch.Tensor) -> Any:
-    host = data.cpu()  # named, because the view does not keep its memory alive
+    host = data.cpu()  # a variable, because the view does not keep its memory alive
     return pickle.loads(as_memory(host))
 
 
@@ -112,9 +112,9 @@ class TorchCollectives:
         size = dist.get_world_size(group)
         out = tensor.new_empty(size * tensor.numel())
         if tensor.device.type == "cpu" and out.nbytes <= _SMALL:
-            # A ring needs one turn per rank. Small messages between hosts are sent to all at once.
+            # A ring needs one round per rank. Small messages in host memory are sent to all ranks at once.
             sent = torch.cat([as_bytes(tensor)] * size)
-            # Call the group's method, as torch's function around it takes a tenth of the total time.
+            # Call the group's method directly, because torch's function would add a tenth of the total time.
             direct: Any = group or dist.group.WORLD
             direct.alltoall_base(as_bytes(out), sent, [], [], dist.AllToAllOptions()).wait()
             return out

@@ -133,7 +133,7 @@ def _collect(node: Any, into: list[Any]) -> None:
         into.append(node)
         return
     for child in inner:
-        if type(child) is torch.Tensor:  # most are
+        if type(child) is torch.Tensor:  # the usual case
             into.append(child)
         else:
             _collect(child, into)
