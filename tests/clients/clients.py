@@ -85,7 +85,7 @@ def _launch(
                 process.terminate()  # torchrun passes the signal on to its ranks
                 process.wait(60)
             log.seek(0)
-            said = f"exit status {code}:\n{log.read()[-6000:]}"
+            failure = f"exit status {code}:\n{log.read()[-6000:]}"
         listed = Path(f"{out}.names")
         asked: list[str] = json.loads(listed.read_text()) if listed.exists() else list(cases)
         made: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
@@ -98,8 +98,8 @@ def _launch(
         if code and not any("error" in one for one in made.values()):
             unfinished = [name for name in asked if name not in made]
             if not unfinished:
-                raise RuntimeError(f"{group} on {processes}: {said}")
-            made[unfinished[0]] = {"error": said}
+                raise RuntimeError(f"{group} on {processes}: {failure}")
+            made[unfinished[0]] = {"error": failure}
     return made, asked
 
 

@@ -70,16 +70,16 @@ def empty() -> Net:
         return Net().eval()
 
 
-def said(model: nn.Module) -> torch.Tensor:
+def outputs_of(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         first, again = model(IDS), model(IDS)
     assert torch.equal(first, again)
     return first
 
 
-def off(found: torch.Tensor, whole: nn.Module) -> float:
+def relative_error(found: torch.Tensor, whole: nn.Module) -> float:
     """Return the relative difference of a result from that of the original weights."""
-    plain = said(whole)
+    plain = outputs_of(whole)
     return float((found.float() - plain).norm() / plain.norm())
 
 
@@ -98,15 +98,15 @@ def test_every_way_to_load_has_the_same_result(
 ) -> None:
     config = BnbQuantizationConfig(**how)
     before = copy.deepcopy(config)
-    expected = said(loaded(how, checkpoint))
-    assert 0 < off(expected, whole) < 0.1
+    expected = outputs_of(loaded(how, checkpoint))
+    assert 0 < relative_error(expected, whole) < 0.1
     for place in ("auto", "balanced_low_0", "sequential", {"": "cpu"}, {"": torch.device("cpu")}):
         made = load_and_quantize_model(empty(), config, checkpoint, device_map=place)
-        assert torch.equal(said(made), expected)
+        assert torch.equal(outputs_of(made), expected)
         assert made.head.weight is made.embed.weight
     assert config == before
     mine = load_and_quantize_model(whole, config)
-    assert torch.equal(said(mine), expected)
+    assert torch.equal(outputs_of(mine), expected)
     assert mine is whole
     assert whole.head.weight is whole.embed.weight
     assert isinstance(whole.blocks[0].up, Linear8bitLt if config.load_in_8bit else Linear4bit)
@@ -137,11 +137,11 @@ def test_modules_that_are_not_quantized_can_be_on_disk(
     assert made.blocks[1].up.weight.is_meta
     assert type(made.blocks[1].up) is nn.Linear
     assert type(made.blocks[2].up) is not nn.Linear
-    assert off(said(made), whole) < 0.1
+    assert relative_error(outputs_of(made), whole) < 0.1
     half = {**how, "torch_dtype": "bf16", **skip}
     folder = tmp_path / "off"
     made = loaded(half, checkpoint, device_map=place, offload_folder=folder)
-    assert off(said(made), whole) < 0.1
+    assert relative_error(outputs_of(made), whole) < 0.1
     assert (folder / "blocks.1.up.weight.dat").exists()
 
 
@@ -172,13 +172,13 @@ def test_weights_saved_in_8_bits_are_loaded(
 ) -> None:
     model = loaded(EIGHT, checkpoint)
     if used:
-        said(model)
+        outputs_of(model)
     state = {name: one for name, one in model.state_dict().items() if name != "head.weight"}
     place = tmp_path / "eight" / "model.safetensors"
     place.parent.mkdir()
     save_file(state, place)
     again = loaded(EIGHT, place)
-    assert torch.equal(said(again), said(model))
+    assert torch.equal(outputs_of(again), outputs_of(model))
     assert "which were not used" not in caplog.text
     assert again.state_dict().keys() == model.state_dict().keys()
     half = loaded({"load_in_8bit": True}, place)

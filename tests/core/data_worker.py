@@ -61,7 +61,7 @@ class Pair:
     other: torch.Tensor | None
 
 
-class Awkward(Exception):
+class Unpicklable(Exception):
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")
 
@@ -320,12 +320,12 @@ def case_dispatch_errors_reach_every_rank():
 def case_dispatch_error_that_cannot_be_unpickled_reaches_every_rank():
     class Broken(IterableDataset):
         def __iter__(self):
-            raise Awkward("one", "two")
+            raise Unpicklable("one", "two")
 
     got, error = failure_of(prepare(DataLoader(Broken(), 2)))
     assert not got
     assert "one and two" in str(error)
-    assert type(error) is (Awkward if RANK == 0 else DispatchError)
+    assert type(error) is (Unpicklable if RANK == 0 else DispatchError)
 
 
 def case_dispatch_reports_batches_that_cannot_be_pickled():
@@ -386,7 +386,7 @@ def case_idle_iterator_on_one_rank_does_not_advance_the_shared_generator():
     assert sorted(number for part in everyone(mine) for number in part) == list(data)
 
 
-class Placed(Numbers):
+class StatefulStream(Numbers):
     """A stream with a state that also records which threads read it."""
 
     at = 0
@@ -413,7 +413,7 @@ def case_dispatch_resumes_a_stream_with_a_state():
     for workers in (0, 2):
 
         def build(workers=workers):
-            return prepare(DataLoader(Placed(), 2, num_workers=workers))
+            return prepare(DataLoader(StatefulStream(), 2, num_workers=workers))
 
         whole = gathered(build())
         for taken in range(1, 5 + workers):
@@ -429,7 +429,7 @@ def case_dispatch_resumes_a_stream_with_a_state():
             assert seen + gathered(resumed) == whole, (workers, taken)
 
 
-class Drawing(Placed):
+class RandomStream(StatefulStream):
     def __iter__(self):
         for number in super().__iter__():
             yield number + torch.rand(()).item()
@@ -437,9 +437,9 @@ class Drawing(Placed):
 
 def case_dispatch_reads_ahead_unless_the_dataset_draws_random_numbers():
     for kind, options, on_a_thread in (
-        (Placed, {}, AHEAD),
-        (Drawing, {}, False),
-        (Placed, {"read_ahead": False}, False),
+        (StatefulStream, {}, AHEAD),
+        (RandomStream, {}, False),
+        (StatefulStream, {"read_ahead": False}, False),
     ):
         data = kind()
         for _ in prepare(DataLoader(data, 2), **options):
@@ -447,10 +447,10 @@ def case_dispatch_reads_ahead_unless_the_dataset_draws_random_numbers():
         if RANK == 0:
             assert ("dispatch" in data.threads) == on_a_thread, (kind, data.threads)
     # The thread reads one step ahead, however the loop ends.
-    loader = prepare(DataLoader(Drawing(), 2))
+    loader = prepare(DataLoader(RandomStream(), 2))
     for _ in loader:
         break
-    rest = prepare(DataLoader(Drawing(), 2))
+    rest = prepare(DataLoader(RandomStream(), 2))
     assert len(list(rest)) == 6
 
 
@@ -458,7 +458,7 @@ def case_dispatch_of_random_data_is_reproducible():
     def run():
         torch.manual_seed(11)
         out = []
-        for batch in prepare(DataLoader(Drawing(), 2)):
+        for batch in prepare(DataLoader(RandomStream(), 2)):
             out += [*batch.tolist(), torch.rand(()).item()]
         return out
 

@@ -48,17 +48,17 @@ def _names_of_a_planned_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
-    "steps that are no whole number": (
+    "steps not a whole number": (
         {"gradient_accumulation_steps": 2.5},
         ConfigurationError,
         ["gradient_accumulation_steps=2.5", "must be a whole number"],
     ),
-    "a plugin of another class": (
+    "a plugin of the wrong class": (
         {"dynamo_plugin": 3},
         ConfigurationError,
         ["dynamo_plugin", "takes a TorchDynamoPlugin, not int"],
     ),
-    "an accumulation plugin of another class": (
+    "an accumulation plugin of the wrong class": (
         {"gradient_accumulation_plugin": 3},
         ConfigurationError,
         ["takes a GradientAccumulationPlugin"],
@@ -311,7 +311,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["backoff_factor=2", "less than 1"],
     ),
     "wrong mode": (lambda: TorchDynamoPlugin(mode="fast"), ["'fast'", "reduce-overhead"]),
-    "limit of nothing": (lambda: ProjectConfiguration(total_limit=0), ["total_limit=0"]),
+    "limit below one": (lambda: ProjectConfiguration(total_limit=0), ["total_limit=0"]),
 }
 
 

@@ -271,7 +271,7 @@ def test_set_epoch_reaches_the_dataset_only_when_called():
     assert data.epochs == [4]
 
 
-class TellingBatches(BatchSampler):
+class RecordingBatches(BatchSampler):
     """A custom sampler with batches of two that records its epochs and counts its batches."""
 
     def __init__(self, sampler, size=2):
@@ -288,7 +288,7 @@ class TellingBatches(BatchSampler):
             yield batch
 
 
-class Around(BatchSampler):
+class WrappingBatches(BatchSampler):
     """A batch sampler around another one, which only receives the epoch through it."""
 
     def __init__(self, batch_sampler):
@@ -300,20 +300,20 @@ class Around(BatchSampler):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_set_epoch_reaches_custom_samplers_on_any_number_of_ranks(world):
-    batches = TellingBatches(range(8))
+    batches = RecordingBatches(range(8))
     loader = prepare_data_loader(DataLoader(range(8), batch_sampler=batches), None, world, 0)
     loader.set_epoch(3)
     assert batches.epochs == [3]
 
     sampler = SeedableRandomSampler(range(8), data_seed=1)
-    around = Around(BatchSampler(sampler, 2, drop_last=False))
+    around = WrappingBatches(BatchSampler(sampler, 2, drop_last=False))
     loader = prepare_data_loader(DataLoader(range(8), batch_sampler=around), None, world, 0)
     loader.set_epoch(5)
     assert sampler.epoch == 5
 
 
 def test_interrupted_epoch_has_read_at_most_one_step_ahead():
-    batches = TellingBatches(range(16))
+    batches = RecordingBatches(range(16))
     loader = prepare_data_loader(DataLoader(range(16), batch_sampler=batches), None, 2, 0)
     next(iter(loader))
     assert batches.given == 4  # the step that was read and the next one, on two ranks
@@ -357,13 +357,13 @@ def test_resumed_run_reads_only_the_remaining_batches(kind, taken, stateful):
     again = build()
     torch.set_rng_state(rng)
     again.load_state_dict(saved)
-    rest = [batch.tolist() for batch in again_with_draws(again)]
+    rest = [batch.tolist() for batch in read_and_draw(again)]
     assert rest == whole[1][taken:]
     assert again.iteration == 2
     assert [batch.tolist() for batch in again] == whole[2]
 
 
-def again_with_draws(loader):
+def read_and_draw(loader):
     for batch in loader:
         torch.rand(1)
         yield batch

@@ -35,7 +35,7 @@ class Stream(IterableDataset):
         return iter(range(self.size))
 
 
-class Own(Sampler):
+class CustomSampler(Sampler):
     """A custom sampler whose order cannot be derived from its attributes."""
 
     def __init__(self, size):
@@ -48,7 +48,7 @@ class Own(Sampler):
         return self.size
 
 
-class OwnBatches:
+class CustomBatchSampler:
     """A custom batch sampler with batches of any length."""
 
     def __init__(self, size, batch):
@@ -86,7 +86,7 @@ def plain_loader(setup):
     if setup["kind"] == "stream":
         return DataLoader(Stream(size), batch, drop_last=drop_last)
     if setup["kind"] == "own":
-        return DataLoader(range(size), batch, sampler=Own(size), drop_last=drop_last)
+        return DataLoader(range(size), batch, sampler=CustomSampler(size), drop_last=drop_last)
     shuffle = setup["kind"] == "shuffle" and size > 0
     generator = torch.Generator().manual_seed(5)
     return DataLoader(range(size), batch, shuffle=shuffle, drop_last=drop_last, generator=generator)
@@ -229,7 +229,7 @@ def samplers(size, seed):
         yield lambda: RandomSampler(range(size), True, 3 * size, generator=generator())
         yield lambda: SubsetRandomSampler(list(range(0, 2 * size, 2)), generator=generator())
         yield lambda: WeightedRandomSampler([1.0] * size, size, generator=generator())
-    yield lambda: Own(size)
+    yield lambda: CustomSampler(size)
     yield lambda: list(range(size))
 
 
@@ -256,7 +256,7 @@ def test_cursor_reads_the_same_indices_as_the_sampler(size, seed, moves, data):
 @given(st.integers(0, 30), st.integers(1, 5), st.booleans(), st.integers(0, 8), st.integers(0, 4))
 @settings(max_examples=100, deadline=None)
 def test_iteration_can_start_at_any_batch(size, batch, drop_last, start, keep):
-    for plan in (BatchSampler(range(size), batch, drop_last), OwnBatches(size, batch)):
+    for plan in (BatchSampler(range(size), batch, drop_last), CustomBatchSampler(size, batch)):
         whole = list(plan)
         expected = [*whole[: keep if start else 0], *whole[start:]]
         assert list(iterate_from(plan, start, keep)) == expected
@@ -265,9 +265,9 @@ def test_iteration_can_start_at_any_batch(size, batch, drop_last, start, keep):
 @given(st.integers(0, 30), st.integers(1, 4), st.integers(1, 4), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_batches_of_a_custom_batch_sampler_are_not_split(size, batch, world, even):
-    whole = list(OwnBatches(size, batch))
+    whole = list(CustomBatchSampler(size, batch))
     shards = [
-        list(BatchSamplerShard(OwnBatches(size, batch), world, rank, even_batches=even))
+        list(BatchSamplerShard(CustomBatchSampler(size, batch), world, rank, even_batches=even))
         for rank in range(world)
     ]
     dealt = [shard[i] for i in range(max(map(len, shards))) for shard in shards if i < len(shard)]

@@ -184,10 +184,10 @@ def test_failed_construction_leaves_nothing_behind():
 # --- the end ----------------------------------------------------------------------------------
 
 
-class Diary(GeneralTracker):
+class RecordingTracker(GeneralTracker):
     """Records how it was ended."""
 
-    name = "diary"
+    name = "recording"
     requires_logging_directory = False
 
     def __init__(self) -> None:
@@ -214,8 +214,8 @@ class Diary(GeneralTracker):
 def test_leaving_the_with_block_ends_training():
     lines = []
     for by_hand in (True, False):
-        diary = Diary()
-        with Accelerator(cpu=True, log_with=diary) as accelerator:
+        tracker_log = RecordingTracker()
+        with Accelerator(cpu=True, log_with=tracker_log) as accelerator:
             accelerator.init_trackers("project", {"lr": 0.1})
             accelerator.log({"loss": 1.0}, step=3)
             assert running() is not None
@@ -223,23 +223,23 @@ def test_leaving_the_with_block_ends_training():
                 accelerator.end_training()
                 assert running() is None
         assert running() is None
-        lines.append(diary.lines)
+        lines.append(tracker_log.lines)
     assert lines[0] == lines[1]
     assert lines[0] == [("config", {"lr": 0.1}), (3, {"loss": 1.0}), "finished"]
 
 
 @pytest.mark.parametrize("error", [ValueError("lost"), KeyboardInterrupt()])
 def test_trackers_learn_that_the_run_failed(error):
-    diary = Diary()
-    accelerator = Accelerator(cpu=True, log_with=diary)
+    tracker_log = RecordingTracker()
+    accelerator = Accelerator(cpu=True, log_with=tracker_log)
     accelerator.init_trackers("project")
     with pytest.raises(type(error)) as caught, accelerator:
         raise error
     assert caught.value is error
-    assert diary.lines[-1] == "failed"
-    assert "finished" not in diary.lines
+    assert tracker_log.lines[-1] == "failed"
+    assert "finished" not in tracker_log.lines
     accelerator.end_training()
-    assert diary.lines.count("failed") == 1
+    assert tracker_log.lines.count("failed") == 1
 
 
 class Unclosable:
@@ -269,17 +269,17 @@ def test_everything_ends_even_if_the_checkpointer_cannot_close(by_error, monkeyp
         return record if kind == "checkpointer" else find(kind, name, **more)
 
     monkeypatch.setattr(selection, "find", found)
-    diary = Diary()
-    accelerator = Accelerator(cpu=True, log_with=diary, checkpointer="unclosable")
+    tracker_log = RecordingTracker()
+    accelerator = Accelerator(cpu=True, log_with=tracker_log, checkpointer="unclosable")
     accelerator.init_trackers("project")
     with pytest.raises(CheckpointError, match="the disk is full") as caught, accelerator:
         1 / (0 if by_error else 1)
-    assert diary.lines[-1] == ("failed" if by_error else "finished")
+    assert tracker_log.lines[-1] == ("failed" if by_error else "finished")
     assert isinstance(caught.value.__context__, ZeroDivisionError) == by_error
     users = [] if running() is None else [ref() for ref in running().users]
     assert (accelerator in users) == by_error  # after an error, the other ranks are not waited for
     accelerator.end_training()  # a second end does nothing
-    assert diary.lines.count("finished") + diary.lines.count("failed") == 1
+    assert tracker_log.lines.count("finished") + tracker_log.lines.count("failed") == 1
 
 
 def test_another_device_is_refused_while_an_accelerator_runs():

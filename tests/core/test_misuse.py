@@ -116,12 +116,12 @@ def test_loss_of_a_prepared_model_is_accepted_however_it_was_computed(
 
 
 def test_discarding_the_results_of_prepare_is_warned_about() -> None:
-    def thrown_away() -> None:
+    def discarded() -> None:
         accelerator = Accelerator(cpu=True)
         model, optimizer, loader = parts()
         accelerator.prepare(model, optimizer, loader)
 
-    (text,) = warnings_of(thrown_away)
+    (text,) = warnings_of(discarded)
     assert text.startswith("The results of prepare() are ignored")
     assert "keeps using the unprepared SGD, DataLoader" in text
 

@@ -25,7 +25,7 @@ class Cloud(Base):
     def detect(cls, request): return Claim(1, "CLOUD is set") if request.env_flag("CLOUD") else None
 class Old(Base):
     api_version = (0, 9)
-class Sick(Base):
+class Faulty(Base):
     def __init__(self, folder, settings): raise ValueError("no disk")
 """
 
@@ -33,7 +33,7 @@ class Sick(Base):
 def test_extension_can_define_its_own_kind_of_plugin(tmp_path: Path) -> None:
     package = dummies.distribution(tmp_path, "stores", STORES, {"triggers": {"CLOUD": "Cloud"}})
     points = tmp_path / f"{package}-1.0.dist-info" / "entry_points.txt"
-    classes = {"disk": "Disk", "cloud": "Cloud", "old": "Old", "sick": "Sick"}
+    classes = {"disk": "Disk", "cloud": "Cloud", "old": "Old", "faulty": "Faulty"}
     lines = [f"{name} = {package}:{cls}" for name, cls in classes.items()]
     kinds = ["[accelerate_core.kinds]", "store = acme.stores", "[acme.stores]", *lines]
     points.write_text(points.read_text() + "\n".join(kinds) + "\n")
@@ -53,16 +53,16 @@ def test_extension_can_define_its_own_kind_of_plugin(tmp_path: Path) -> None:
     from accelerate_launch.explain.planned_run import planned_run
     from accelerate_launch.explain.why import why
     (store,) = why("disk", planned_run(os.environ))
-    out([make(), make(CLOUD="1", ACCELERATE_CLOUD_BUCKET="b"), make("old"), make("sick"), make("dsk"),
+    out([make(), make(CLOUD="1", ACCELERATE_CLOUD_BUCKET="b"), make("old"), make("faulty"), make("dsk"),
          [store.kind, store.state, store.advice]])
     """
-    usual, claimed, old, sick, misspelt, store = dummies.run(tmp_path, code)
+    usual, claimed, old, faulty, misspelt, store = dummies.run(tmp_path, code)
     assert usual == ["Disk", "here", "local"]
     assert claimed == ["Cloud", "here", "b"]
     assert old[0] == "PluginVersionError"
     assert "The store plugin old (dummy-stores 1.0) was written for an older contract" in old[1]
-    note = "accelerate-core: hook '__init__' of plugin sick (dummy-stores 1.0)"
-    assert sick == ["ValueError", "no disk", note]
+    note = "accelerate-core: hook '__init__' of plugin faulty (dummy-stores 1.0)"
+    assert faulty == ["ValueError", "no disk", note]
     assert misspelt[0] == "MissingPluginError"
     assert "Did you mean 'disk'?" in misspelt[1]
     assert store == ["store", "available", "see the package that defines plugins of kind 'store'"]
@@ -77,16 +77,16 @@ class Left:
 class Right(Left):
     name = "right"
     def launch_command(self, plan): return ["right"]
-class Sick(Left):
-    name = "sick"
+class Faulty(Left):
+    name = "faulty"
     def __init__(self): raise OSError("no licence")
 """
 
 
 def test_launchers_are_selected_and_named_in_errors_like_other_plugins(tmp_path: Path) -> None:
     groups = {
-        "launchers": {"left": "Left", "right": "Right", "sick": "Sick"},
-        "triggers": {"START_LEFT": "Left", "START_RIGHT": "Right", "START_SICK": "Sick"},
+        "launchers": {"left": "Left", "right": "Right", "faulty": "Faulty"},
+        "triggers": {"START_LEFT": "Left", "START_RIGHT": "Right", "START_FAULTY": "Faulty"},
     }
     dummies.distribution(tmp_path, "two", LAUNCHERS, groups)
     code = """
@@ -99,16 +99,16 @@ def test_launchers_are_selected_and_named_in_errors_like_other_plugins(tmp_path:
             return command_of(LaunchPlan(Target("x"), launcher=launcher, contributed=triggered))
         except Exception as error:
             return [type(error).__name__, str(error)]
-    out([attempt("LEFT", "RIGHT"), attempt("RIGHT"), attempt("RIGHT", "SICK"),
-         attempt(launcher="sick"), attempt("LEFT")])
+    out([attempt("LEFT", "RIGHT"), attempt("RIGHT"), attempt("RIGHT", "FAULTY"),
+         attempt(launcher="faulty"), attempt("LEFT")])
     """
-    tie, right, past_the_sick, named, failing = dummies.run(tmp_path, code)
+    tie, right, without_faulty, named, failing = dummies.run(tmp_path, code)
     assert tie[0] == "PluginConflictError"
     assert "The launchers 'left', 'right' claim this run with equal priority 100" in tie[1]
     assert "Choose one: --launcher left, or disable one with" in tie[1]
-    assert right == past_the_sick == ["right"]
+    assert right == without_faulty == ["right"]
     assert named[0] == failing[0] == "PluginError"
-    assert "sick (dummy-two 1.0) is broken: its __init__() raised OSError: no licence" in named[1]
+    assert "faulty (dummy-two 1.0) is broken: its __init__() raised OSError: no licence" in named[1]
     assert "left (dummy-two 1.0) is broken: its launch_command() raised OSError" in failing[1]
 
 

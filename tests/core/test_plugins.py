@@ -185,7 +185,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     dummies.backend(root, "older", api="(0, 9)")
     dummies.backend(root, "newer", api="(1, 7)")
     dummies.backend(root, "next", api="(2, 0)", triggers=("NEXT",))
-    dummies.backend(root, "unsaid", api="None")
+    dummies.backend(root, "unversioned", api="None")
     misspelt = "    from accelerate_core import hookimpl\n    @hookimpl\n    def backwards(self, loss): ...\n"
     dummies.backend(root, "misspelt", extra=misspelt)
     for name, body in {
@@ -204,7 +204,7 @@ import torch
 from accelerate_core import Accelerator
 result = {}
 def make(name): return attempt(lambda: Accelerator(backend=name).backend.name)
-for name in ("older", "newer", "next", "unsaid", "misspelt", "wrongarg"):
+for name in ("older", "newer", "next", "unversioned", "misspelt", "wrongarg"):
     result[name] = make(name)
 a = Accelerator(backend="raiser")
 result["raiser"] = attempt(lambda: a.backward(torch.ones((), requires_grad=True)))
@@ -235,7 +235,7 @@ out(result)
         ("older", "PluginVersionError", ["older (dummy-older 1.0)", "0.9", "Upgrade dummy-older"]),
         ("next", "PluginVersionError", ["next (dummy-next 1.0)", "2.0", "Upgrade accelerate-core"]),
         ("next triggered", "PluginVersionError", ["next (dummy-next 1.0)", "2.0"]),
-        ("unsaid", "PluginError", ["has no api_version"]),
+        ("unversioned", "PluginError", ["has no api_version"]),
         ("misspelt", "PluginError", ["backwards"]),
         ("wrongarg", "PluginError", ["modle"]),
         (

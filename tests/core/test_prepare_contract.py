@@ -100,7 +100,7 @@ class Fuses(Plain):
             plan.rename(plan.values("model")[0], {"q.weight": "qk", "k.weight": "qk"})
 
 
-class FusesInSilence(Fuses):
+class FusesWithoutRename(Fuses):
     says = False
 
 
@@ -143,7 +143,7 @@ def test_undeclared_rename_of_a_parameter_is_an_error() -> None:
     with pytest.raises(
         PrepareError, match=r"has no parameter with that name anymore.*plan\.rename"
     ):
-        prepared(FusesInSilence, lambda m: m.parameters())
+        prepared(FusesWithoutRename, lambda m: m.parameters())
 
 
 # --- tied parameters----------------------------------------------------------------------------------

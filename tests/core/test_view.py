@@ -33,7 +33,7 @@ def test_accelerator_has_every_name_of_the_plugin_view() -> None:
     assert [name for name in NAMES if not hasattr(accelerator, name)] == []
 
 
-def read_of_accelerators(tree: ast.AST) -> set[str]:
+def attributes_read(tree: ast.AST) -> set[str]:
     """Return the attributes that are read from a parameter called `accelerator`."""
     return {
         node.attr
@@ -49,7 +49,7 @@ def read_of_accelerators(tree: ast.AST) -> set[str]:
 
 def test_search_finds_attributes_that_are_read() -> None:
     code = "def hook(self, accelerator):\n    accelerator.device.type\n    other.thing\n"
-    assert read_of_accelerators(ast.parse(code)) == {"device"}
+    assert attributes_read(ast.parse(code)) == {"device"}
 
 
 @pytest.mark.parametrize("path", PLUGINS, ids=lambda path: "/".join(path.parts[-3:]))
@@ -57,7 +57,7 @@ def test_plugins_read_only_the_plugin_view(path: Path) -> None:
     source = path.read_text()
     for word in ("@package@", "@name@", "@class@", "@settings@", "@api@", "@env@"):
         source = source.replace(word, "word")
-    assert read_of_accelerators(ast.parse(source)) - NAMES == set()
+    assert attributes_read(ast.parse(source)) - NAMES == set()
 
 
 class LooksTooEarly(Backend):

@@ -1,4 +1,4 @@
-"""What a script may do with an Accelerator: no type checker has anything to say about it."""
+"""Correct uses of an Accelerator, which type checkers must accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes, one a line: type checkers flag each line that ends in `# mistake`, and no other."""
+"""One mistake per line. Type checkers must flag each line that ends in `# mistake`, and no other."""
 
 from __future__ import annotations
 

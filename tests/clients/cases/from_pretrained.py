@@ -155,8 +155,8 @@ def auto_with_others(folder: Path) -> Any:
         tied = find_tied_parameters(loaded)
         loaded.eval()
         with torch.no_grad():
-            said = loaded(input_ids=IDS).logits
-        made[name] = {**state(loaded), "norm": float(said.double().norm()), "tied": sorted(tied)}
+            logits = loaded(input_ids=IDS).logits
+        made[name] = {**state(loaded), "norm": float(logits.double().norm()), "tied": sorted(tied)}
     small = AutoModel.from_pretrained(place, device_map="cpu")
     made["base"] = {**state(small), "weights": running.weights(small)}
     return made
