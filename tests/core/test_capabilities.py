@@ -139,7 +139,7 @@ else:
         pytest.param("fsdp2", 2, "", ["backward"], marks=pytest.mark.needs("torch>=2.11")),
         ("deepspeed", 2, "", ["engine"]),
         ("mute", 1, "PluginError", ["mute", "dummy-capable 1.0", "reduces_gradients=None"]),
-        ("mute", 3, "PluginError", ["'backward': when", "'step': when", "'engine': ", "'never': "]),
+        ("mute", 3, "PluginError", ["'backward': at", "'step': when", "'engine': ", "'never': "]),
         ("misdeclares", 1, "PluginError", ["'steps'", "Did you mean 'step'?"]),
     ],
 )

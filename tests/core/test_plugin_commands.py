@@ -407,7 +407,7 @@ def test_why_names_broken_missing_and_duplicate_plugins(root: Path) -> None:
 
 @pytest.mark.parametrize("name", ["noep", "ddq"])
 def test_missing_entry_point_is_reported_before_a_similar_name(root: Path, name: str) -> None:
-    hint = f"accelerate-{name} 0.3 is installed, but declares no plugin: it needs an entry point"
+    hint = f"accelerate-{name} 0.3 is installed, but declares no plugin. It needs an entry point"
     for done, group in (
         (plugins(root, "why", name), "backends"),
         (plugins(root, "check", name), "backends"),

@@ -45,7 +45,7 @@ MISTAKES = {
     "accelerator.save_state()": "CheckpointError: save_state() got no directory",
     "accelerator.load_state('nowhere')": "CheckpointError: There is no checkpoint directory",
     "accelerator.register_for_checkpointing(3)": "ConfigurationError: register_for_checkpointing",
-    "accelerator.reduce(torch.zeros(2), 'summ')": "ConfigurationError: reduce() got",
+    "accelerator.reduce(torch.zeros(2), 'summ')": "ConfigurationError: reduce() received",
     "accelerator.bakward(3)": "UnknownNameError: Accelerator has no attribute 'bakward'",
     "accelerator.state.devise": "UnknownNameError: AcceleratorState has no attribute 'devise'",
     "accelerator.gradient_accumulation_steps = 0": "ConfigurationError: gradient_accumulation_steps",
