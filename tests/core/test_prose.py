@@ -19,7 +19,6 @@ _spec.loader.exec_module(prose)
 #: Files and directories that have not been rewritten yet.
 NOT_CLEAN: tuple[str, ...] = (
     "backends/megatron",
-    "core/",
     "docs/citation.md",
     "docs/planned.toml",
     "extensions/testing",

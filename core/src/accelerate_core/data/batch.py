@@ -69,7 +69,7 @@ def concat_batches(batches: Sequence[Any]) -> Any:
     """Join batches of equal structure along the samples.
 
     Raises:
-        TypeError, RuntimeError or ValueError: the batches do not fit together.
+        TypeError, RuntimeError or ValueError: the batches have different structures or shapes.
     """
     first = batches[0]
     if len(batches) == 1:
@@ -117,7 +117,7 @@ def gather_samples(objects: Any, real: int, whole: int | None, comm: Communicato
 
 
 def needs_move(batch: Any, device: torch.device) -> bool:
-    """Tell whether any leaf of the batch is, or may be, on another device."""
+    """Return whether any leaf of the batch is, or may be, on another device."""
     for leaf in flatten(batch):
         where = getattr(leaf, "device", None)
         if isinstance(where, torch.device):

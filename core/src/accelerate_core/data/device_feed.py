@@ -47,7 +47,7 @@ def feed(
 
 
 def look_ahead(items: Iterator[T]) -> Iterator[tuple[T, T | None, Exception | None]]:
-    """Yield each item after the next one was read, together with that one or the reason why there is none.
+    """Yield each item after reading the next one, together with the next item, or the reason for its absence.
 
     An exception is raised in the place of the item that it prevented, not before.
     """

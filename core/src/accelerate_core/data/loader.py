@@ -296,7 +296,7 @@ class CoreLoader(DataLoader[Any]):
         if not (running and position.is_at(state_dict, size)):
             position.load_state_dict(state_dict, size)
         drew = "generator" in state_dict
-        # On several ranks, the sampler draws from a generator of its own.
+        # On several ranks, the sampler has its own generator.
         if drew and self.synchronized_generator is None:
             order_sampler(self).generator = self.synchronized_generator = torch.Generator()
         generator = self.synchronized_generator

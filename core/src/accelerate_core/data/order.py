@@ -212,7 +212,7 @@ def cursor_over(sampler: Any) -> Cursor:
 
 
 def is_plain(batch_sampler: Any) -> bool:
-    """Tell whether a batch sampler just groups the indices of its sampler by `batch_size`."""
+    """Return whether a batch sampler just groups the indices of its sampler by `batch_size`."""
     return (
         getattr(type(batch_sampler), "__iter__", None) is BatchSampler.__iter__
         and isinstance(getattr(batch_sampler, "batch_size", None), int)
@@ -263,7 +263,7 @@ def parts_of(shard: Any, sampler: Any, width: int, start: int) -> Iterator[list[
 def iterate_from(plan: Any, start: int, head: int = 0) -> Iterator[Any]:
     """Iterate over a sampler or batch sampler: its first `head` entries, then those from `start`.
 
-    An entry that is both comes twice.
+    An entry that belongs to both is yielded twice.
     """
     return _entries(plan, start, head) if start else iter(plan)
 

@@ -164,7 +164,7 @@ def _order_name(loader: DataLoader[Any]) -> str:
 
 
 def _copy(loader: Any) -> Any:
-    """Return a shallow copy without a running iterator; other iterables are returned unchanged."""
+    """Return a shallow copy without a running iterator. Other iterables are returned unchanged."""
     if not isinstance(loader, DataLoader):
         return loader
     clone = copy.copy(loader)
@@ -295,7 +295,7 @@ def _same_seed(seed: int, comm: Communicator | None) -> int:
 
 
 def _give_generator(loader: Any, sampler: Any, comm: Communicator | None) -> None:
-    """Give a sampler without a generator one of its own, seeded alike on all ranks."""
+    """Add a generator to a sampler without one, with the same seed on all ranks."""
     is_one = isinstance(sampler, Sampler) and sampler is not getattr(loader, "batch_sampler", None)
     if not is_one or getattr(sampler, "generator", sampler) is not None:
         return

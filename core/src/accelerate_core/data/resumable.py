@@ -34,7 +34,7 @@ def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _has_state(obj: Any) -> bool:
-    """Tell whether an object has `state_dict` and `load_state_dict`."""
+    """Return whether an object has `state_dict` and `load_state_dict`."""
     return all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
 
 

@@ -54,7 +54,7 @@ def check_rng_types(rng_types: Iterable[Any] | None) -> list[str]:
 
 
 def find_generator(loader: Any) -> torch.Generator | None:
-    """Return the generator that the user passed for the order of a loader; None without one."""
+    """Return the generator that the user passed for the order of a loader, or None."""
     sampler = order_sampler(loader)
     if isinstance(sampler, SeedableRandomSampler):
         return None
@@ -89,7 +89,7 @@ def synchronize_rng_states(
 class RankedWorkerInit:
     """Seeds a loader's workers differently on every rank, then calls the user's function.
 
-    Ranks that share a generator would otherwise seed their workers alike and augment alike.
+    Ranks that share a generator would otherwise give their workers equal seeds, and so equal augmentations.
 
     Args:
         offset: added to the seeds that PyTorch chooses; 0 on rank 0.

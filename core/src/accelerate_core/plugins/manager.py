@@ -148,7 +148,7 @@ class BoundHooks(OwnerHooks):
         self._held = accelerator if hold else None
 
     def is_overridden(self, name: str) -> bool:
-        """Tell whether the backend implements this hook itself, on its class or on its instance."""
+        """Return whether the backend implements this hook itself, on its class or on its instance."""
         return self._methods[name].plugin is not None
 
     def holding(self) -> BoundHooks:

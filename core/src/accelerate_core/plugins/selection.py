@@ -57,7 +57,7 @@ class Request:
     cpu: bool = False
 
     def env_flag(self, name: str) -> bool:
-        """Tell whether an environment variable is set to a true value."""
+        """Return whether an environment variable is set to a true value."""
         return bool(parse_bool(self.environ.get(name, "")))
 
 
@@ -423,7 +423,7 @@ def trigger_hits(request: Request) -> dict[str, TriggerHit]:
 
 
 def _asked_by_file(name: str, config: ConfigFile) -> bool:
-    """Tell whether a key of the config file requests a plugin.
+    """Return whether a key of the config file requests a plugin.
 
     In a file of Accelerate, `distributed_type` says which section applies.
     """

@@ -86,7 +86,7 @@ class PreparedObjects:
             objects.clear()
 
     def __contains__(self, obj: object) -> bool:
-        """Tell whether this very object was prepared."""
+        """Return whether this very object was prepared."""
         held = (*self.models, *self.optimizers, *self.schedulers, *self.loaders)
         return id(obj) in map(id, held)
 
@@ -242,7 +242,7 @@ class Prepared:
             self.objects.schedulers.append(value)
 
     def _is_wrapper(self, model: Any) -> bool:
-        """Tell whether the backend wrapped a model in its own module, which is not compiled."""
+        """Return whether the backend wrapped a model in its own module, which is not compiled."""
         if not isinstance(model, torch.nn.Module) or uncompiled(model) is not model:
             return False
         if model._compiled_call_impl is not None:
@@ -306,7 +306,7 @@ class Prepared:
         return next(found, None)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Tell whether a device map distributes the model over several devices."""
+        """Return whether a device map distributes the model over several devices."""
         maps = (getattr(module, "hf_device_map", None) for module in model.modules())
         return any(found is not None and len(set(found.values())) > 1 for found in maps)
 

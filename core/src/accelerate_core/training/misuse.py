@@ -146,7 +146,7 @@ def warn_if_thrown_away(given: Iterable[Any], made: Iterable[Any]) -> None:
 
 
 def _result_is_dropped() -> bool:
-    """Tell whether the user's line that called `prepare` is a statement that drops the result."""
+    """Return whether the user's line that called `prepare` is a statement that drops the result."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not of_the_user(frame):
         name = frame.f_code.co_name

@@ -58,7 +58,7 @@ def take_lines() -> list[str]:
 
 
 def _timed_out(file: Path, status: int | None) -> bool:
-    """Tell whether a rank failed because it waited too long, or was aborted, perhaps for that reason."""
+    """Return whether a rank failed because it waited too long, or was aborted, perhaps for that reason."""
     if status == -signal.SIGABRT:
         return True
     try:

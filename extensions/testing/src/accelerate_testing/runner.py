@@ -368,7 +368,7 @@ class _Session:
         return bool(self.stuck)
 
     def _dumped(self) -> bool:
-        """Tell whether all ranks have written their stacks."""
+        """Return whether all ranks have written their stacks."""
         paths = [stack_dump_file(self.folder, rank) for rank in range(len(self.pids))]
         return all(
             path.exists() and "run_check" in path.read_text(errors="replace") for path in paths

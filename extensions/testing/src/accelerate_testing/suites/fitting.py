@@ -28,7 +28,7 @@ class _Probe(Precision):
     exact = True
 
     def reached(self, trainer: Trainer) -> bool:
-        """Tell whether what it did is still in effect in training."""
+        """Return whether what it did is still in effect in training."""
         return True
 
 

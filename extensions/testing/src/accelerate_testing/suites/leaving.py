@@ -203,7 +203,7 @@ class Started:
 
 
 def _ends(thread: threading.Thread) -> bool:
-    """Tell whether the interpreter itself ends a thread, as it does with those of executors."""
+    """Return whether the interpreter itself ends a thread, as it does with those of executors."""
     return thread is threading.main_thread() or _code(thread) == "concurrent.futures.thread"
 
 

@@ -202,7 +202,7 @@ def accumulation(ctx: CheckContext) -> str:
 
 
 def _reduces_sums(trainer: Trainer) -> bool:
-    """Tell whether ranks reduce the sum of a cycle's gradients, and not those of each micro-batch."""
+    """Return whether ranks reduce the sum of a cycle's gradients, and not those of each micro-batch."""
     backend = trainer.accelerator.backend
     each = backend.reduces_gradients == "backward" and not backend.supports.get("no_sync")
     return trainer.exact or not each

@@ -138,7 +138,7 @@ def _lost(folder: Path, words: Iterable[str]) -> list[str]:
 
 
 def _has_number(folder: Path, number: float) -> bool:
-    """Tell whether a number is in the files of a directory, as a string, a double or a float."""
+    """Return whether a number is in the files of a directory, as a string, a double or a float."""
     forms = [str(number)[:-1].encode(), f"{number:e}"[:7].encode()]
     forms += [struct.pack(form, number) for form in ("<d", ">d", "<f", ">f")]
     texts = (path.read_bytes() for path in folder.rglob("*") if path.is_file())
@@ -221,7 +221,7 @@ def step_numbers(ctx: CheckContext) -> str:
 
 
 def _has_integer(folder: Path, number: int) -> bool:
-    """Tell whether an integer is in the files of a directory: as a string, or in four or eight bytes."""
+    """Return whether an integer is in the files of a directory: as a string, or in four or eight bytes."""
     forms = [
         str(number).encode(),
         *(struct.pack(form, number) for form in ("<i", ">i", "<q", ">q")),
