@@ -105,7 +105,7 @@ def test_every_combination_works_or_is_refused_by_both_names(said: Said) -> None
             assert told.endswith("Choose another precision or another backend.")
     told = {(b, p): said[b, p, t][1] for b, p, t in said}
     scaled = told.get(("deepspeed", "needs_loss_scaling"))
-    assert scaled is None or "brings about 'fp16' itself" in scaled
+    assert scaled is None or "implements 'fp16' itself" in scaled
 
 
 def test_refused_combinations_match_the_compatibility_page(said: Said) -> None:
