@@ -126,7 +126,7 @@ def joined(size: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.stack(rows) if not shape else torch.cat(rows)
 
 
-# --- the communicator ------------------------------------------------------------------------
+# --- the communicator -----------------------------------------------------------------------------
 
 
 @case
@@ -206,7 +206,7 @@ def reversed_group_orders_results_by_its_own_ranks(comm: Communicator) -> None:
     assert inner.scatter_object(list(range(comm.size)), src=1) == rank
 
 
-# --- gather ----------------------------------------------------------------------------------
+# --- gather ---------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -349,7 +349,7 @@ def gather_uneven_accepts_equal_lengths(comm: Communicator) -> None:
     same(gather_uneven(sample(comm.rank, torch.int32, 3), comm), joined(comm.size, torch.int32, 3))
 
 
-# --- reduce ----------------------------------------------------------------------------------
+# --- reduce ---------------------------------------------------------------------------------------
 
 
 def over_ranks(size: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -423,7 +423,7 @@ def reduce_results_do_not_share_memory(comm: Communicator) -> None:
     assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
 
 
-# --- broadcast and the rest ---------------------------------------------------------
+# --- broadcast and others ------------------------------------------------------------------------
 
 
 @case
@@ -547,7 +547,7 @@ def list_of_objects_is_broadcast_in_place(comm: Communicator) -> None:
         broadcast_object_list(longer, comm=comm)
 
 
-# --- shapes that differ ----------------------------------------------------------------------
+# --- shapes that differ ---------------------------------------------------------------------------
 
 
 @case
@@ -587,7 +587,7 @@ def shapes_are_compared_at_every_call_if_they_are_sent_anyway(comm: Communicator
         calls.clear()
 
 
-# --- debug -----------------------------------------------------------------------------------
+# --- debug ----------------------------------------------------------------------------------------
 
 
 @case

@@ -24,7 +24,7 @@ def accelerate(**arguments: Any) -> Accelerator:
     return Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT, **arguments)
 
 
-# --- ranks ------------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 
 @case
@@ -84,7 +84,7 @@ def print_writes_on_one_process() -> None:
         assert out.getvalue() == ("hello, world\n" if RANK == 0 else "")
 
 
-# --- splitting --------------------------------------------------------------------------------
+# --- splitting ------------------------------------------------------------------------------------
 
 
 @case
@@ -116,7 +116,7 @@ def lists_tensors_and_dicts_are_split_between_processes() -> None:
         assert [r["rank"] for r in accelerator.gather_for_metrics(results, True)] == RANKS
 
 
-# --- collectives ------------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 
 
 @case
@@ -161,7 +161,7 @@ def metrics_are_exact_for_uneven_batches() -> None:
         assert torch.equal(torch.cat(got), expected)
 
 
-# --- generators -------------------------------------------------------------------------------
+# --- generators -----------------------------------------------------------------------------------
 
 
 def _draws(accelerator: Accelerator) -> list[float]:
@@ -206,7 +206,7 @@ def seeds_can_differ_by_rank() -> None:
         assert len(set(_draws(accelerator))) == SIZE
 
 
-# --- other ------------------------------------------------------------------------------------
+# --- other ----------------------------------------------------------------------------------------
 
 
 @case

@@ -143,7 +143,7 @@ def model_is_wrapped_in_ddp_only_once() -> None:
             assert list(accelerator.get_state_dict(again)) == list(make_net().state_dict())
 
 
-# --- accumulation -----------------------------------------------------------------------------
+# --- accumulation ---------------------------------------------------------------------------------
 
 
 @case
@@ -268,7 +268,7 @@ def free_memory_resets_the_step_count() -> None:
                 assert accelerator.sync_gradients is (index == 3)
 
 
-# --- loaders ----------------------------------------------------------------------------------
+# --- loaders --------------------------------------------------------------------------------------
 
 
 @case
@@ -342,7 +342,7 @@ def iterable_data_is_dispatched_by_default() -> None:
         assert name == "DataLoaderShard", "each rank should read map-style data itself"
 
 
-# --- synchronisation --------------------------------------------------------------------------
+# --- synchronisation ------------------------------------------------------------------------------
 
 
 @case
@@ -448,7 +448,7 @@ def trigger_of_one_rank_reaches_all_and_is_reset() -> None:
         assert not accelerator.check_trigger()
 
 
-# --- several models, scaling ------------------------------------------------------------------
+# --- several models, scaling ----------------------------------------------------------------------
 
 
 def make_gan() -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -618,7 +618,7 @@ def clipping_by_value_uses_unscaled_gradients() -> None:
         assert torch.equal(gradients(model), kept), "once per step"
 
 
-# --- averaging parameters ---------------------------------------------------------------------
+# --- averaging parameters -------------------------------------------------------------------------
 
 
 @case

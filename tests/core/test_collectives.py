@@ -316,7 +316,7 @@ def test_immutable_mappings_are_rebuilt() -> None:
     assert type(result) is MappingProxyType
 
 
-# --- several processes -----------------------------------------------------------------------
+# --- several processes ----------------------------------------------------------------------------
 
 
 def run_group(size: int, folder: Path) -> list[dict[str, str]]:

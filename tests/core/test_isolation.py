@@ -63,7 +63,7 @@ def alone(arguments: dict[str, Any]) -> list[tuple[Any, ...]]:
         return list(training(accelerator, make(accelerator)))
 
 
-# --- two at once -------------------------------------------------------------------------------
+# --- two at once ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("first", "second"), [(ONE, OTHER), (PLAIN, ONE), (OTHER, PLAIN)])
@@ -116,7 +116,7 @@ def test_state_classes_return_the_state_of_the_latest_live_accelerator():
         assert GradientState() is one.gradient_state
 
 
-# --- nothing is left behind -------------------------------------------------------------------
+# --- nothing is left behind -----------------------------------------------------------------------
 
 
 def cycle() -> list[weakref.ref[Any]]:
@@ -181,7 +181,7 @@ def test_failed_construction_leaves_nothing_behind():
         assert accelerator.mixed_precision == "no"
 
 
-# --- the end ----------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 class RecordingTracker(GeneralTracker):
@@ -292,7 +292,7 @@ def test_another_device_is_refused_while_an_accelerator_runs():
             )
 
 
-# --- two ranks --------------------------------------------------------------------------------
+# --- two ranks ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

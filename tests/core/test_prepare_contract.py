@@ -39,7 +39,7 @@ class Plain(Backend):
     reduces_gradients = "never"
 
 
-# --- model providers -------------------------------------------------------------------------------
+# --- model providers ------------------------------------------------------------------------------
 
 
 class Provider:
@@ -69,7 +69,7 @@ def test_model_provider_is_replaced_by_its_model() -> None:
     assert accelerator.unwrap_model(model) is model
 
 
-# --- renamed and fused parameters ----------------------------------------------------------------
+# --- renamed and fused parameters -----------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -146,7 +146,7 @@ def test_undeclared_rename_of_a_parameter_is_an_error() -> None:
         prepared(FusesWithoutRename, lambda m: m.parameters())
 
 
-# --- tied parameters----------------------------------------------------------------------------------
+# --- tied parameters ------------------------------------------------------------------------------
 
 
 class Copies(Plain):
@@ -169,7 +169,7 @@ def test_tied_parameters_stay_tied() -> None:
     assert [id(parameter) for parameter in held] == [id(model[0].weight)]
 
 
-# --- replaced optimizers -------------------------------------------------------------------------
+# --- replaced optimizers --------------------------------------------------------------------------
 
 
 class Replaces(Plain):
@@ -230,7 +230,7 @@ def test_scheduler_wrapped_by_a_backend_follows_a_replaced_optimizer() -> None:
     assert scheduler.scheduler.optimizer is optimizer.optimizer
 
 
-# --- engines that run forward and backward -------------------------------------------------------
+# --- engines that run forward and backward --------------------------------------------------------
 
 
 class MicroBatches(Plain):
@@ -300,7 +300,7 @@ def test_pipeline_schedule_divides_the_loss_by_the_number_of_items() -> None:
     torch.testing.assert_close(*gradients)
 
 
-# --- additional random generators ---------------------------------------------------------------
+# --- additional random generators -----------------------------------------------------------------
 
 
 class Draws(Plain):
@@ -361,7 +361,7 @@ def test_invalid_result_of_a_hook_names_the_backend(hook: str, answer: Any, ask:
             ask(accelerator)
 
 
-# --- precisions that replace the optimizer -------------------------------------------------------
+# --- precisions that replace the optimizer --------------------------------------------------------
 
 
 class Halved(torch.optim.SGD):
@@ -498,7 +498,7 @@ def test_precision_can_clip_gradients_itself(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(model.weight.grad, before)
 
 
-# --- precisions with state and custom activation checkpointing -----------------------------------
+# --- precisions with state and custom activation checkpointing ------------------------------------
 
 
 class DelayedLinear(nn.Linear):

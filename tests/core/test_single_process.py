@@ -145,7 +145,7 @@ def test_distributed_methods_have_no_effect_on_one_process():
         assert accelerator.on_process(lambda: 7, process_index=1)() is None
 
 
-# --- prepare ----------------------------------------------------------------------------------
+# --- prepare --------------------------------------------------------------------------------------
 
 
 def test_prepare_keeps_the_order_and_returns_unknown_objects_unchanged():
@@ -233,7 +233,7 @@ def test_optimizer_follows_parameters_replaced_by_prepare():
         assert not torch.equal(flat(model), before)
 
 
-# --- the step ---------------------------------------------------------------------------------
+# --- the step -------------------------------------------------------------------------------------
 
 
 def test_prepared_optimizer_behaves_like_the_original():
@@ -343,7 +343,7 @@ def test_lomo_optimizer_runs_its_own_backward():
         assert model.head.weight.grad is None
 
 
-# --- arguments --------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_deprecated_names_work_with_a_warning():
         Accelerator(**CPU, dataloader_config=config, split_batches=True)
 
 
-# --- directories ------------------------------------------------------------------------------
+# --- directories ----------------------------------------------------------------------------------
 
 
 def test_missing_checkpoint_is_named(tmp_path):
