@@ -95,6 +95,7 @@ ALLOWED: tuple[tuple[str, str, str], ...] = (
     ("tests/core/test_prose.py", "*", "tests of the list"),
     ("docs/parallelism.md", "box", "a box in the diagram above the sentence"),
     ("tests/faults/faulty.py", "peer", "quotes a message of gloo"),
+    ("tests/core/test_plugin_commands.py", "peer", "quotes a message of gloo"),
 )
 
 _SENTENCE_START = r"(?:\A|(?<=\n\n)|(?<=[.!?:;|]\s)|(?<=\n[-*|] ))"

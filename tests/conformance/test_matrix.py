@@ -128,7 +128,7 @@ def test_refused_combinations_match_the_compatibility_page(said: Said) -> None:
 def sample(said: Said) -> list[tuple[str, str, list[str]]]:
     """Return the combinations to train: each backend with each precision it accepts, and trackers.
 
-    The third-party tracker is in all of them, with one of two of ours in turn, so that each backend
+    The third-party tracker is in all of them, with one of our two in turn, so that each backend
     and precision is combined with these. Third-party backends and precisions are combined with every
     tracker.
     """

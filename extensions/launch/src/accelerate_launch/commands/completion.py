@@ -48,11 +48,10 @@ def completion_script(shell: str) -> str:
     Raises:
         ConfigurationError: bash is too old.
     """
-    from accelerate_launch.cli import cli
-
     cls = get_completion_class(shell)
     assert cls is not None
-    made = cls(cli, {}, _PROGRAM, COMPLETION).source()
+    # The script only needs the names of the program and of the variable.
+    made = cls(click.Command(_PROGRAM), {}, _PROGRAM, COMPLETION).source()
     return f"{_ZSH_START}{made}" if shell == "zsh" else made
 
 

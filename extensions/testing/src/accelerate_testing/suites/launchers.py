@@ -89,7 +89,7 @@ if __name__ == "__main__":
         start(work, (str(folder), str(int(count) - 1)), plan)
     except Exception as error:
         report["raised"] = f"{type(error).__name__}: {error}"
-    (folder / "told").write_text(json.dumps(report))
+    (folder / "report").write_text(json.dumps(report))
 """
 
 
@@ -202,7 +202,7 @@ def functions(ctx: CheckContext) -> str:
         command = [sys.executable, str(script), str(folder), ctx.name, size, method]
         run = _whole(run_command(command, environ, 90))
         assert run.ok, f"launching a function by {method} failed: {run.story}"
-        told = json.loads((folder / "told").read_text())
+        told = json.loads((folder / "report").read_text())
         ctx.equal(told["changed"], [], f"variables that have changed after the launch, by {method}")
         ranks = [str(rank) for rank in range(plan.num_processes)]
         alone = plan.num_processes == 1  # then the variables of ranks are optional

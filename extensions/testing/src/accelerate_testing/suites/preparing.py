@@ -149,7 +149,7 @@ class _Wide(nn.Module):
         self, a: torch.Tensor, b: Any = 0.0, *more: Any, scale: float = 1.0, **named: Any
     ) -> dict[str, Any]:
         out = self.drop(self.w * (a - b) * scale)
-        return {"out": out, "told": [len(more), sorted(named)]}
+        return {"out": out, "report": [len(more), sorted(named)]}
 
 
 @check("backend", hooks="prepare prepare_model")
@@ -164,9 +164,9 @@ def calls_of_models(ctx: CheckContext) -> None:
         model.eval()
         with torch.no_grad():
             got = model(a, 3 * a, "third", scale=0.5, word="named")
-        ctx.equal(sorted(got), ["out", "told"], "keys of the dict that the model returns")
+        ctx.equal(sorted(got), ["out", "report"], "keys of the dict that the model returns")
         ctx.close(got["out"], -a, "output for two tensors and a keyword")
-        ctx.equal(got["told"], [1, ["word"]], "other arguments that reach the model")
+        ctx.equal(got["report"], [1, ["word"]], "other arguments that reach the model")
         model.train()
         inner: Any = accelerator.unwrap_model(model)
         ctx.equal(inner.drop.training, True, "training after train()")
