@@ -59,6 +59,21 @@ def clipping_inside_a_cycle_has_no_effect() -> None:
 
 
 @case
+def clipping_parameters_from_before_prepare_is_refused() -> None:
+    """They have no gradients: the norm was 0 in every step, and nothing was clipped."""
+    accelerator = fsdp()
+    model = Tower()
+    held = list(model.parameters())
+    model, _ = accelerator.prepare(model, torch.optim.SGD(held, lr=0.1))
+    x, y = data()
+    accelerator.backward(mse_loss(model(x), y))
+    with pytest.raises(
+        ConfigurationError, match=r"parameter\(s\) from before prepare\(\), such as"
+    ):
+        accelerator.clip_grad_norm_(held, 1.0)
+
+
+@case
 def join_uneven_inputs_has_no_effect_and_gives_a_warning() -> None:
     accelerator = fsdp()
     with warnings.catch_warnings(record=True) as caught:

@@ -224,6 +224,7 @@ class Accelerator(
             models=objects.models,
             optimizers=objects.optimizers,
             scaler=loss_scaler,
+            replaced=self._prepared.replaced_parameters,
         )
         DistributedType.register(self.distributed_type)
         self._tracking = setup.make_tracking(log_with, process)

@@ -153,7 +153,7 @@ class Prepared:
     def forget(self) -> None:
         """Forget everything that was prepared."""
         self.objects.clear()
-        self.replaced_parameters = WeakIdKeyDictionary()
+        self.replaced_parameters.clear()
 
     # --- models -------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,12 @@ from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.loss_scaler import LossScaler
-from accelerate_core.training.misuse import StepWatch, check_loss, warn_never_accumulated
+from accelerate_core.training.misuse import (
+    StepWatch,
+    check_loss,
+    refuse_replaced,
+    warn_never_accumulated,
+)
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.token_count import TokenCount
 
@@ -37,6 +42,7 @@ class TrainingLoop:
         models: the prepared models; the list grows.
         optimizers: the prepared optimizers; the list grows.
         scaler: scales losses; None if they are not scaled.
+        replaced: parameters that `prepare` replaced -> (prepared model, name).
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class TrainingLoop:
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[AcceleratedOptimizer],
         scaler: LossScaler | None,
+        replaced: Mapping[torch.Tensor, tuple[Any, str]],
     ) -> None:
         self._hooks = hooks
         self._backend_name = backend.name
@@ -64,6 +71,8 @@ class TrainingLoop:
         self.step = 0
         #: Whether `accumulate` was entered, and whether a micro-batch inside a cycle was checked for misuse.
         self.entered = False
+        self._replaced = replaced
+        self._clipped = False
         self.watched = False
         refusal = None
         if not (self._divides_loss or backend.supports.get("num_items", False)):
@@ -211,6 +220,9 @@ class TrainingLoop:
                 "Pass model.parameters()."
             )
         tensors = [parameters] if single else list(parameters)
+        if not self._clipped:
+            self._clipped = True
+            refuse_replaced(tensors, self._replaced)
         if self.scaler is None:
             return tensors, 1.0
         if not self.state.sync_gradients:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from accelerate_core.errors import of_the_user, warn
+from accelerate_core.errors import ConfigurationError, of_the_user, warn
 from accelerate_core.pickling import unwrapped
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 
@@ -129,6 +129,27 @@ def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
+
+
+def refuse_replaced(
+    parameters: Iterable[torch.Tensor], replaced: Mapping[torch.Tensor, tuple[Any, str]]
+) -> None:
+    """Refuse to clip parameters that `prepare` replaced, because those have no gradients.
+
+    Args:
+        parameters: the parameters to clip.
+        replaced: replaced parameter -> (prepared model, name).
+
+    Raises:
+        ConfigurationError: the message has the name of one.
+    """
+    names = [replaced[one][1] for one in parameters if one in replaced]
+    if names:
+        raise ConfigurationError(
+            f"Gradient clipping got {len(names)} parameter(s) from before prepare(), such as "
+            f"{names[0]!r}. The backend replaced them, so they have no gradients. Pass the "
+            "parameters of the model that accelerator.prepare(...) returned."
+        )
 
 
 def warn_if_thrown_away(given: Iterable[Any], made: Iterable[Any]) -> None:

@@ -181,7 +181,8 @@ def _signal_handlers_kept() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # Windows lacks the last two
+    signals = [getattr(signal, name) for name in names if hasattr(signal, name)]
     before = {number: signal.getsignal(number) for number in signals}
     try:
         yield
