@@ -102,7 +102,7 @@ def test_option_of_an_inactive_precision_is_refused(site: Path) -> None:
         done = subprocess.run(call, env=env, capture_output=True, text=True, timeout=60)
         assert done.returncode == status, done.stdout + done.stderr
         said = " ".join(done.stderr.split())
-        assert status == 0 or "the precision 'grid', which this launch does not ask for" in said
+        assert status == 0 or "the precision 'grid', which this launch does not use" in said
         assert status == 0 or "Add --mixed_precision grid" in said
 
 
@@ -187,7 +187,9 @@ def test_configuration_selects_a_checkpointer_and_errors_name_it(
         told = {line.split(" = ")[0]: line for line in rank["explain"].splitlines()}
         assert wanted in told["checkpointer fsspec.url"]
         assert "'fsspec'" in told["checkpointer"]
-        assert rank["refused"] == f"There is no checkpoint {url}/step_2: it has no manifest.json."
+        assert (
+            rank["refused"] == f"There is no checkpoint at {url}/step_2: manifest.json is missing."
+        )
         assert any(
             "'load_state' of plugin fsspec (accelerate-fsspec 0.1.0)" in n for n in rank["notes"]
         )

@@ -122,9 +122,9 @@ def check(
         ("LeavesOneOut", "failed", "ranks that called the function, by fork: ['1'] instead of"),
         ("HasNoLocalRanks", "failed", "LOCAL_RANK of rank 1 of 2, by fork: '0' instead of '1'"),
         ("WaitsForNobody", "failed", "by fork"),
-        ("TakesAFailureForAnEnd", "failed", "raised on rank 1, and the launch by fork ended well"),
+        ("TakesAFailureForAnEnd", "failed", "raised on rank 1, but the launch by fork succeeded"),
         ("NamesNoRank", "failed", "does not name rank 1, which failed: RuntimeError: a process"),
-        ("LeavesVariables", "failed", "variables that are not as before the launch, by fork"),
+        ("LeavesVariables", "failed", "variables that have changed after the launch, by fork"),
     ],
 )
 def test_how_it_starts_functions_is_noticed(

@@ -58,7 +58,7 @@ def weight_sums(
     whole = [
         (name, one.detach())
         for name, one in parameters
-        if type(one.data) is torch.Tensor
+        if type(getattr(one, "data", None)) is torch.Tensor  # MS-AMP's parameters have no data
         and not hasattr(one, "placements")
         and one.numel()
         and not one.is_meta
