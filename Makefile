@@ -1,18 +1,18 @@
-# Each target works on a bare clone with nothing but Python >= 3.11 and make.
+# Every target works on a fresh clone and needs only Python >= 3.11 and make.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 BACKENDS := $(patsubst %/pyproject.toml,%,$(wildcard backends/*/pyproject.toml))
 EXTENSIONS := $(patsubst %/pyproject.toml,%,$(wildcard extensions/*/pyproject.toml))
-# Those that need nothing heavier than torch.
+# Packages that need nothing heavier than torch.
 LIGHT := backends/ddp backends/fsdp2 $(EXTENSIONS)
 TRACKERS := $(patsubst %/pyproject.toml,%,$(wildcard trackers/*/pyproject.toml))
-# Python compiles what it imports; pip would compile all that is installed.
+# Without this, pip compiles every installed module. Python compiles only the modules it imports.
 PIP := PIP_NO_COMPILE=1 $(BIN)/python -m pip --disable-pip-version-check -q
-# Tests start interpreters by the hundred: they read what the first one has compiled.
+# Tests start hundreds of interpreters, which reuse the modules that the first one compiled.
 unexport PYTHONDONTWRITEBYTECODE
 ARGS ?=
-# Test files that run at the same time, each in a process of pytest: what waits is overlapped.
+# Number of test files that run at the same time, so that waiting time overlaps.
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
@@ -20,28 +20,28 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 help:
 	@echo "make quickstart   train on two processes, on real data"
-	@echo "make test         the tests (ARGS='-k name' for some)"
-	@echo "make conformance  the conformance suite on each of our plugins, and the tests of the author's kit"
-	@echo "make faults       kills, signals, ranks that fail, two machines and a cut cable"
-	@echo "make megatron     megatron-core on two ranks and on four, where there is no GPU through a shim"
-	@echo "make fp8          fp8 by torchao, and by stand-ins of the other libraries"
-	@echo "make test-xla     XLA on the CPU, in an environment of its own with the torch it is built for"
-	@echo "make clients      Trainer and others on the drop-in, beside what they gave with the original"
+	@echo "make test         the tests (ARGS='-k name' selects some)"
+	@echo "make conformance  the conformance suite on each of our plugins, and the tests of accelerate-testing"
+	@echo "make faults       tests of kills, signals, failing ranks, two simulated machines and a cut cable"
+	@echo "make megatron     megatron-core on two and four ranks, through a shim if there is no GPU"
+	@echo "make fp8          fp8 with torchao, and with stand-ins for the other libraries"
+	@echo "make test-xla     XLA on the CPU, in a separate environment with the torch that it was built for"
+	@echo "make clients      Trainer and other clients on the drop-in, compared with their results on Hugging Face Accelerate"
 	@echo "make lint         ruff, mypy, import layers, spelling, workflows, generated docs and lists"
-	@echo "make format       let ruff format the tree, and list new distributions in pyproject.toml"
+	@echo "make format       format the tree with ruff, and add new distributions to the lists in pyproject.toml"
 	@echo "make docs         regenerate the generated pages"
 	@echo "make site         build the documentation into build/site; every public name must be documented"
 	@echo "make site-check   open every page of the site in Chromium, which must be installed"
-	@echo "make dist         build every wheel, install them into an empty environment and train"
+	@echo "make dist         build all wheels, install them into an empty environment and train"
 	@echo "make release      bump, date, build, check, commit and tag one distribution (NAME=, VERSION=)"
-	@echo "make matrix       the tests on other Pythons and torches, and on the lowest versions declared"
-	@echo "make gpu          what wants an accelerator, in ten minutes, without a network; writes a table"
-	@echo "make drop-in      the wheel that has the name accelerate, into dist"
+	@echo "make matrix       the tests on other versions of Python and torch, and on the lowest declared versions"
+	@echo "make gpu          the tests that need an accelerator: ten minutes, no network; writes a table"
+	@echo "make drop-in      build the wheel named accelerate into dist"
 	@echo "make bench        compare with Accelerate and Lightning Fabric"
-	@echo "make downstream   the released plugins under the working core"
-	@echo "make soak         all of these, and the long forms"
+	@echo "make downstream   test the released plugins with the core of this tree"
+	@echo "make soak         all tests in one run, including the long ones"
 
-# torch first and from the constraints: a plain "torch" pulls gigabytes of CUDA.
+# Install torch first and with the constraints, because a plain "torch" pulls in gigabytes of CUDA.
 $(VENV)/base.stamp: constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed"'
 	$(PYTHON) -m venv $(VENV)
@@ -55,10 +55,10 @@ $(VENV)/run.stamp: $(VENV)/base.stamp pyproject.toml core/pyproject.toml $(LIGHT
 	$(PIP) install -c constraints.txt --group examples
 	@touch $@
 
-# The nine trackers bring a gigabyte of libraries, and DeepSpeed is built from source; only tests
-# need them. It builds in an environment of its own. Transformer Engine's wheel alone cannot be
-# imported, and megatron-core fails where it finds it: tests read its files. torch_xla wants an older
-# torch, and has an environment of its own, too.
+# Only the tests need these: the nine trackers bring a gigabyte of libraries, and pip builds DeepSpeed
+# from source in an isolated environment. Transformer Engine's wheel can't be imported without its other
+# wheels, and megatron-core fails if it finds it, so the tests only read its unpacked files. torch_xla
+# needs an older torch, so it has a separate environment.
 $(VENV)/dev.stamp: $(VENV)/run.stamp $(BACKENDS:%=%/pyproject.toml) $(TRACKERS:%=%/pyproject.toml)
 	$(PIP) install -c constraints.txt deepspeed
 	$(PIP) install -c constraints.txt --no-build-isolation $(addprefix -e ,$(filter-out $(LIGHT) backends/xla,$(BACKENDS))) $(TRACKERS:%=-e %)
@@ -71,7 +71,7 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp $(BACKENDS:%=%/pyproject.toml) $(TRACKERS:%
 quickstart: $(VENV)/run.stamp
 	$(BIN)/accelerate-core launch --cpu --num_processes 2 examples/quickstart.py
 
-# Folders with their own target; .ci/run runs all of them. Long ones come first.
+# Folders with their own targets; .ci/run runs all of them. The slowest come first.
 CONFORMANCE := tests/conformance/test_third_party.py tests/testing tests/conformance
 FAULTS := tests/faults tests/machines
 CLIENTS := tests/clients
@@ -79,7 +79,7 @@ MEGATRON := tests/backends/megatron tests/examples/test_megatron_gpt.py
 FP8 := tests/backends/fp8
 XLA := tests/backends/xla
 SITE_TESTS := tests/site
-# `make dist` runs it on the wheels that it has built; here it would build each of them twice more.
+# `make dist` runs this on the wheels that it has built. `make test` would build each of them twice more.
 WHEELS := tests/packaging/test_wheels.py
 test: $(VENV)/dev.stamp
 	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS) $(CLIENTS) $(MEGATRON) $(FP8) $(SITE_TESTS) $(WHEELS)) $(ARGS)
@@ -93,7 +93,8 @@ megatron: $(VENV)/dev.stamp
 fp8: $(VENV)/dev.stamp
 	$(PYTEST) -m "not soak" $(FP8) $(ARGS)
 
-# torch_xla is built for one torch, so it has an environment of its own; what is ours is edited in place.
+# torch_xla is built for one version of torch, so it has a separate environment, where our own packages
+# are installed in editable mode.
 XLA_MADE := build/xla
 XLA_NEEDS := core extensions/compile extensions/dispatch backends/ddp backends/xla extensions/launch extensions/checkpoint extensions/tracking extensions/testing extensions/big_model
 $(XLA_MADE).stamp: $(VENV)/base.stamp $(XLA)/environment.py $(XLA_NEEDS:%=%/pyproject.toml)
@@ -103,12 +104,12 @@ $(XLA_MADE).stamp: $(VENV)/base.stamp $(XLA)/environment.py $(XLA_NEEDS:%=%/pypr
 test-xla: $(XLA_MADE).stamp
 	$(XLA_MADE)/bin/python -m pytest -m "not soak" $(XLA) --ignore $(XLA)/test_tpu_launch.py $(ARGS)
 
-# One at a time: they hold a clock to how soon ranks end.
+# One at a time, because these tests measure how quickly ranks exit.
 faults: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m "not soak" $(FAULTS) $(ARGS)
 
-# Each in an environment of its own over the one above: `ours` has the drop-in's wheel under the name
-# accelerate, `theirs` the original, which only recording needs. `-4.57` has an older transformers.
+# Separate environments on top of the main one. `ours` has the drop-in's wheel, named accelerate. `theirs`
+# has Hugging Face Accelerate, which is only needed to record its results. `-4.57` has an older transformers.
 CLIENTS_MADE := build/clients
 $(CLIENTS_MADE)/%.stamp: $(VENV)/dev.stamp $(wildcard $(CLIENTS)/requirements*.txt) $(CLIENTS)/environment.py
 	$(BIN)/python $(CLIENTS)/environment.py $(CLIENTS_MADE)/$* $(FROM)
@@ -119,7 +120,7 @@ $(CLIENTS_OURS): FROM = extensions/drop_in/accelerate
 $(CLIENTS_OURS): $(shell find extensions/drop_in/accelerate extensions/drop_in/src/*/served -type f -not -name '*.pyc')
 $(CLIENTS_THEIRS): FROM = accelerate==1.15.0
 
-# One at a time: a client on two processes has both cores.
+# One at a time, because a client on two processes uses both cores.
 clients: $(CLIENTS_OURS)
 	$(BIN)/python -m pytest -m "not soak" $(CLIENTS) $(ARGS)
 
@@ -148,7 +149,7 @@ format: $(VENV)/dev.stamp
 docs: $(VENV)/dev.stamp
 	$(BIN)/python docs/generate.py
 
-# Has an environment of its own, which needs no torch: the sources are read, not imported.
+# The site has a separate environment without torch, because the sources are parsed, not imported.
 SITE_MADE := build/site-venv
 SITE_PIP := $(SITE_MADE)/bin/python -m pip --disable-pip-version-check -q install
 $(SITE_MADE).stamp: constraints.txt pyproject.toml
@@ -174,14 +175,14 @@ dist: $(VENV)/dev.stamp
 release: $(VENV)/dev.stamp
 	$(BIN)/python tools/release.py cut $(NAME) $(VERSION) $(ARGS)
 
-# Other Pythons and torches, and the lowest versions we declare; ARGS="--only lowest tests/core" for some.
+# Select some of it with, for example, ARGS="--only lowest tests/core".
 matrix: $(VENV)/dev.stamp
 	$(BIN)/python tools/matrix.py $(ARGS)
 
 drop-in: $(VENV)/run.stamp
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation --wheel-dir dist extensions/drop_in/accelerate
 
-# Other libraries, and the commands that run them in pairs of processes.
+# The prefix of benchmarks that run on two processes.
 PAIR = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2
 bench: $(VENV)/dev.stamp $(CLIENTS_MADE)/ours.stamp $(CLIENTS_MADE)/theirs.stamp
 	$(PIP) install -c constraints.txt accelerate==1.15.0 lightning-fabric==2.6.6
@@ -201,11 +202,11 @@ bench: $(VENV)/dev.stamp $(CLIENTS_MADE)/ours.stamp $(CLIENTS_MADE)/theirs.stamp
 	$(BIN)/python benchmarks/tracking_fidelity.py
 	$(BIN)/python benchmarks/plot.py
 
-# The plugins of the last release (or ARGS="--ref REF") under the core of this tree.
+# Tests the plugins of the last release (or of REF, with ARGS="--ref REF") with the core of this tree.
 downstream: $(VENV)/dev.stamp
 	$(BIN)/python tests/packaging/downstream.py $(ARGS)
 
-# Installs nothing: a machine with an accelerator brings its own Python, torch and libraries.
+# Installs nothing, and uses the Python, torch and libraries of the machine with the accelerator.
 GPU_PYTHON ?= python3
 GPU_REPORT ?= build/gpu.md
 gpu:
