@@ -31,10 +31,10 @@ TIMEOUT = 120
 #: Reason in `<!-- not run: REASON -->` -> pages with such blocks.
 NOT_RUN = {
     "it installs packages": {"tutorials/install.md"},
-    "it wants GPUs": {"how_to/sweeps.md", "tutorials/eight_gpus.md"},
-    "it wants several machines": {"how_to/cloud_machines.md", "tutorials/eight_gpus.md"},
-    "it wants a scheduler": {"how_to/resume.md"},
-    "it wants Docker": {"how_to/docker.md"},
+    "it needs GPUs": {"how_to/sweeps.md", "tutorials/eight_gpus.md"},
+    "it needs several machines": {"how_to/cloud_machines.md", "tutorials/eight_gpus.md"},
+    "it needs a scheduler": {"how_to/resume.md"},
+    "it needs Docker": {"how_to/docker.md"},
     "mypy reads all of torch": {"how_to/type_checking.md"},
 }
 

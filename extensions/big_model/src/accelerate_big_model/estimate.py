@@ -74,7 +74,7 @@ class _ManyDtypes(click.Command):
     help="Numbers of processes for the estimates per backend.",
 )
 @click.option("--optimizer", default="adamw", metavar="NAME", help="adamw, sgd or momentum.")
-@click.option("--library_name", metavar="NAME", help="Accepted without effect.")
+@click.option("--library_name", metavar="NAME", help="Accepted for compatibility; has no effect.")
 @click.option("--trust_remote_code", is_flag=True, help="Run code from the model's folder.")
 @click.option(
     "--png", metavar="FILE", type=click.Path(path_type=Path), help="Draw a bar chart into FILE."
@@ -82,7 +82,7 @@ class _ManyDtypes(click.Command):
 @click.option(
     "--device_map",
     type=click.Choice(STRATEGIES),
-    help="Instead show on which device of this machine each part would go, in the first dtype.",
+    help="Show which device each part would be placed on instead, in the first dtype.",
 )
 @click.option(
     "--max_memory",

@@ -1,4 +1,4 @@
-"""Accelerate's launch functions, for programs with the options in an argparse namespace."""
+"""Accelerate's launch functions, for programs that pass the options as an argparse namespace."""
 
 from __future__ import annotations
 

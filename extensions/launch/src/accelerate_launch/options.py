@@ -123,8 +123,10 @@ class Output:
 class Unused:
     """Options of Accelerate's command line that have no effect here."""
 
-    same_network: bool | None = _switch("machines connect to main_process_ip")
-    main_training_function: str | None = _text("the script runs as a program", key="")
+    same_network: bool | None = _switch("has no effect: machines always connect to main_process_ip")
+    main_training_function: str | None = _text(
+        "has no effect: the script runs as a program", key=""
+    )
 
 
 def _dynamo() -> Iterable[SettingField]:
@@ -152,7 +154,7 @@ LAUNCH_OPTIONS: tuple[SettingField, ...] = tuple(
         TRAINING: [one for one in CORE_SETTINGS if one.cli],
         "Compilation": _dynamo(),
         "Output": settings_fields(Output),
-        "Accepted without effect": settings_fields(Unused),
+        "Accepted for compatibility": settings_fields(Unused),
     }.items()
     for one in fields
 )

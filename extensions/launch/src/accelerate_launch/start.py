@@ -215,7 +215,10 @@ def _refusal(record: PluginRecord, plan: LaunchPlan) -> ConfigurationError:
 
 
 def _takes(launcher: Any, plan: LaunchPlan) -> bool:
-    """Return whether a launcher supports the target: all start programs, only some functions."""
+    """Return whether a launcher supports the target.
+
+    Every launcher can start programs, only some can start functions.
+    """
     return plan.target.kind != "function" or hasattr(launcher, "launch_function")
 
 

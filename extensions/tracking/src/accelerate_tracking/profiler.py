@@ -29,7 +29,7 @@ class ProfileKwargs(KwargsHandler):
     """How `Accelerator.profile` builds `torch.profiler.profile`."""
 
     activities: list[str] | None = option(
-        default=None, help="'cpu', 'cuda', ... The default is all that are available"
+        default=None, help="'cpu', 'cuda', ... Default: all available"
     )
     schedule_option: dict[str, int] | None = option(
         default=None, help="wait, warmup, active, repeat, skip_first"

@@ -33,7 +33,7 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     else:
         parser = CustomArgumentParser("accelerate estimate-memory", description=what)
     parser.add_argument("model_name", help="a checkpoint, its folder, or a name on the Hub")
-    parser.add_argument("--library_name", help="accepted without effect")
+    parser.add_argument("--library_name", help="accepted for compatibility; has no effect")
     parser.add_argument(
         "--dtypes", nargs="+", default=[*_SHRINK], choices=[*_SHRINK], help="dtypes of the weights"
     )

@@ -69,7 +69,7 @@ def command(
     used = getattr(choose_launcher(plan), "uses", ()) if unused else ()
     for one in unused:
         if one.name not in used:
-            click.echo(f"--{one.name} has no effect: {one.help}.", err=True)
+            click.echo(f"--{one.name} {one.help}.", err=True)
     if given["explain"]:
         print_reasons(plan, environ)
     if given["dry_run"]:
