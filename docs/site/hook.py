@@ -70,7 +70,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if not uri.startswith("repository/"):
         _check_fences(markdown, uri)
     page.edit_url = _edit_url(page, markdown, config)
-    text = plain.without_directives(markdown)
+    text = plain.without_comments(plain.without_directives(markdown))
     _markdown[uri] = text
     page.meta["markdown"] = text
     return markdown

@@ -11,6 +11,10 @@ import public
 
 #: A line that mkdocstrings replaces by the documentation of a name, and the options under it.
 _DIRECTIVE = re.compile(r"^::: (\S+)\n(?: {4}options: (.*)\n)?", re.M)
+#: A fenced code block, or a comment outside of one with the line break after it.
+_FENCE_OR_COMMENT = re.compile(
+    r"^([ \t]*)(?P<fence>`{3,}|~{3,}).*?^[ \t]*(?P=fence)`*[ \t]*$|<!--.*?-->[ \t]*\n?", re.M | re.S
+)
 _SENTENCE = re.compile(r"(.+?[.:])(?:\s|$)", re.S)
 _LINK = re.compile(r"!?\[([^\]]*)\](?:\([^)]*\)|\[[^\]]*\])(?:\{[^}]*\})?")
 
@@ -26,6 +30,15 @@ def without_directives(markdown: str) -> str:
         return "\n".join(_documented(one, match[1].rpartition(".")[2], level, alone))
 
     return _DIRECTIVE.sub(documented, markdown)
+
+
+def without_comments(markdown: str) -> str:
+    """Return a page's Markdown without HTML comments, such as `<!-- not run: it needs GPUs -->`."""
+
+    def kept(match: re.Match[str]) -> str:
+        return match[0] if match["fence"] else ""
+
+    return _FENCE_OR_COMMENT.sub(kept, markdown)
 
 
 def _documented(one: Any, name: str, level: int, alone: bool) -> Iterator[str]:
