@@ -1,6 +1,6 @@
-"""The launcher for host files, which uses DeepSpeed's own with pdsh, MPI, SLURM or on this machine.
+"""The launcher for host files. It runs DeepSpeed's launcher with pdsh, MPI or SLURM, or on this machine.
 
-It isn't needed for one machine, or if you start each machine yourself. torchrun does that.
+You don't need it for one machine, or if you start each machine yourself: torchrun is enough.
 """
 
 from __future__ import annotations

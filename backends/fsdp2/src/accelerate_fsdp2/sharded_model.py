@@ -102,7 +102,7 @@ class ShardedModel:
 class Synced:
     """A context that sets whether a model's backward reduces gradients.
 
-    It is a class, because a generator would need more calls than the context's own work.
+    This is a class, because a generator-based context manager would make more Python calls.
     """
 
     __slots__ = ("_before", "_model", "_synced")

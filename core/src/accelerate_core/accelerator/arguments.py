@@ -161,8 +161,10 @@ def dataloader(given: Mapping[str, Any]) -> DataLoaderConfiguration:
     """Return how data is divided between ranks, from the config object or the older arguments."""
     older = {name: given[name] for name in _OF_LOADERS if given[name] is not None}
     if older and given["dataloader_config"] is not None:
+        are, them = ("is", "it") if len(older) == 1 else ("are", "them")
         raise ConfigurationError(
-            f"Set {listing(older)} in dataloader_config, not in Accelerator as well."
+            f"{listing(older)} {are} set in Accelerator, which also received a dataloader_config. "
+            f"Set {them} only in dataloader_config."
         )
     return given["dataloader_config"] or DataLoaderConfiguration(**older)
 

@@ -122,8 +122,8 @@ class DVCLiveTracker(GeneralTracker):
             name += hashlib.sha256(key.encode()).hexdigest()[:8]
         if name != key:
             warn(
-                f"dvclive logs {key[:200]!r} as {name!r}, because each value is a file with its name "
-                "and the original name is not possible.",
+                f"dvclive stores each value in a file named after it. {key[:200]!r} is not a valid file "
+                f"name or clashes with another one, so it is logged as {name!r}.",
             )
         self._names[key] = name
         return name

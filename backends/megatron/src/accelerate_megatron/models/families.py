@@ -88,7 +88,7 @@ class Conversion:
         found = self.weights.get(general)
         if found is None or (number and int(number[1]) >= self.transformer["num_layers"]):
             raise ConfigurationError(
-                f"{name!r} is not a parameter that the conversion of a {self.family} model knows."
+                f"The conversion of {self.family} models doesn't know the parameter {name!r}."
                 f"{did_you_mean(general, self.weights)} To train a model with layers of your own, "
                 f"{_PROVIDER}."
             )
