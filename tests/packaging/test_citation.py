@@ -41,3 +41,4 @@ def test_page_shows_the_same_entry(citation: dict[str, Any]) -> None:
     assert entry["title"] == citation["title"]
     assert entry["url"] == citation["repository-code"]
     assert entry["license"] == citation["license"]
+    assert entry["note"] == f"Version {citation['version']}"
