@@ -311,6 +311,9 @@ def test_launcher_plugin_is_selected_by_its_option(halo: dict[str, str], tmp_pat
         "launch", "s.py", env={**halo, "HALO_HOSTFILE": "around"}, cwd=tmp_path, forked=True
     )
     assert done.stdout == "started by halo on around\n", done.stderr
+    variables = {**halo, "HALO_HOSTFILE": "0"}  # a false value requests nothing
+    done = run_cli("launch", "--cpu", "s.py", env=variables, cwd=tmp_path, forked=True)
+    assert done.stdout == "plain\n", done.stderr
 
 
 def test_switch_of_an_extension_selects_no_backend(halo: dict[str, str], tmp_path: Path) -> None:

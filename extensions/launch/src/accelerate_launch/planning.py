@@ -10,6 +10,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from accelerate_core.booleans import parse_bool, require_bool
 from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.config.files import CONFIG_VARIABLE, ConfigFile, read_config
 from accelerate_core.config.lookup import Sources, look_up
@@ -260,9 +261,17 @@ def _used_cluster(
 
 
 def asks_launchers(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
-    """Return the environment variables that are set and request a launcher plugin."""
+    """Return the environment variables that request a launcher plugin; a false value does not.
+
+    Raises:
+        ConfigurationError: a variable `ACCELERATE_USE_...` is not a boolean.
+    """
     triggers = (record.triggers for record in installed().of_kind("launcher"))
-    return set_in_environment(set().union(*triggers), environ)
+    found = set_in_environment(set().union(*triggers), environ)
+    for name, value in found.items():
+        if name.startswith("ACCELERATE_USE_"):
+            require_bool(value.value, f"Environment variable {name}={value.value!r}")
+    return {name: one for name, one in found.items() if parse_bool(one.value) is not False}
 
 
 def _take_hosts(chosen: dict[str, SourcedValue]) -> None:

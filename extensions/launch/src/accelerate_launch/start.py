@@ -162,7 +162,9 @@ def consider_launchers(plan: LaunchPlan) -> tuple[Launcher, Selection]:
         raise _refusal(record, plan)
     for one in selection.candidates:
         if one.claim is not None and one.state != "active":
-            one.reason = f"{one.reason}; {record.name!r} has a higher priority"
+            requested = selection.active[0].asked > one.asked
+            why = "was requested" if requested else "has a higher priority"
+            one.reason = f"{one.reason}; {record.name!r} {why}"
     return asking.accepting[record], selection
 
 

@@ -74,7 +74,8 @@ def imports(ctx: CheckContext) -> str:
     assert not heavy, (
         f"importing {record.target} of {record.label} imports {listing(sorted(heavy))} too "
         f"({len(foreign)} modules, {busy:.2f} s). Import it inside the functions that use it. Only "
-        f"light packages that {record.distribution} requires may be imported: together at most "
+        f"light packages that {record.distribution} requires may be imported, so a base class from "
+        "accelerate_tracking or accelerate_launch needs that package in `dependencies`: together at most "
         f"{_SECONDS} s and {_MODULES} modules"
     )
     others = {top for top, _ in new if top[0] != "_"} - {own, *sys.stdlib_module_names}
