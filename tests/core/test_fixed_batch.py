@@ -88,7 +88,7 @@ def test_several_ranks_only_pad_at_the_end_of_an_epoch():
     for rank in range(2):
         loader = prepare_data_loader(DataLoader(range(10), 4), None, 2, rank, fixed_batch=4)
         assert [len(batch) for batch in loader] == [4, 4]
-    with pytest.raises(ConfigurationError, match="use a batch size per rank of 4"):
+    with pytest.raises(ConfigurationError, match="Use a batch size of 4 per rank"):
         prepare_data_loader(DataLoader(range(10), 3), None, 2, 0, fixed_batch=4)
     uneven = prepare_data_loader(
         DataLoader(range(10), 4), None, 2, 0, even_batches=False, fixed_batch=4

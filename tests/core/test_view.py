@@ -73,5 +73,5 @@ class LooksTooEarly(Backend):
 @pytest.mark.parametrize("name", ["device", "process_index", "models"])
 def test_error_for_an_attribute_read_too_early_says_when_it_exists(name: str) -> None:
     backend = type("Looks", (LooksTooEarly,), {"wanted": name})
-    with pytest.raises(AttributeError, match="from on_start on"):
+    with pytest.raises(AttributeError, match="before on_start"):
         Accelerator(cpu=True, backend=backend)

@@ -60,6 +60,9 @@ def install() -> None:
             open(f"{errors_at}.stacks", "w") if errors_at and by_agent else sys.stderr  # noqa: SIM115
         )
     if errors_at and by_agent and DUMP_SIGNAL is not None:
+        with contextlib.suppress(OSError, ValueError):  # another thread cannot ignore signals
+            # faulthandler restores this at exit. The default would end a process that is exiting.
+            signal.signal(DUMP_SIGNAL, signal.SIG_IGN)
         with contextlib.suppress(OSError):
             # When another rank times out, the agent requests the stacks of this one.
             stacks = open(f"{errors_at}{DUMP_SUFFIX}", "w")  # noqa: SIM115

@@ -62,7 +62,7 @@ def weight_sums(
         and not hasattr(one, "placements")
         and one.numel()
         and not one.is_meta
-        and getattr(one, "allreduce", True)  # Megatron marks experts that are on this rank only
+        and getattr(one, "allreduce", True)  # False for experts that are on this rank only
     ]
     parts = -(-sum(one.numel() for _, one in whole) // limit) or 1
     chosen = whole[turn % parts :: parts]

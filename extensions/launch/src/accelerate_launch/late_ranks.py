@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -62,8 +63,10 @@ def _timed_out(file: Path, status: int | None) -> bool:
     if status == -signal.SIGABRT:
         return True
     try:
-        return bool(_TIMEOUT.search(file.read_text(encoding="utf-8", errors="replace")[:2000]))
-    except OSError:
+        recorded = json.loads(file.read_text(encoding="utf-8", errors="replace"))
+        # The traceback would match if the script sets a timeout.
+        return bool(_TIMEOUT.search(recorded["message"]["message"]))
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
