@@ -15,7 +15,7 @@ from accelerate_core.config.files import read_config
 from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.config.schema import SettingField, settings_fields
 from accelerate_core.contract.capabilities import SUPPORTS, check_declarations
-from accelerate_core.errors import ConfigurationError, listing
+from accelerate_core.errors import ConfigurationError, RuntimeConflictError, listing
 from accelerate_core.plugins.discovery import installed
 from accelerate_core.utils import ProjectConfiguration
 from accelerate_launch.contributed import contributed_options
@@ -113,7 +113,7 @@ def _reaches_the_instance(ctx: CheckContext, field: SettingField, text: str, exp
     try:
         with patch_environment(**{variable: text}):
             accelerator = ctx.accelerator()
-    except ConfigurationError:  # perhaps it needs another setting, too
+    except (ConfigurationError, RuntimeConflictError):  # needs another setting, or a new process
         return
     held = getattr(accelerator.backend.settings, field.name, None)
     accelerator.end_training()
