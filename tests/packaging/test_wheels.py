@@ -64,7 +64,7 @@ accelerator.load_state("state")
 """
 #: Code that needs more than the core -> a part of the error message.
 MISSING = {
-    "Accelerator(cpu=True, log_with='all')": "feeds trackers",
+    "Accelerator(cpu=True, log_with='all')": "needs a tracking plugin",
     "Accelerator(cpu=True, project_config=ProjectConfiguration('.', automatic_checkpoint_naming=True))": (
         "no checkpointer plugin is installed"
     ),
