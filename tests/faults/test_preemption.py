@@ -73,7 +73,7 @@ def test_signal_saves_and_exits_with_status_75(
 def test_invalid_preemption_signals_are_refused_immediately(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"'SIGTREM'.*Did you mean 'SIGTERM'"):
         Accelerator(cpu=True, preemption_signals="SIGTREM")
-    with pytest.raises(ConfigurationError, match="needs a place"):
+    with pytest.raises(ConfigurationError, match="needs a directory to save to"):
         Accelerator(cpu=True, preemption_signals="TERM")
     before = signal.getsignal(signal.SIGUSR2)
     config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)

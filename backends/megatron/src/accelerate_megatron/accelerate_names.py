@@ -19,7 +19,7 @@ MegatronLMSchedulerWrapper = AcceleratedScheduler
 
 
 def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return each loss averaged over the data parallel ranks, as a 1-d tensor."""
+    """Return `losses`, each averaged over the data parallel ranks, as a 1-d tensor."""
     group = imported("parallel_state").get_data_parallel_group()
     averaged = torch.stack([loss.detach().reshape(()) for loss in losses])
     dist.all_reduce(averaged, group=group)
