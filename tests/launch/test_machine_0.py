@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -361,3 +362,18 @@ def test_machines_that_start_at_different_times_connect(tmp_path: Path, first: i
     outputs = [run.communicate(timeout=120)[0] for run in (early, late)]
     assert [run.returncode for run in (early, late)] == [0, 0], outputs
     assert ["trained" in output for output in outputs] == [True, True]
+
+
+@pytest.mark.dist
+def test_sigterm_ends_an_agent_that_waits_for_other_machines(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    options = ("--cpu", "--num_machines", "2", "--machine_rank", "0", "--num_processes", "2")
+    address = ("--main_process_ip", "127.0.0.1", "--main_process_port", str(get_free_port()))
+    command = (sys.executable, "-m", "accelerate_core", "launch", *options, *address, "train.py")
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=clean_environment(), stderr=subprocess.PIPE
+    )
+    with process:
+        time.sleep(8)  # torch waits for the other machine by then
+        process.terminate()
+        assert process.wait(20) in (-signal.SIGTERM, 128 + signal.SIGTERM)

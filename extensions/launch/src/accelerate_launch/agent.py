@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -157,7 +158,9 @@ def _pass_signals_on(parsed: Any) -> None:
         said.append(number)
         _send_on(number, frame)
 
-    signal.signal(signal.SIGTERM, send)
+    # Until there are ranks, SIGTERM ends the agent: torch waits for other machines in C++, where no
+    # Python handler runs.
+    _Agent.on_sigterm = send
 
 
 def _print_waiting() -> None:
@@ -182,6 +185,14 @@ class _Agent(LocalElasticAgent):
     quiet: ClassVar[bool] = False
     #: What the machines wait for at the start, as printed; empty if there is only one machine.
     meeting: ClassVar[str] = ""
+    #: Handles SIGTERM once there are ranks; None for torch's own handling.
+    on_sigterm: ClassVar[Callable[[int, Any], None] | None] = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if type(self).on_sigterm is not None:
+            signal.signal(signal.SIGTERM, type(self).on_sigterm)
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self.watch is not None:
