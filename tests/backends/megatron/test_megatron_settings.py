@@ -21,10 +21,8 @@ from accelerate_megatron import settings as ours
 from accelerate_megatron.settings import (
     MegatronLMPlugin,
     Sizes,
-    check_batch,
-    check_model,
-    check_sizes,
 )
+from accelerate_megatron.split_checks import check_batch, check_model, check_sizes
 
 WORKER = Path(__file__).with_name("megatron_settings_worker.py")
 RECORD = Path(__file__).parents[2] / "drop_in" / "signatures.json"

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
@@ -314,7 +313,7 @@ class FSDP2Backend(Backend):
         for group in units.find_units(model, self.options) or [[model]]:
             for module in group:
                 if self.options.activation_checkpointing_offload:
-                    _offload_saved(module, accelerator.device)
+                    units.offload_saved(module, accelerator.device)
                 if recompute is None:
                     checkpoint(module)
                 else:
@@ -369,7 +368,7 @@ class FSDP2Backend(Backend):
         self._replicates = sizes.dp_replicate_enabled
         self._remember(model, trained, added)
         if self.options.forward_prefetch:
-            _prefetch_forward([group[0] for group in groups], model)
+            units.prefetch_forward([group[0] for group in groups], model)
         for method in self._methods(model):
             register_fsdp_forward_method(model, method)
         return model
@@ -610,7 +609,7 @@ class FSDP2Backend(Backend):
 
     def model_state(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict on rank 0, and an empty one on other ranks."""
-        return states.full_model(_plain_state(accelerator, model))
+        return states.full_model(states.plain_state(accelerator, model))
 
     def load_model_state(
         self, accelerator: AcceleratorView, model: nn.Module, state: Mapping[str, Any], strict: bool
@@ -618,7 +617,7 @@ class FSDP2Backend(Backend):
         """Load this rank's shards of a whole state dict."""
         config = sizes_of(accelerator)
         kind = type(accelerator.unwrap_model(model)).__name__
-        states.load_full_model(_plain_state(accelerator, model), state, config, strict, kind)
+        states.load_full_model(states.plain_state(accelerator, model), state, config, strict, kind)
 
     def optimizer_state(self, accelerator: AcceleratorView, optimizer: Any) -> dict[str, Any]:
         """Return the whole state on rank 0, and an empty one on other ranks."""
@@ -636,7 +635,7 @@ class FSDP2Backend(Backend):
         """Write each rank's shards with torch.distributed.checkpoint, unless whole ones are set."""
         if "checkpoint" not in self.owns:
             return super().save_state(accelerator, directory, options, later)
-        return self._sharded.save(*_unwrapped(accelerator), directory, later)
+        return self._sharded.save(*states.unwrapped(accelerator), directory, later)
 
     def load_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
@@ -646,7 +645,7 @@ class FSDP2Backend(Backend):
             sharded.forget_gradients()
         if "checkpoint" in self.owns:
             strict = bool(options.get("strict", True))
-            self._sharded.load(*_unwrapped(accelerator), directory, strict)
+            self._sharded.load(*states.unwrapped(accelerator), directory, strict)
 
     def pending_gradients(
         self, accelerator: AcceleratorView, model: nn.Module, parameters: Collection[torch.Tensor]
@@ -677,42 +676,9 @@ class FSDP2Backend(Backend):
         return self.model_state(accelerator, model)
 
 
-def _plain_state(accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
-    """Return a model's shards as plain tensors, without a precision's subclass, sharing memory."""
-    inner = accelerator.unwrap_model(model)
-    plain: dict[str, Any] = accelerator.precision.plain_state(inner, inner.state_dict())
-    return plain
-
-
-def _unwrapped(
-    accelerator: AcceleratorView,
-) -> tuple[list[nn.Module], list[dict[str, Any]], list[Any]]:
-    models = [accelerator.unwrap_model(model) for model in accelerator.models]
-    plain = [_plain_state(accelerator, model) for model in accelerator.models]
-    return models, plain, [wrapper.optimizer for wrapper in accelerator.optimizers]
-
-
 def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return one.keys() == other.keys() and all(
         torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
         for key, value in one.items()
         if key != "devices"
     )
-
-
-def _prefetch_forward(blocks: list[nn.Module], model: nn.Module) -> None:
-    order = {id(module): number for number, module in enumerate(model.modules())}
-    blocks = sorted(blocks, key=lambda block: order[id(block)])
-    for block, following in pairwise(blocks):
-        block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
-
-
-def _offload_saved(module: nn.Module, device: torch.device) -> None:
-    """Keep the activations that a module saves for backward in host memory."""
-    forward = module.forward
-
-    def offloaded(*args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.graph.save_on_cpu(pin_memory=device.type != "cpu"):
-            return forward(*args, **kwargs)
-
-    module.forward = offloaded

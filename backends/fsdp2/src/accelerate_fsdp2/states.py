@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from accelerate_checkpoint import SafeReader, read_metadata
-from accelerate_core.plugin import CheckpointError, ParallelismConfig, listing
+from accelerate_core.plugin import AcceleratorView, CheckpointError, ParallelismConfig, listing
 from accelerate_fsdp2.gradients import local
 from accelerate_fsdp2.weights import cut, local_part, whole
 
@@ -373,3 +373,19 @@ def shard_state(
             is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
             if is_whole and value.shape == parameter.shape:
                 values[key] = cut(value, parameter, config, rank)
+
+
+def plain_state(accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
+    """Return a model's shards as plain tensors, without a precision's subclass, sharing memory."""
+    inner = accelerator.unwrap_model(model)
+    plain: dict[str, Any] = accelerator.precision.plain_state(inner, inner.state_dict())
+    return plain
+
+
+def unwrapped(
+    accelerator: AcceleratorView,
+) -> tuple[list[nn.Module], list[dict[str, Any]], list[Any]]:
+    """Return the models and optimizers of the script, and the models' states as plain shards."""
+    models = [accelerator.unwrap_model(model) for model in accelerator.models]
+    plain = [plain_state(accelerator, model) for model in accelerator.models]
+    return models, plain, [wrapper.optimizer for wrapper in accelerator.optimizers]

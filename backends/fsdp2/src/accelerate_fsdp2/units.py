@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -193,3 +194,22 @@ def check_groups(model: nn.Module, units: list[Group], ignored: set[nn.Parameter
                 f"{kinds}. FSDP2 gathers the parameters of a unit together. Convert them to one "
                 "dtype, freeze some, or put them into separate units with auto_wrap_policy."
             )
+
+
+def prefetch_forward(blocks: list[nn.Module], model: nn.Module) -> None:
+    """Gather the next block while one computes, in the order in which the model has them."""
+    order = {id(module): number for number, module in enumerate(model.modules())}
+    blocks = sorted(blocks, key=lambda block: order[id(block)])
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+
+
+def offload_saved(module: nn.Module, device: torch.device) -> None:
+    """Keep the activations that a module saves for backward in host memory."""
+    forward = module.forward
+
+    def offloaded(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=device.type != "cpu"):
+            return forward(*args, **kwargs)
+
+    module.forward = offloaded

@@ -44,7 +44,8 @@ from accelerate_megatron.make_models import (
 from accelerate_megatron.module import GPT, CausalLMOutput, MegatronModel
 from accelerate_megatron.schedule import run
 from accelerate_megatron.scheduler import MegatronLMDummyScheduler, build_scheduler
-from accelerate_megatron.settings import MegatronLMPlugin, Sizes, check_sizes
+from accelerate_megatron.settings import MegatronLMPlugin, Sizes
+from accelerate_megatron.split_checks import check_sizes
 from accelerate_megatron.step import own_step
 
 _OPTIONS = {"load_optimizer", "save_optimizer", "strict"}

@@ -19,7 +19,8 @@ from accelerate_megatron.engine import Engine, cuts, is_expert
 from accelerate_megatron.library import imported, interleave
 from accelerate_megatron.models.norms import layer_spec
 from accelerate_megatron.module import GPT, MegatronModel
-from accelerate_megatron.settings import MegatronLMPlugin, Sizes, check_model
+from accelerate_megatron.settings import MegatronLMPlugin, Sizes
+from accelerate_megatron.split_checks import check_model
 
 
 @dataclass

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from accelerate_core.plugin import ConfigurationError, ScheduleResult, ScheduleStep
 from accelerate_megatron.library import imported
 from accelerate_megatron.module import MegatronModel
-from accelerate_megatron.settings import Sizes, check_batch
+from accelerate_megatron.settings import Sizes
+from accelerate_megatron.split_checks import check_batch
 
 
 def run(
