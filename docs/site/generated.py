@@ -110,10 +110,12 @@ def _accelerator(collection: Any) -> str:
     groups: dict[str, list[str]] = {topic: [] for topic in _VERBS.values()}
     topic = "Processes"
     for line in cls.module.filepath.read_text(encoding="utf-8").splitlines():
-        if found := _TOPIC.match(line):
-            topic = found[1].capitalize()
-        elif (found := _MEMBER.match(line)) and public.docstring(cls[found[1]]):
-            groups.setdefault(topic, []).append(found[1])
+        heading = _TOPIC.match(line)
+        if heading is not None:
+            topic = heading[1].capitalize()
+        member = _MEMBER.match(line)
+        if member is not None and public.docstring(cls[member[1]]):
+            groups.setdefault(topic, []).append(member[1])
     for name, member in cls.inherited_members.items():
         if not name.startswith("_") and public.docstring(cls[name]):
             groups[_VERBS[member.final_target.parent.name]].append(name)
