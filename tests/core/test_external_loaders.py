@@ -152,7 +152,7 @@ def test_result_that_is_not_a_prepared_loader_is_refused(tmp_path) -> None:
 
 def test_loader_that_does_not_report_its_batches_is_refused(tmp_path) -> None:
     output = output_of(tmp_path, "alone")
-    assert "The loader of made (dummy-made 1.0) hands out batches of its own" in output
+    assert "The loader of made (dummy-made 1.0) yields batches without reporting them" in output
     assert "gradient_state.serve(self, start, whole)" in output
 
 

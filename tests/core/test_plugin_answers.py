@@ -165,7 +165,8 @@ class Hides(Base):
 
 
 def test_state_attribute_that_the_accelerator_already_has_is_named() -> None:
-    with Accelerator(cpu=True, backend=Hides) as accelerator:
-        with pytest.warns(UserWarning, match="serves the attribute 'device'"):
-            assert accelerator.own == 1  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="serves the attribute 'device'"):
+        accelerator = Accelerator(cpu=True, backend=Hides)
+    with accelerator:
+        assert accelerator.own == 1  # type: ignore[attr-defined]
         assert str(accelerator.device) == "cpu"

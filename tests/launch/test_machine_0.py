@@ -368,12 +368,21 @@ def test_machines_that_start_at_different_times_connect(tmp_path: Path, first: i
 def test_sigterm_ends_an_agent_that_waits_for_other_machines(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     options = ("--cpu", "--num_machines", "2", "--machine_rank", "0", "--num_processes", "2")
-    address = ("--main_process_ip", "127.0.0.1", "--main_process_port", str(get_free_port()))
+    port = get_free_port()
+    address = ("--main_process_ip", "127.0.0.1", "--main_process_port", str(port))
     command = (sys.executable, "-m", "accelerate_core", "launch", *options, *address, "train.py")
     process = subprocess.Popen(
         command, cwd=tmp_path, env=clean_environment(), stderr=subprocess.PIPE
     )
     with process:
-        time.sleep(8)  # torch waits for the other machine by then
+        until = time.monotonic() + 60
+        meeting = None
+        while meeting is None and time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                meeting = socket.create_connection(("127.0.0.1", port), 1)
+            time.sleep(0.2)
+        assert meeting is not None
+        meeting.close()
+        time.sleep(2)  # by then, torch waits for the other machine
         process.terminate()
         assert process.wait(20) in (-signal.SIGTERM, 128 + signal.SIGTERM)

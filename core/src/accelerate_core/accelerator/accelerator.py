@@ -172,6 +172,7 @@ class Accelerator(
         try:
             self._build(loader_factory, log_with)
             self._shared_hooks.call_each("on_start")
+            self._shared_hooks.warn_of_hidden_attributes(dir(self), self.warn_once)
         except BaseException:
             runtimes.release(self)
             raise
@@ -484,8 +485,7 @@ class Accelerator(
 
     def _plugin_attribute(self, name: str, owner: str) -> Any:
         """Return an attribute that an active plugin provides, or the value that reports its absence."""
-        own = dir(self)
-        served = self._shared_hooks.served_attributes(own, self.warn_once)
+        served = self._shared_hooks.served_attributes()
         if name in served:
             return served[name]
-        return absent_attribute(name, owner, [*own, *served])
+        return absent_attribute(name, owner, [*dir(self), *served])

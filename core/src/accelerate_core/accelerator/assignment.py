@@ -53,8 +53,7 @@ class Assignable:
             AssignmentError: the Accelerator, its constructor or a plugin has an attribute of this name.
         """
         arguments = inspect.signature(type(self)).parameters
-        plugins = self.__dict__["_shared_hooks"].call_each("state_attributes")
-        served = set().union(*plugins)
+        served = self.__dict__["_shared_hooks"].served_attributes().keys()
         if name not in _FIXED | served | catalog.ABSENT_ATTRIBUTES.keys() | arguments.keys():
             return
         now = getattr(self, name, None)

@@ -75,21 +75,21 @@ class LoaderOptions:
         check_rank(self.num_processes, self.process_index)
 
 
-class _OfBase:
-    """An attribute of `DataLoader` that a prepared loader reads from and writes to its `base`."""
+class BaseAttribute:
+    """An attribute that a prepared loader reads from and writes to its `base`."""
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+        self.name = name
 
-    def __get__(self, loader: CoreLoader | None, owner: type) -> Any:
-        return self if loader is None else getattr(loader.base, self._name)
+    def __get__(self, loader: Any, owner: type) -> Any:
+        return self if loader is None else getattr(loader.base, self.name)
 
-    def __set__(self, loader: CoreLoader, value: Any) -> None:
-        setattr(loader.base, self._name, value)
+    def __set__(self, loader: Any, value: Any) -> None:
+        setattr(loader.base, self.name, value)
 
 
 def _of_base() -> Any:
-    return _OfBase()
+    return BaseAttribute()
 
 
 class CoreLoader(DataLoader[Any]):

@@ -52,7 +52,8 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
 
     Raises:
         ConfigurationError: a setting contradicts the loader or another setting.
-        MissingPluginError: `use_stateful_dataloader` is set, but torchdata is not installed.
+        MissingPluginError: a dispatched loader without accelerate-dispatch, or `use_stateful_dataloader`
+            without torchdata.
 
     Example:
         from accelerate_core.data.loader import LoaderOptions
@@ -78,8 +79,7 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
         base = _as_stateful(base)
     if config.use_seedable_sampler:
         _make_seedable(base, config.data_seed, order_comm)
-    dispatches = _dispatches(config.dispatch_batches, base, count, options.comm)
-    dispatch = _dispatch_function(config.dispatch_batches) if dispatches else None
+    dispatch = _dispatch_function(config.dispatch_batches, base, count, options.comm)
     sampler = order_sampler(base)
     if dispatch is None and (count > 1 or order_comm is not None):
         _give_generator(base, sampler, order_comm)
@@ -246,20 +246,20 @@ def _is_sharded_already(loader: Any, count: int) -> bool:
     return True
 
 
-def _dispatches(asked: bool | None, loader: Any, count: int, comm: Communicator | None) -> bool:
+def _dispatch_function(
+    asked: bool | None, loader: Any, count: int, comm: Communicator | None
+) -> Callable[..., Iterator[Item]] | None:
+    """Return the function that sends what rank 0 reads to all ranks; None if each rank reads."""
     if count == 1:
-        return False
+        return None
     can = comm is not None and comm.size > 1
     if asked and not can:
         raise ConfigurationError(
             f"dispatch_batches=True with num_processes={count} needs a process group, and none is "
             "running. Start the script with a launcher, or remove dispatch_batches."
         )
-    return can and (_is_iterable(loader) if asked is None else asked)
-
-
-def _dispatch_function(asked: bool | None) -> Callable[..., Iterator[Item]]:
-    """Return the function that sends what rank 0 reads to all ranks."""
+    if not can or not (_is_iterable(loader) if asked is None else asked):
+        return None
     try:
         dispatch: Callable[..., Iterator[Item]] = exported("dispatch_steps")
     except MissingPluginError as error:

@@ -67,12 +67,15 @@ def weight_sums(
     parts = -(-sum(one.numel() for _, one in whole) // limit) or 1
     chosen = whole[turn % parts :: parts]
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = {}
-    for name, one in chosen:
+    sums = []
+    for _, one in chosen:
         real = torch.view_as_real(one) if one.is_complex() else one
         kind = kinds[real.element_size()]
-        sums[name] = real.contiguous().view(kind).sum(dtype=torch.int64)
-    return {name: int(total) for name, total in sums.items()}
+        total = real.contiguous().view(kind).sum(dtype=torch.int64)
+        sums.append(total.to(chosen[0][1].device))
+    # All sums are read from the device at once.
+    values = torch.stack(sums).tolist() if sums else []
+    return dict(zip((name for name, _ in chosen), values, strict=True))
 
 
 def first_difference(ranks: Sequence[Mapping[str, int] | None]) -> tuple[int, str, int] | None:

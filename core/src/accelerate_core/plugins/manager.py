@@ -84,15 +84,22 @@ class SharedHooks:
         answers = [one(arguments) for one in self._table[hook]]
         return [answer for answer in answers if answer is not None]
 
-    def served_attributes(
+    def served_attributes(self) -> dict[str, object]:
+        """Return the attributes that plugins serve; the last plugin wins."""
+        served: dict[str, object] = {}
+        for attributes in self.call_each("state_attributes"):
+            served |= attributes
+        return served
+
+    def warn_of_hidden_attributes(
         self, reserved: Collection[str], warn_once: Callable[[str], None]
-    ) -> dict[str, object]:
-        """Return the attributes that plugins serve, and warn about names that are not unique.
+    ) -> None:
+        """Warn about attributes of plugins whose names are not unique.
 
         Args:
             reserved: names that the Accelerator has itself, which take precedence.
+            warn_once: warns, once per text.
         """
-        served: dict[str, object] = {}
         owners = dict.fromkeys(reserved, "the Accelerator")
         for one in self._table["state_attributes"]:
             attributes: Mapping[str, object] = self.call(one) or {}
@@ -101,9 +108,7 @@ class SharedHooks:
                     f"{one.record.label} serves the attribute {name!r}, which {owners[name]} also has. "
                     "Scripts only see one of them, so the plugin should rename it."
                 )
-            served |= attributes
             owners |= dict.fromkeys(attributes, one.record.label)
-        return served
 
     def run_stage(self, stage: str, model: torch.nn.Module) -> torch.nn.Module:
         """Run every implementation of a stage on the model.

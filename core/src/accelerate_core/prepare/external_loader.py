@@ -1,4 +1,4 @@
-"""A prepared loader from a plugin: checked, with the plugin's name added to what it raises."""
+"""Prepared loaders from plugins, with the plugin named in exceptions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sized
 from typing import Any, cast
 
 from accelerate_core.contract.parts import PreparedLoader, check_members
+from accelerate_core.data.loader import BaseAttribute
 from accelerate_core.errors import PluginError
 from accelerate_core.pickling import unwrapped
 from accelerate_core.plugins.discovery import PluginRecord
@@ -13,29 +14,26 @@ from accelerate_core.plugins.factory import add_plugin_note, attribution
 from accelerate_core.training.gradient_state import GradientState
 
 
-class _OfBase:
-    """An attribute that is read from, and written to, the plugin's loader."""
+class _AttributedAttribute(BaseAttribute):
+    """An attribute of the plugin's loader, with the plugin named in exceptions."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, loader: ExternalLoader | None, owner: type) -> Any:
+    def __get__(self, loader: Any, owner: type) -> Any:
         if loader is None:
             return self
-        with attribution(self._name, loader._record):
-            return getattr(loader.base, self._name)
+        with attribution(self.name, loader._record):
+            return super().__get__(loader, owner)
 
-    def __set__(self, loader: ExternalLoader, value: Any) -> None:
-        with attribution(self._name, loader._record):
-            setattr(loader.base, self._name, value)
+    def __set__(self, loader: Any, value: Any) -> None:
+        with attribution(self.name, loader._record):
+            super().__set__(loader, value)
 
 
 def _of_base() -> Any:
-    return _OfBase()
+    return _AttributedAttribute()
 
 
 class ExternalLoader:
-    """The members of `PreparedLoader`, answered by a plugin's loader.
+    """A `PreparedLoader` whose members come from a plugin's loader.
 
     Args:
         base: the loader that `make_loader` returned. Its other members are read through this attribute.
@@ -66,7 +64,7 @@ class ExternalLoader:
 
     @property
     def dataset_size(self) -> int | None:
-        """Number of samples of the whole dataset, None if it is not known."""
+        """Number of samples in the dataset; None if unknown."""
         return getattr(self.base, "dataset_size", None)
 
     def __len__(self) -> int:
@@ -78,8 +76,8 @@ class ExternalLoader:
             for batch in batches:
                 if not self._state.hold(self.base, self):
                     raise PluginError(
-                        f"The loader of {self._record.label} hands out batches of its own: its __iter__ "
-                        "has to return accelerator.gradient_state.serve(self, start, whole)."
+                        f"The loader of {self._record.label} yields batches without reporting them. Its "
+                        "__iter__ must return accelerator.gradient_state.serve(self, start, whole)."
                     )
                 yield batch
                 yield from batches
@@ -89,7 +87,7 @@ class ExternalLoader:
             raise
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration."""
+        """Set the epoch of the next iteration."""
         with attribution("set_epoch", self._record):
             self.base.set_epoch(epoch)
 
@@ -99,7 +97,7 @@ class ExternalLoader:
             return self.base.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken, at the next iteration."""
+        """Continue where `state_dict` was taken, from the next iteration on."""
         with attribution("load_state_dict", self._record):
             self.base.load_state_dict(state_dict)
 
@@ -110,4 +108,4 @@ class ExternalLoader:
         return ExternalLoader(rest, self._record, self._state)
 
     def __reduce__(self) -> Any:
-        return unwrapped, (self.base,)  # as for optimizers: what belongs to this run stays here
+        return unwrapped, (self.base,)  # state of this run is not pickled, as for optimizers

@@ -311,12 +311,11 @@ def refuse_served(accelerator: Any, name: str) -> None:
     Raises:
         AssignmentError: a plugin provides an attribute of this name.
     """
-    for served in accelerator._shared_hooks.call_each("state_attributes"):
-        if name in served:
-            raise AssignmentError(
-                f"accelerator.{name} cannot be replaced, because an active plugin provides it. Assign "
-                "to its attributes, or pass it when you create the Accelerator."
-            )
+    if name in accelerator._shared_hooks.served_attributes():
+        raise AssignmentError(
+            f"accelerator.{name} cannot be replaced, because an active plugin provides it. Assign to "
+            "its attributes, or pass it when you create the Accelerator."
+        )
 
 
 # --- states -------------------------------------------------------------------------------------

@@ -13,17 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_core.failures import DUMP_SIGNAL, DUMP_SUFFIX
+from accelerate_launch.thread_stacks import Frame, short_path, threads_of
 
 #: Seconds in which a rank writes its stacks.
 _DUMP = 2.0
 #: What a rank says that waited for another one.
 _TIMEOUT = re.compile(r"time[d ]? ?out|waited [\d.]+ s", re.IGNORECASE)
-#: One frame of what `faulthandler` writes; the most recent call comes first.
-_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
-
-#: File, line and function.
-Frame = tuple[str, str, str]
-
 _found: list[str] = []
 
 
@@ -90,20 +85,17 @@ def describe_stacks(dump: str) -> str:
     Args:
         dump: what `faulthandler` wrote.
     """
-    threads = [
-        _FRAME.findall(text) for text in re.split(r"^(?:Current t|T)hread ", dump, flags=re.M)
-    ]
-    frames = next((one for one in threads if one and one[-1][2] == "<module>"), [])
+    frames = next((one for one in threads_of(dump) if one and one[-1][2] == "<module>"), [])
     if not frames:
         return ""
     file, line, function = frames[0]
-    text = f"was in {function} ({_short(file)} line {line})"
+    text = f"was in {function} ({short_path(file)} line {line})"
     if hook := _hook(frames):
         text = f"was in the hook {hook}"
     if imported := _import(frames):
         return f"{text}, importing {imported}" if hook else f"was importing {imported}"
     script, line, _ = frames[-1]
-    return f"{text}, called from {_short(script)} line {line}"
+    return f"{text}, called from {short_path(script)} line {line}"
 
 
 def _hook(frames: Sequence[Frame]) -> str:
@@ -113,7 +105,7 @@ def _hook(frames: Sequence[Frame]) -> str:
 
     for file, line, function in frames:
         if function in HOOKS and "accelerate_core" not in Path(file).parts:
-            return f"{function!r} ({_short(file)} line {line})"
+            return f"{function!r} ({short_path(file)} line {line})"
     return ""
 
 
@@ -122,9 +114,5 @@ def _import(frames: Sequence[Frame]) -> str:
     for at, (file, _, _) in enumerate(frames):
         if file.startswith("<frozen importlib"):
             inside = [one for one in frames[:at] if one[2] == "<module>"]
-            return _short(inside[-1][0]) if inside else "a module"
+            return short_path(inside[-1][0]) if inside else "a module"
     return ""
-
-
-def _short(file: str) -> str:
-    return "/".join(Path(file).parts[-2:])

@@ -8,9 +8,10 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-#: Makes a rank write its stacks; nothing else uses this signal.
+from accelerate_launch.thread_stacks import Frame, short_path, threads_of
+
+#: Makes a rank write its stacks. The core only uses this signal under our agent, which runs no checks.
 DUMP_SIGNAL = signal.SIGVTALRM
-_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 #: The frame under which a check runs, in `accelerate_testing.worker`.
 _CHECK = "run_check"
 _STDLIB = str(Path(os.__file__).parent)
@@ -18,8 +19,6 @@ _STDLIB = str(Path(os.__file__).parent)
 _OTHERS = re.compile(
     r"[/\\](torch|pluggy|accelerate_core|accelerate_checkpoint|accelerate_testing[/\\]training\.py)"
 )
-#: File, line and function.
-Frame = tuple[str, str, str]
 
 
 def stack_dump_file(folder: Path, rank: int) -> Path:
@@ -29,8 +28,7 @@ def stack_dump_file(folder: Path, rank: int) -> Path:
 
 def frames_of(dump: str) -> list[Frame]:
     """Return the frames of the thread that runs a check, innermost first; empty if none does."""
-    for thread in re.split(r"^(?:Current t|T)hread ", dump, flags=re.MULTILINE):
-        frames: list[Frame] = _FRAME.findall(thread)
+    for frames in threads_of(dump):
         names = [name for _, _, name in frames]
         if _CHECK in names:
             return frames[: names.index(_CHECK)]
@@ -41,11 +39,7 @@ def call_site(frames: Sequence[Frame]) -> str:
     """Return the innermost frame, and the frames of the plugin and the check that led to it."""
     own = [f for f in frames[1:] if not _OTHERS.search(f[0]) and not _is_stdlib(f[0])]
     shown = [*frames[:1], *own[:4]]
-    return ", called by ".join(f"{name} ({_short(file)}:{line})" for file, line, name in shown)
-
-
-def _short(file: str) -> str:
-    return "/".join(Path(file).parts[-2:])
+    return ", called by ".join(f"{name} ({short_path(file)}:{line})" for file, line, name in shown)
 
 
 def _is_stdlib(file: str) -> bool:
