@@ -790,7 +790,7 @@ def owner_hooks() -> str:
         "from torch.optim import Optimizer",
         "",
         "from accelerate_core.config.handlers import AutocastKwargs",
-        "from accelerate_core.contract.members import PreparePlanView, Scheduler",
+        "from accelerate_core.contract.members import GradientReducer, PreparePlanView, Scheduler",
         "from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep",
         "from accelerate_core.contract.topology import Process, Topology",
         "from accelerate_core.contract.members import ReduceOp, Scope",

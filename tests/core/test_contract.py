@@ -503,12 +503,12 @@ def two_more_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     def before_step(self: Any, accelerator: Any, optimizer: Any) -> None:
         pass
 
-    def reduce_gradients(self: Any, accelerator: Any, models: Any) -> str:
+    def merge_gradients(self: Any, accelerator: Any, models: Any) -> str:
         return "the core's default"
 
     added: list[tuple[type, Kind, Any]] = [
         (HookSpecs, "broadcast", before_step),
-        (Backend, "owner", reduce_gradients),
+        (Backend, "owner", merge_gradients),
     ]
     for holder, kind, function in added:
         name = function.__name__
@@ -518,11 +518,11 @@ def two_more_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def registered(backend: Backend) -> tuple[list[Any], Any]:
-    """Register a backend. Return who implements `before_step`, and the result of `reduce_gradients`."""
+    """Register a backend. Return who implements `before_step`, and the result of `merge_gradients`."""
     record = PluginRecord("backend", backend.name, "package:Class", "package", "1.0")
     plugins = ActivePlugins({"backend": Backend, "precision": Precision})
     plugins.add(backend, record, "the test")
-    answer = plugins.owner_methods(backend, record, Backend)["reduce_gradients"].function
+    answer = plugins.owner_methods(backend, record, Backend)["merge_gradients"].function
     return plugins.implementations("before_step"), answer(None, [])
 
 
@@ -535,7 +535,7 @@ def test_older_plugins_method_with_a_newer_hooks_name_is_not_called() -> None:
         def before_step(self, folder: str) -> str:
             return folder
 
-        def reduce_gradients(self, models: Any) -> str:  # type: ignore[override,unused-ignore]
+        def merge_gradients(self, models: Any) -> str:  # type: ignore[override,unused-ignore]
             return "not a hook"
 
         def before_steps(self) -> None:
@@ -547,7 +547,7 @@ def test_older_plugins_method_with_a_newer_hooks_name_is_not_called() -> None:
     assert answer == "the core's default"
     assert sorted(str(one.message).split("'")[1] for one in caught) == [
         "before_step",
-        "reduce_gradients",
+        "merge_gradients",
     ]
 
 
@@ -560,7 +560,7 @@ def test_newer_hook_is_called_only_in_plugins_written_for_its_version() -> None:
         def before_step(self, accelerator: Any, optimizer: Any) -> None:
             pass
 
-        def reduce_gradients(self, models: Any) -> str:
+        def merge_gradients(self, models: Any) -> str:
             return "the backend's own"
 
     class OlderOverNewer(Newer):

@@ -37,6 +37,7 @@ from accelerate_core.contract.hooks import is_newer as is_newer
 from accelerate_core.contract.members import BackendView as BackendView
 from accelerate_core.contract.members import BatchView as BatchView
 from accelerate_core.contract.members import CommunicatorView as CommunicatorView
+from accelerate_core.contract.members import GradientReducer as GradientReducer
 from accelerate_core.contract.members import GradientStateView as GradientStateView
 from accelerate_core.contract.members import ObjectKind as ObjectKind
 from accelerate_core.contract.members import PlanEntryView as PlanEntryView

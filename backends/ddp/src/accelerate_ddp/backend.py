@@ -12,8 +12,16 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_core.plugin import NEEDS, AcceleratorView, Backend, Claim, Request
-from accelerate_ddp.hooks import wait_for_pending_hooks
+from accelerate_core.plugin import (
+    NEEDS,
+    AcceleratorView,
+    Backend,
+    Claim,
+    ConfigurationError,
+    GradientReducer,
+    Request,
+)
+from accelerate_ddp.hooks import register_reducer, wait_for_pending_hooks
 from accelerate_ddp.settings import DistributedDataParallelKwargs
 
 
@@ -38,6 +46,7 @@ class DDPBackend(Backend):
 
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
         super().__init__(settings or DistributedDataParallelKwargs(), handlers)
+        self._has_python_hook: bool = self.settings.has_comm_hook
         self._begun: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     @classmethod
@@ -59,7 +68,7 @@ class DDPBackend(Backend):
 
     def on_end(self, accelerator: AcceleratorView) -> None:
         """Wait until the group has no pending work."""
-        if accelerator.num_processes > 1 and self.settings.has_comm_hook:
+        if accelerator.num_processes > 1 and self._has_python_hook:
             wait_for_pending_hooks()
 
     def prepare_model(
@@ -85,6 +94,25 @@ class DDPBackend(Backend):
             wrapped = DistributedDataParallel(model, **arguments)
         self.settings.register_comm_hook(wrapped)
         return wrapped
+
+    def use_reducer(
+        self, accelerator: AcceleratorView, model: torch.nn.Module, reducer: GradientReducer
+    ) -> None:
+        """Average each bucket with the reducer, as a communication hook.
+
+        Raises:
+            ConfigurationError: a communication hook is set, too.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            return
+        if self.settings.has_comm_hook:
+            raise ConfigurationError(
+                f"comm_hook={self.settings.comm_hook} and comm_wrapper={self.settings.comm_wrapper} "
+                "conflict with the plugin that implements reduce_gradients: only one of them can "
+                "average the gradients. Set both to no, or disable the plugin."
+            )
+        register_reducer(model, reducer)
+        self._has_python_hook = True
 
     def unwrap_model(self, accelerator: AcceleratorView, model: torch.nn.Module) -> torch.nn.Module:
         """Return the wrapped module."""

@@ -12,6 +12,8 @@ from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate_core.plugin import GradientReducer
+
 
 class DDPCommunicationHookType(enum.StrEnum):
     """A communication hook of torch."""
@@ -62,6 +64,28 @@ def register(
     elif wrapper is Hook.BF16:
         hook = _bf16_wrapper(hook)
     model.register_comm_hook(state, hook)
+    _wait_at_exit()
+
+
+def register_reducer(model: DistributedDataParallel, reducer: GradientReducer) -> None:
+    """Let a plugin's reducer average each bucket of gradients."""
+    group = model.process_group
+
+    def average(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        gradients = bucket.buffer()
+        mean = reducer.all_reduce(gradients, bucket.index(), group)
+        if not isinstance(mean, torch.Tensor):  # the futures of collectives have another class
+            return mean
+        devices: Any = None if gradients.device.type == "cpu" else [gradients.device]
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        done.set_result(mean)
+        return done
+
+    model.register_comm_hook(None, average)
+    _wait_at_exit()
+
+
+def _wait_at_exit() -> None:
     # For scripts that never call `end_training`. This runs before the runtime destroys the group.
     atexit.unregister(wait_for_pending_hooks)
     atexit.register(wait_for_pending_hooks)

@@ -28,6 +28,7 @@ from accelerate_core.plugin import (
     Backend,
     Claim,
     ConfigurationError,
+    GradientReducer,
     PrepareError,
     Request,
     SetupView,
@@ -44,6 +45,7 @@ from accelerate_fsdp2.gradients import (
     scale,
 )
 from accelerate_fsdp2.mesh import mesh_of, sizes_of
+from accelerate_fsdp2.reducer import use_reducer
 from accelerate_fsdp2.settings import (
     FullyShardedDataParallelPlugin,
     TorchContextParallelConfig,
@@ -372,6 +374,18 @@ class FSDP2Backend(Backend):
         for method in self._methods(model):
             register_fsdp_forward_method(model, method)
         return model
+
+    def use_reducer(
+        self, accelerator: AcceleratorView, model: nn.Module, reducer: GradientReducer
+    ) -> None:
+        """Replace the reduce-scatter of each unit by the reducer's.
+
+        Parameters that are not sharded are averaged without it.
+
+        Raises:
+            ConfigurationError: gradients are also reduced over copies of the shards.
+        """
+        use_reducer(sizes_of(accelerator).dp_replicate_size or 1, model, reducer)
 
     def _methods(self, model: nn.Module) -> list[str]:
         asked = list(self.options.forward_methods or [])

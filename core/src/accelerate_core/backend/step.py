@@ -17,6 +17,7 @@ from accelerate_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from accelerate_core.config.handlers import AutocastKwargs
+    from accelerate_core.contract.members import GradientReducer
     from accelerate_core.contract.view import AcceleratorView
 
 
@@ -63,6 +64,20 @@ class StepHooks:
         Default: call `loss.backward(**kwargs)`.
         """
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    @owner
+    def use_reducer(
+        self, accelerator: AcceleratorView, model: torch.nn.Module, reducer: GradientReducer
+    ) -> None:
+        """Let a plugin's reducer average the gradients of a model that `prepare_model` returned.
+
+        Default: raise an error.
+        """
+        raise ConfigurationError(
+            f"The backend {self.name!r} does not let another plugin average its gradients. Choose a "
+            "backend that implements use_reducer, or disable the plugin that implements "
+            "reduce_gradients (ACCELERATE_DISABLED_PLUGINS=NAME)."
+        )
 
     @owner
     def scale_gradients(

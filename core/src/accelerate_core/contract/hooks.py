@@ -27,7 +27,12 @@ from accelerate_core.errors import PluginError, warn
 if TYPE_CHECKING:
     import torch
 
-    from accelerate_core.contract.members import ObjectKind, PreparedOptimizer
+    from accelerate_core.contract.members import (
+        GradientReducer,
+        ObjectKind,
+        PreparedOptimizer,
+        PreparePlanView,
+    )
     from accelerate_core.contract.view import AcceleratorView
 
 
@@ -205,6 +210,14 @@ class HookSpecs(Protocol):
         """The Accelerator is complete. Group, device and settings are final; nothing is prepared yet."""
 
     @_broadcast
+    def prepare_objects(self, accelerator: AcceleratorView, plan: PreparePlanView) -> None:
+        """`prepare` was called, and the backend has prepared its models and optimizers.
+
+        Replace or wrap optimizers with `plan.each`, or add a scheduler with `plan.add`. To run code
+        before each step, register `torch.optim.Optimizer.register_step_pre_hook`. Models are final.
+        """
+
+    @_broadcast
     def on_save(self, accelerator: AcceleratorView, directory: Path) -> None:
         """A checkpoint is being saved. Write the plugin's files to `directory`, which only it uses."""
 
@@ -235,6 +248,16 @@ class HookSpecs(Protocol):
         """Return the kind of an object passed to `prepare`, or None if this plugin doesn't know it.
 
         Kinds are "model", "optimizer", "scheduler", "loader" and "other".
+        """
+
+    @_registration
+    def reduce_gradients(
+        self, accelerator: AcceleratorView, model: torch.nn.Module
+    ) -> GradientReducer | None:
+        """Return what averages a prepared model's gradients instead of the backend, or None.
+
+        Called in `prepare`, on several ranks, for each model that is trained. Only one plugin may
+        return a reducer.
         """
 
     @_registration

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -201,3 +201,35 @@ class PreparePlanView(Protocol):
 
     def rebind(self) -> None:
         """Rebind the optimizers to the current parameters of the models, by name."""
+
+    def add(self, kind: ObjectKind, obj: object) -> None:
+        """Prepare an object that the script did not pass. It is saved, but not returned to the script."""
+
+    def drop(self, model: torch.nn.Module, names: Collection[str]) -> None:
+        """Report that this rank does not keep some parameters of a model, such as other stages' layers.
+
+        The optimizers drop them too.
+        """
+
+
+class GradientReducer(Protocol):
+    """Averages one model's gradients over ranks. An extension returns it from `reduce_gradients`.
+
+    Gradients arrive in buckets, as flat tensors of shape [n] that may be overwritten. Each bucket has
+    a number. On all ranks, buckets of the same number have the same size and come in the same order.
+    A backend uses one of the two methods.
+    """
+
+    def all_reduce(
+        self, gradients: torch.Tensor, bucket: int, group: dist.ProcessGroup
+    ) -> torch.Tensor | torch.futures.Future[torch.Tensor]:
+        """Return the mean over the ranks of the group, of shape [n].
+
+        A future lets the reduction overlap with the rest of backward. A backend may form new buckets, of
+        other sizes, after the first backward.
+        """
+
+    def reduce_scatter(
+        self, output: torch.Tensor, gradients: torch.Tensor, bucket: int, group: dist.ProcessGroup
+    ) -> None:
+        """Write this rank's part of the mean to `output`, of shape [n / size of the group]."""

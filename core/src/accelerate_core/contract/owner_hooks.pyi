@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from accelerate_core.config.handlers import AutocastKwargs
-from accelerate_core.contract.members import PreparePlanView, Scheduler
+from accelerate_core.contract.members import GradientReducer, PreparePlanView, Scheduler
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.contract.topology import Process, Topology
 from accelerate_core.contract.members import ReduceOp, Scope
@@ -47,6 +47,8 @@ class OwnerHooks(CollectiveHooks, Protocol):
         """Return the loss, multiplied by the loss scale. It is already divided for accumulation."""
     def backward(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """Run backward on a loss that is already divided by the accumulation steps and scaled."""
+    def use_reducer(self, model: torch.nn.Module, reducer: GradientReducer) -> None:
+        """Let a plugin's reducer average the gradients of a model that `prepare_model` returned."""
     def scale_gradients(self, models: Sequence[torch.nn.Module], factor: torch.Tensor) -> None:
         """Multiply the gradients of the models by a 0-d tensor."""
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:

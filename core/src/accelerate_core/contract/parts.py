@@ -496,5 +496,5 @@ def check_members(thing: object, protocol: type, label: str) -> None:
     """
     declared = [n for n in vars(protocol) if n == "__iter__" or not n.startswith("_")]
     if lacks := [n for n in declared if not (hasattr(type(thing), n) or hasattr(thing, n))]:
-        where = f"{protocol.__name__} in accelerate_core.contract.parts"
+        where = f"{protocol.__name__} in {protocol.__module__}"
         raise PluginError(f"{label} has no {listing(lacks)}. See {where}.")

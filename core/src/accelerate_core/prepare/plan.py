@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +108,38 @@ class PreparePlan:
             model: the model, as the plan holds it.
             names: old name -> new name.
         """
-        next(one for one in self.of_kind("model") if one.value is model).renamed.update(names)
+        self._entry_of(model).renamed.update(names)
+
+    def _entry_of(self, model: Any) -> Entry:
+        return next(one for one in self.of_kind("model") if one.value is model)
+
+    def add(self, kind: ObjectKind, obj: Any) -> None:
+        """Prepare an object that the script did not pass; `prepare` does not return it."""
+        self.entries.append(Entry(kind, obj, obj))
+
+    def drop(self, model: Any, names: Collection[str]) -> None:
+        """Remove parameters that this rank does not keep, also from the optimizers.
+
+        Args:
+            model: the model, as the plan holds it.
+            names: names of the parameters before any stage.
+        """
+        entry = self._entry_of(model)
+        entry.trainable -= frozenset(names)
+        dropped = set()
+        for key, (owner, name, reference) in list(self._before.items()):
+            shared = next((tie for tie in entry.ties if name in tie), [name])
+            kept = [one for one in shared if one not in names]
+            if owner is entry and kept:
+                self._before[key] = (entry, kept[0], reference)
+            elif owner is entry:
+                dropped.add(key)
+        entry.ties = [[name for name in tie if name not in names] for tie in entry.ties]
+        for one in self._groups:
+            held = [pair for pair in zip(one.before, one.now) if id(pair[0]) not in dropped]
+            one.before = [before for before, _ in held]
+            one.now = [now for _, now in held]
+            one.group["params"][:] = one.now
 
     def reconcile(self, earlier: Iterable[Any], *, tell: bool) -> None:
         """Restore ties, rebind the optimizers and verify, after models were changed.
@@ -252,7 +283,7 @@ class PreparePlan:
             raise PrepareError(
                 f"After prepare(), {len(lost)} trainable parameter(s) of {type(entry.original).__name__} "
                 f"are in no optimizer and would never change: {', '.join(lost[:3])}. "
-                "A stage replaced them without keeping their names."
+                "A stage replaced them without keeping their names, or a plugin replaced their optimizer."
             )
         if not tell:
             return

@@ -24,15 +24,15 @@ from accelerate_core.config.handlers import (
 )
 from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.contract.hooks import wrong_answer
-from accelerate_core.contract.members import ObjectKind
-from accelerate_core.contract.parts import PreparedLoader
+from accelerate_core.contract.members import GradientReducer, ObjectKind
+from accelerate_core.contract.parts import PreparedLoader, check_members
 from accelerate_core.contract.topology import Process
 from accelerate_core.data.device_feed import feed as move_batches
 from accelerate_core.data.loader import LoaderOptions
 from accelerate_core.data.prepare_loader import override_even_batches, prepare_loader
 from accelerate_core.distributed.communicator import Communicator
-from accelerate_core.errors import PrepareError
-from accelerate_core.plugins.factory import Part
+from accelerate_core.errors import PluginConflictError, PrepareError, listing
+from accelerate_core.plugins.factory import Part, attribute_methods
 from accelerate_core.plugins.manager import BoundHooks, SharedHooks
 from accelerate_core.prepare.external_loader import ExternalLoader
 from accelerate_core.prepare.plan import PreparePlan
@@ -154,6 +154,28 @@ class Prepared:
         """Forget everything that was prepared."""
         self.objects.clear()
         self.replaced_parameters.clear()
+
+    def use_reducer(self, model: torch.nn.Module) -> None:
+        """Let the reducer of a plugin, if one returns a reducer, average the model's gradients.
+
+        Raises:
+            PluginConflictError: several plugins returned a reducer.
+        """
+        answers = [
+            (self.shared_hooks.call(one, model=model), one.record)
+            for one in self.shared_hooks.implementations("reduce_gradients")
+        ]
+        found = [(reducer, record) for reducer, record in answers if reducer is not None]
+        if len(found) > 1:
+            labels = listing([record.label for _, record in found])
+            raise PluginConflictError(
+                f"{labels} each returned a reducer from reduce_gradients, but only one plugin can average "
+                "the gradients. Disable the others with ACCELERATE_DISABLED_PLUGINS=NAME."
+            )
+        for reducer, record in found:
+            check_members(reducer, GradientReducer, f"The reducer of {record.label}")
+            attribute_methods(reducer, record, ("all_reduce", "reduce_scatter"))
+            self.hooks.use_reducer(model, reducer)
 
     # --- models -------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ def prepare(
 
     The order is: classify, make models, record parameters by name, run the stages, restore ties and
     rebind the optimizers and verify, let the backend prepare, restore and rebind and verify again,
-    schedulers, loaders.
+    what plugins change or add, schedulers, loaders.
     """
     hooks, backend = prepared.hooks, prepared.backend
     plan = _classify(prepared, objects, device_placement, evaluation_mode)
@@ -41,6 +41,14 @@ def prepare(
     hooks.prepare(plan)
     if "optimizer" not in backend.owns:
         plan.reconcile(prepared.objects.models, tell=True)
+    if prepared.process.num_processes > 1:
+        trained = [entry.value for entry in plan.of_kind("model") if not entry.evaluation_mode]
+        for model in trained:
+            prepared.use_reducer(model)
+    if prepared.shared_hooks.implementations("prepare_objects"):
+        prepared.shared_hooks.call_each("prepare_objects", plan=plan)
+        if "optimizer" not in backend.owns:
+            plan.reconcile(prepared.objects.models, tell=False)
     _point_schedulers(plan)
     if backend.compile_at == "after":
         plan.each("model", lambda model, _: prepared.shared_hooks.run_stage("compile", model))
@@ -50,7 +58,7 @@ def prepare(
     for entry in plan.entries:
         if not entry.done and entry.kind != "other":
             prepared.remember(entry.kind, entry.value, evaluation=entry.evaluation_mode)
-    made = [entry.value for entry in plan.entries]
+    made = [entry.value for entry in plan.entries[: len(objects)]]
     warn_if_thrown_away(objects, made)
     return made
 
@@ -134,11 +142,13 @@ def _repoint(scheduler: Any, before: Any, now: Any) -> None:
 
 
 def _wrap_steps(prepared: Prepared, plan: PreparePlan) -> None:
-    originals = {id(e.original): e for e in plan.entries if e.kind == "optimizer"}
+    entries = [entry for entry in plan.entries if entry.kind == "optimizer"]
+    # A plugin's scheduler holds the optimizer as the backend prepared it.
+    originals = {id(one): e for e in entries for one in (e.original, e.value)}
     plan.each("optimizer", lambda optimizer, entry: prepared.wrap_optimizer(optimizer))
     for entry in plan.of_kind("scheduler"):
         inner = getattr(entry.original, "optimizer", None)
         mine = originals.get(id(inner))
         found = mine.value if mine is not None else prepared.wrapper_of(inner)
-        every = [e.value for e in originals.values()] or list(prepared.objects.optimizers)
+        every = [e.value for e in entries] or list(prepared.objects.optimizers)
         entry.value = prepared.wrap_scheduler(entry.value, every if found is None else [found])

@@ -1,0 +1,280 @@
+"""Plugins that test what the contract can express: reductions, optimizers and schedulers.
+
+`write` installs them in a folder. They are active with `ACCELERATE_PLUGINS=NAME`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support import clean_environment
+from torch.distributed import checkpoint as dcp
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from accelerate_core.plugin import AcceleratorView, Backend, PreparePlanView
+
+EXTENSIONS = {
+    "mean": "Mean",
+    "later": "Later",
+    "int8_gradients": "Int8Gradients",
+    "half_gradients": "HalfGradients",
+    "failing": "Failing",
+    "incomplete": "Incomplete",
+    "warmup": "Warmup",
+    "ema": "EMA",
+    "zero": "Zero",
+    "decay": "Decay",
+    "forgetful": "Forgetful",
+}
+BACKENDS = {"own_average": "OwnAverage"}
+
+
+def write(folder: Path) -> dict[str, str]:
+    """Install the plugins in a folder; return the variables with which ranks find them."""
+    info = folder / "ideas-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ideas\nVersion: 1.0\n")
+    lines = []
+    for group, classes in (("extensions", EXTENSIONS), ("backends", BACKENDS)):
+        lines.append(f"[accelerate_core.{group}]")
+        lines += [f"{name} = idea_plugins:{cls}" for name, cls in classes.items()]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    paths = [str(folder), str(Path(__file__).parent), clean_environment()["PYTHONPATH"]]
+    return {"PYTHONPATH": ":".join(paths)}
+
+
+def documented(name: str) -> type:
+    """Return a plugin as docs/plugins.md shows it."""
+    page = Path(__file__).parents[2].joinpath("docs", "plugins.md").read_text()
+    (code,) = re.findall(rf"```python\n((?:(?!```)[\s\S])*class {name}:[\s\S]*?)```", page)
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(code, names)
+    made: type = names[name]
+    return made
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+class Reducer:
+    """The mean in full precision. `Int8Gradients` changes what is sent."""
+
+    def all_reduce(self, gradients: torch.Tensor, bucket: int, group: Any) -> Any:
+        dist.all_reduce(gradients, group=group)
+        return gradients.div_(dist.get_world_size(group))
+
+    def reduce_scatter(
+        self, output: torch.Tensor, gradients: torch.Tensor, bucket: int, group: Any
+    ) -> None:
+        count = dist.get_world_size(group)
+        dist.reduce_scatter(output, list(gradients.chunk(count)), group=group)
+        output /= count
+
+
+class Mean:
+    name = "mean"
+    api_version = (1, 0)
+
+    def reduce_gradients(self, accelerator: AcceleratorView, model: Any) -> Reducer:
+        return Reducer()
+
+
+class Later(Mean):
+    """Returns futures, so that the reduction overlaps with the rest of backward."""
+
+    name = "later"
+    api_version = (1, 0)
+
+    def reduce_gradients(self, accelerator: AcceleratorView, model: Any) -> Reducer:
+        return LaterReducer()
+
+
+class LaterReducer(Reducer):
+    def all_reduce(self, gradients: torch.Tensor, bucket: int, group: Any) -> Any:
+        work = dist.all_reduce(gradients, group=group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0] / dist.get_world_size(group))
+
+
+class Int8Gradients:
+    """Sends gradients in 8 bits, and adds what was rounded away to the next step's gradients."""
+
+    name = "int8_gradients"
+    api_version = (1, 0)
+
+    def __init__(self) -> None:
+        self.reducers: list[Int8Reducer] = []
+
+    def reduce_gradients(self, accelerator: AcceleratorView, model: Any) -> Int8Reducer:
+        self.reducers.append(Int8Reducer())
+        return self.reducers[-1]
+
+    def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
+        return {"sent_bytes": sum(one.sent_bytes for one in self.reducers)}
+
+
+class Int8Reducer:
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+        self.rounded_away: dict[int, torch.Tensor] = {}
+
+    def all_reduce(self, gradients: torch.Tensor, bucket: int, group: Any) -> torch.Tensor:
+        count = dist.get_world_size(group)
+        sent, scale = self.rounded(gradients, bucket, 1)
+        every = [torch.empty_like(sent) for _ in range(count)]
+        scales = [torch.empty_like(scale) for _ in range(count)]
+        dist.all_gather(every, sent, group=group)
+        dist.all_gather(scales, scale, group=group)
+        parts = [one.float() * its for one, its in zip(every, scales, strict=True)]
+        return torch.stack(parts).mean(0)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, gradients: torch.Tensor, bucket: int, group: Any
+    ) -> None:
+        count = dist.get_world_size(group)
+        sent, scales = self.rounded(gradients, bucket, count)
+        received, its = torch.empty_like(sent), torch.empty_like(scales)
+        dist.all_to_all_single(received, sent, group=group)
+        dist.all_to_all_single(its, scales, group=group)
+        torch.mean(received.view(count, -1).float() * its[:, None], 0, out=output)
+
+    def rounded(
+        self, gradients: torch.Tensor, bucket: int, pieces: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients in 8 bits, and a scale for each piece."""
+        before = self.rounded_away.get(bucket)
+        fits = before is not None and before.shape == gradients.shape  # ddp forms new buckets
+        whole = gradients + before if fits else gradients
+        scales = whole.view(pieces, -1).abs().amax(1).clamp_min(1e-12) / 127
+        sent = (whole.view(pieces, -1) / scales[:, None]).round().to(torch.int8)
+        self.rounded_away[bucket] = whole - (sent.float() * scales[:, None]).view(-1)
+        self.sent_bytes += sent.numel()
+        return sent.view(-1), scales
+
+
+HalfGradients = documented("HalfGradients")
+
+
+class Failing(Mean):
+    name = "failing"
+    api_version = (1, 0)
+
+    def reduce_gradients(self, accelerator: AcceleratorView, model: Any) -> Any:
+        return FailingReducer()
+
+
+class FailingReducer(Reducer):
+    def all_reduce(self, gradients: torch.Tensor, bucket: int, group: Any) -> Any:
+        raise ValueError("no way to send this")
+
+    def reduce_scatter(
+        self, output: torch.Tensor, gradients: torch.Tensor, bucket: int, group: Any
+    ) -> None:
+        raise ValueError("no way to send this")
+
+
+class Incomplete(Mean):
+    name = "incomplete"
+    api_version = (1, 0)
+
+    def reduce_gradients(self, accelerator: AcceleratorView, model: Any) -> Any:
+        return object()
+
+
+class OwnAverage(Backend):
+    """A backend that does not implement `use_reducer`."""
+
+    name = "own_average"
+    api_version = (1, 0)
+    reduces_gradients = "backward"
+
+    def backward(self, accelerator: AcceleratorView, loss: Any, kwargs: dict[str, Any]) -> None:
+        loss.backward(**kwargs)
+        for parameter in accelerator.models[0].parameters():
+            parameter.grad = accelerator.communicator.reduce(parameter.grad, "mean")
+
+
+# --- optimizers and schedulers --------------------------------------------------------------------
+
+
+Warmup = documented("Warmup")
+
+
+class EMA:
+    """Keeps a moving average of the weights, sharded as they are, from before the first step on."""
+
+    name = "ema"
+    api_version = (1, 0)
+
+    def __init__(self) -> None:
+        self.average: list[torch.Tensor] = []
+
+    def prepare_objects(self, accelerator: AcceleratorView, plan: PreparePlanView) -> None:
+        self.average += [p.detach().clone() for m in plan.values("model") for p in m.parameters()]
+
+    def on_step_end(self, accelerator: AcceleratorView) -> None:
+        weights = [p.detach() for model in accelerator.models for p in model.parameters()]
+        torch._foreach_lerp_(self.average, weights, 0.1)
+
+    def on_save(self, accelerator: AcceleratorView, directory: Path) -> None:
+        dcp.save({"average": self.average}, checkpoint_id=directory)
+
+    def on_load(self, accelerator: AcceleratorView, directory: Path) -> None:
+        dcp.load({"average": self.average}, checkpoint_id=directory)
+
+    def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
+        return {"average": self.average}
+
+
+class Zero:
+    """Divides the state of AdamW over the ranks."""
+
+    name = "zero"
+    api_version = (1, 0)
+
+    def prepare_objects(self, accelerator: AcceleratorView, plan: PreparePlanView) -> None:
+        plan.each("optimizer", lambda optimizer, _: self.divided(optimizer))
+
+    def divided(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        hyper = {key: optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return DividedOptimizer(parameters, type(optimizer), **hyper)
+
+
+class DividedOptimizer(ZeroRedundancyOptimizer):
+    """Collects its state on rank 0 when a checkpoint is saved; all ranks call this together."""
+
+    def state_dict(self) -> dict[str, Any]:
+        self.consolidate_state_dict(to=0)
+        return super().state_dict() if dist.get_rank() == 0 else {}
+
+
+class Forgetful:
+    """Replaces the optimizer by one that holds a single parameter."""
+
+    name = "forgetful"
+    api_version = (1, 0)
+
+    def prepare_objects(self, accelerator: AcceleratorView, plan: PreparePlanView) -> None:
+        plan.each("optimizer", lambda one, _: torch.optim.SGD(one.param_groups[0]["params"][:1]))
+
+
+class Decay:
+    """Shrinks the weights before each step."""
+
+    name = "decay"
+    api_version = (1, 0)
+
+    def prepare_objects(self, accelerator: AcceleratorView, plan: PreparePlanView) -> None:
+        for optimizer in plan.values("optimizer"):
+            optimizer.register_step_pre_hook(partial(self.shrink))
+
+    def shrink(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                torch._foreach_mul_(group["params"], 0.99)
