@@ -110,7 +110,7 @@ def _modern(values: dict[Any, Any], lines: dict[str, int]) -> tuple[dict[str, An
         older = made.pop("fp16")
         made.setdefault("mixed_precision", "fp16" if older is True else "no")
         lines.setdefault("mixed_precision", lines["fp16"])
-    if "dynamo_backend" in made and not isinstance(made.get("dynamo_config"), dict):
+    if "dynamo_backend" in made and "dynamo_config" not in made:
         made["dynamo_config"] = {"backend": made.pop("dynamo_backend")}
         lines["dynamo_config"] = lines["dynamo_backend"]
         lines["dynamo_config.backend"] = lines["dynamo_backend"]
