@@ -32,6 +32,7 @@ def test_freed_memory_is_released(device: torch.device) -> None:
     module: Any = torch.get_device_module(device)
     if not hasattr(module, "memory_reserved"):
         pytest.skip(f"torch.{device.type} cannot report its reserved memory")
+    module.empty_cache()  # the memory of earlier tests
     before = module.memory_reserved()
     with accelerate(False) as accelerator:
         model = net()
@@ -40,4 +41,7 @@ def test_freed_memory_is_released(device: torch.device) -> None:
         train(accelerator, model, optimizer, batches(device, 2))
         assert module.memory_reserved() > before + 2**28
         model, optimizer = accelerator.free_memory(model, optimizer)
+        # During the call, this function's own variables still held the model and the optimizer.
+        assert module.memory_allocated() < before + 2**27
+        accelerator.free_memory()
         assert module.memory_reserved() < before + 2**27
