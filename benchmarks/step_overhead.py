@@ -72,6 +72,18 @@ def accumulating(
     return epoch
 
 
+def synchronized(epoch: Contender, device: str) -> Contender:
+    """Return the same function, which also waits for the device."""
+
+    def waiting() -> int:
+        steps = epoch()
+        if device != "cpu":
+            torch.get_device_module(device).synchronize()
+        return steps
+
+    return waiting
+
+
 def raw(device: str) -> Contender:
     model, optimizer, scheduler, loader = parts(device)
     inner = loop(model, optimizer, scheduler, loader, lambda loss: loss.backward())
@@ -86,7 +98,6 @@ def raw(device: str) -> Contender:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        torch.get_device_module(device).synchronize()
         return STEPS
 
     return epoch
@@ -189,6 +200,7 @@ def main() -> None:
         ),
     ):
         contenders = those_installed({name: partial(make, device) for name, make in makers.items()})
+        contenders = {name: synchronized(epoch, device) for name, epoch in contenders.items()}
         result = Result(
             f"{title}: Linear(4, 1), batch {BATCH}, AdamW, {device}", "step", RAW,
             measure(contenders, options.rounds),
