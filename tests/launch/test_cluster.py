@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from support import clean_environment
 from accelerate_core.errors import ConfigurationError
 from accelerate_launch import LaunchPlan, child_environment, choose_launcher, make_plan
 from accelerate_launch.mpi import hosts_of
-from accelerate_launch.slurm import expand_nodes
+from accelerate_launch.slurm import expand_counts, expand_nodes, port_of_run
 
 needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 
@@ -42,13 +43,15 @@ def plan_of(script: Path, environ: dict[str, str], **given: object) -> LaunchPla
 
 OPEN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
 OPEN |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
-INTEL = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+INTEL = {**MPICH, "I_MPI_HYDRA_UUID": "9d030000-4b2d-938f"}
 MVAPICH = {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "4"}
 MVAPICH |= {"MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "4"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "name"), [(OPEN, "Open MPI"), (INTEL, "Intel MPI"), (MVAPICH, "MVAPICH")]
+    ("environ", "name"),
+    [(OPEN, "Open MPI"), (INTEL, "Intel MPI"), (MPICH, "MPICH"), (MVAPICH, "MVAPICH")],
 )
 def test_launch_inside_mpirun_runs_the_script_directly(
     script: Path, environ: dict[str, str], name: str
@@ -79,6 +82,37 @@ def test_host_file_selects_mpirun(script: Path, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("# nobody\n")
     with pytest.raises(ConfigurationError, match="names no host"):
         hosts_of(str(tmp_path / "hosts"))
+
+
+#: The first line of `mpirun --version` of each MPI, and its options for two hosts with two slots each.
+MPIRUN = {
+    "Open MPI": ("mpirun (Open MPI) 4.1.4", "slots", "--host"),
+    "Intel MPI": ("Intel(R) MPI Library for Linux* OS, Version 2021.18.1", "colons", "-hosts"),
+    "MPICH": ("HYDRA build details:", "colons", "-hosts"),
+}
+
+
+@pytest.mark.parametrize(("version", "reads", "listed"), MPIRUN.values(), ids=MPIRUN)
+@pytest.mark.parametrize("file", ["slots", "colons"])
+def test_host_file_of_another_mpi_becomes_a_list_of_hosts(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    version: str, reads: str, listed: str, file: str,
+) -> None:  # fmt: skip
+    mpirun = tmp_path / "bin" / "mpirun"
+    mpirun.parent.mkdir()
+    mpirun.write_text(f"#!/bin/sh\necho '{version}'\n")
+    mpirun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(mpirun.parent), prepend=os.pathsep)
+    text = {"slots": "n1 slots=2\nn2 slots=2 # ours\n", "colons": "n1:2\nn2:2\n"}[file]
+    hosts = tmp_path / "hosts"
+    hosts.write_text(text)
+    plan = plan_of(script, {}, mpirun_hostfile=str(hosts), num_processes=4)
+    command = choose_launcher(plan).launch_command(plan)
+    assert command[0] == str(mpirun)
+    if file == reads:
+        assert command[4] == str(hosts)
+    else:
+        assert command[3:5] == [listed, "n1:2,n2:2"]
 
 
 TRAIN = """
@@ -178,11 +212,48 @@ def test_several_slurm_tasks_per_node_are_ranks(script: Path) -> None:
 
 def test_launch_from_a_batch_script_starts_all_nodes(script: Path) -> None:
     batch = {**JOB, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291"}
+    # Launches in the background of one batch script must not meet each other.
+    port = port_of_run("4711", os.getpid())
+    name = f"4711.{os.getpid()}"
     for environ in (JOB, batch):
         plan = plan_of(script, environ, num_processes=4)
         command = choose_launcher(plan).launch_command(plan)
         assert command[:7] == ["srun", "--nodes", "2", "--ntasks", "2", "--ntasks-per-node", "1"]
-        assert "--rdzv_backend c10d --rdzv_endpoint gpu01:24711 --rdzv_id 4711" in " ".join(command)
+        rendezvous = f"--rdzv_backend c10d --rdzv_endpoint gpu01:{port} --rdzv_id {name}"
+        assert rendezvous in " ".join(command)
+
+
+def test_overlapping_steps_of_a_job_use_different_ports(script: Path) -> None:
+    ports = {plan_of(script, {**STEP, "SLURM_STEP_ID": n}).main_process_port for n in "012"}
+    assert len(ports) == 3
+
+
+def test_ranks_from_pmi2_of_slurm_are_completed_by_slurm(script: Path) -> None:
+    environ = {**STEP, "PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "5"}
+    plan = plan_of(script, environ, num_processes=2)
+    assert (plan.num_machines, plan.machine_rank, plan.main_process_ip) == (2, 1, "gpu01")
+    # An mpirun that was started in a SLURM step knows more than SLURM.
+    plan = plan_of(script, {**STEP, **MPICH})
+    assert plan.provenance["num_processes"].origin.startswith("MPICH")
+
+
+@pytest.mark.parametrize(("listed", "even"), [("3,1", False), ("2(x2)", True), ("2,2", True)])
+def test_nodes_with_different_numbers_of_tasks_are_refused(
+    script: Path, listed: str, even: bool
+) -> None:
+    environ = {**STEP, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": listed}
+    if even:
+        assert child_environment(plan_of(script, environ), environ)["LOCAL_WORLD_SIZE"] == "2"
+    else:
+        with pytest.raises(ConfigurationError, match=r"4 tasks on 2 nodes \(3,1\)"):
+            plan_of(script, environ)
+
+
+def test_heterogeneous_job_without_step_is_refused(script: Path) -> None:
+    # SLURM numbers the variables of each component, so there is no SLURM_JOB_NUM_NODES.
+    environ = {"SLURM_JOB_ID": "6", "SLURM_HET_SIZE": "2", "SLURM_NTASKS": "2"}
+    with pytest.raises(ConfigurationError, match="srun --het-group=0-1 accelerate-core launch"):
+        plan_of(script, environ)
 
 
 def test_allocation_of_one_node_launches_as_a_single_machine(script: Path) -> None:
@@ -229,6 +300,12 @@ def test_slurm_node_lists_are_expanded(text: str, names: list[str]) -> None:
 def test_invalid_slurm_node_lists_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="not a valid SLURM node list"):
         expand_nodes(text)
+
+
+def test_slurm_counts_per_node_are_expanded() -> None:
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+    with pytest.raises(ConfigurationError, match="not a valid SLURM list of tasks per node"):
+        expand_counts("2(x")
 
 
 def test_non_numeric_rank_variable_is_refused(script: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -34,7 +35,8 @@ def detect_cluster(environ: Mapping[str, str]) -> ClusterEnvironment:
     if "TORCHELASTIC_RUN_ID" in environ or {"RANK", "LOCAL_RANK"} <= environ.keys():
         return ClusterEnvironment()  # already a rank; `planning` refuses that
     flavour = mpi.around(environ)
-    if flavour is not None:
+    # `srun --mpi=pmi2` sets the ranks of PMI, but not the local ranks, which only SLURM knows.
+    if flavour is not None and not (slurm.in_step(environ) and flavour.ranks[2] not in environ):
         return _mpi(flavour, environ)
     if "SLURM_JOB_ID" in environ:
         return _slurm(environ)
@@ -53,7 +55,7 @@ def _mpi(flavour: mpi.Flavour, environ: Mapping[str, str]) -> ClusterEnvironment
             "--mpirun_hostfile FILE."
         )
     address = environ.get("MASTER_ADDR", LOOPBACK)
-    port = environ.get("MASTER_PORT", mpi.port_of_run(environ))
+    port = environ.get("MASTER_PORT") or mpi.port_of_run(environ, machines)
     values = {
         "num_processes": SourcedValue(size, origin),
         "launcher": SourcedValue("simple", origin),
@@ -70,6 +72,13 @@ def _slurm(environ: Mapping[str, str]) -> ClusterEnvironment:
     names = environ.get(f"SLURM_{of}_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     hosts = slurm.expand_nodes(names or environ.get("SLURM_NODELIST", ""))
     origin = f"SLURM job {job}"
+    if not step and environ.get("SLURM_HET_SIZE", "1") != "1":
+        groups = int(environ["SLURM_HET_SIZE"]) - 1
+        raise ConfigurationError(
+            f"{origin} is heterogeneous (SLURM_HET_SIZE={groups + 1}), so launch cannot start its nodes "
+            f"itself. Start one launcher per node: srun --het-group=0-{groups} accelerate-core launch."
+        )
+    run = _number(environ, "SLURM_STEP_ID") if step else os.getpid()
     if step:
         tasks = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
         if tasks > nodes:
@@ -80,11 +89,15 @@ def _slurm(environ: Mapping[str, str]) -> ClusterEnvironment:
             raise ConfigurationError(
                 f"{origin} has {nodes} nodes, but SLURM_JOB_NODELIST is not set."
             )
+        numbers = (
+            "the numbers of job and step" if step else "its number and the launcher's process ID"
+        )
+        port_origin = f"{origin}, from {numbers}"
         values = {
             "num_machines": SourcedValue(nodes, f"{origin}, nodes {names}"),
             "main_process_ip": SourcedValue(hosts[0], f"{origin}, first of {names}"),
-            "main_process_port": SourcedValue(slurm.port_of_job(job), f"{origin}, from its number"),
-            "rdzv_id": SourcedValue(job, origin),
+            "main_process_port": SourcedValue(slurm.port_of_run(job, run), port_origin),
+            "rdzv_id": SourcedValue(f"{job}.{run}", origin),
         }
         if step:
             rank = _number(environ, "SLURM_NODEID")
@@ -100,15 +113,20 @@ def _slurm_rank(
 ) -> ClusterEnvironment:
     """Return the rank of this task: with several tasks per node, each task is one rank."""
     rank, local = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID")
-    if tasks % nodes:
+    listed = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    # Without --ntasks-per-node, SLURM fills the first node before it uses the next one.
+    uneven = len(set(slurm.expand_counts(listed))) > 1 if listed else tasks % nodes != 0
+    if uneven:
+        counts = f" ({listed})" if listed else ""
         raise ConfigurationError(
-            f"{origin} has {tasks} tasks on {nodes} nodes, but every node needs the same number. Set "
-            "--ntasks-per-node."
+            f"{origin} has {tasks} tasks on {nodes} nodes{counts}, but every node needs the same number. "
+            "Set --ntasks-per-node."
         )
     why = f"{origin}: each of {tasks} tasks is a rank (SLURM_PROCID={rank})"
     values = {"num_processes": SourcedValue(tasks, why), "launcher": SourcedValue("simple", why)}
     address = environ.get("MASTER_ADDR") or (hosts[0] if hosts and nodes > 1 else LOOPBACK)
-    port = environ.get("MASTER_PORT") or slurm.port_of_job(environ["SLURM_JOB_ID"])
+    step = _number(environ, "SLURM_STEP_ID")
+    port = environ.get("MASTER_PORT") or slurm.port_of_run(environ["SLURM_JOB_ID"], step)
     made = _rank(rank, tasks, local, tasks // nodes, address, port)
     return ClusterEnvironment("SLURM", values, made)
 

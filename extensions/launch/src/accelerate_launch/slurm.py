@@ -45,10 +45,29 @@ def in_step(environ: Mapping[str, str]) -> bool:
     return step.isdigit() and int(step) < _RESERVED_STEP and "SLURM_PROCID" in environ
 
 
-def port_of_job(job: str) -> int:
-    """Return a port that is the same on all nodes of a job and rarely the same for two jobs."""
+def port_of_run(job: str, run: int) -> int:
+    """Return a port that is the same on all nodes and rarely the same for two runs.
+
+    Args:
+        run: tells apart the runs of one job, which can overlap: the number of the step, or a process ID.
+    """
     digits = re.sub(r"\D", "", job) or "0"
-    return 20000 + int(digits) % 20000
+    return 20000 + (int(digits) + 1009 * run) % 20000
+
+
+def expand_counts(text: str) -> list[int]:
+    """Return the numbers in a SLURM list of counts per node: `2(x2),1` is 2, 2, 1.
+
+    Raises:
+        ConfigurationError: the text is not a valid list.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if found is None:
+            raise ConfigurationError(f"{text!r} is not a valid SLURM list of tasks per node.")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
 
 
 def expand_nodes(text: str) -> list[str]:
