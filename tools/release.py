@@ -1,9 +1,10 @@
 """Build and release distributions.
 
 `cut NAME VERSION` writes the version, dates the changelog, builds, checks, commits and tags
-`NAME-vVERSION`. `build TAG` builds the distribution that a tag names, and `wheels` builds all of them from
-the working tree. With the tools in constraints.txt, each produces the same bytes wherever it runs. Links in
-a README are relative in the repository and absolute in what is built (see addresses.py).
+`NAME-vVERSION`. A release of the core also updates CITATION.cff and the page that shows it. `build TAG`
+builds the distribution that a tag names, and `wheels` builds all of them from the working tree. With the
+tools in constraints.txt, each produces the same bytes wherever it runs. Links in a README are relative in
+the repository and absolute in what is built (see addresses.py).
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from packaging.version import InvalidVersion, Version
 from workspace import member_folders
 
 ROOT = Path(__file__).parents[1]
+#: The distribution whose version CITATION.cff has.
+CITED = "accelerate-core"
 _HEADING = re.compile(r"^## (?P<title>.+)$", re.MULTILINE)
 _UNRELEASED = re.compile(r"(\S+ \()?unreleased\)?", re.IGNORECASE)
 
@@ -159,6 +162,42 @@ def modules(distribution: Distribution, version: Version) -> dict[Path, str]:
     return found
 
 
+def citation(distribution: Distribution, version: Version, day: str) -> dict[Path, str]:
+    """Return CITATION.cff and docs/citation.md with the new version of the core and its date."""
+    if distribution.name != CITED:
+        return {}
+    entry, page = ROOT / "CITATION.cff", ROOT / "docs" / "citation.md"
+    fields = re.sub(
+        r"^date-released: .*\n", "", entry.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    shown = page.read_text(encoding="utf-8")
+    return {
+        entry: _replaced(
+            fields, entry, {r"^version: .*$": f"version: {version}\ndate-released: {day}"}
+        ),
+        page: _replaced(
+            shown,
+            page,
+            {
+                r"^  year = \{.*\}": f"  year = {{{day[:4]}}}",
+                r"^  note = \{Version .*\}": f"  note = {{Version {version}}}",
+                r"Version [^\s{}]+,\s+\d{4}\.\*": f"Version {version},\n{day[:4]}.*",
+            },
+        ),
+    }
+
+
+def _replaced(text: str, path: Path, values: dict[str, str]) -> str:
+    """Return a text in which each pattern, which must match once, has a new value."""
+    for pattern, value in values.items():
+        text, found = re.subn(pattern, value, text, flags=re.MULTILINE)
+        if found != 1:
+            raise click.ClickException(
+                f"{path.relative_to(ROOT)} must have one line that matches {pattern!r}, but has {found}."
+            )
+    return text
+
+
 def left_behind(distribution: Distribution, version: Version) -> Iterator[str]:
     """Yield a line for each other distribution whose requirements exclude the new version."""
     for other in distributions().values():
@@ -250,11 +289,13 @@ def cut(name: str, version: str, dry_run: bool, out: Path) -> None:
         raise click.ClickException(f"The working tree has changes. Commit them first:\n{dirty}")
     new = newer(distribution, version)
     now = int(time.time())
-    changelog, section = dated(distribution, new, time.strftime("%Y-%m-%d", time.gmtime(now)))
+    day = time.strftime("%Y-%m-%d", time.gmtime(now))
+    changelog, section = dated(distribution, new, day)
     changes = {
         distribution.project: with_version(distribution.project.read_text(encoding="utf-8"), new),
         distribution.changelog: changelog,
         **modules(distribution, new),
+        **citation(distribution, new, day),
     }
     tag = distribution.tag(new)
     for line in left_behind(distribution, new):

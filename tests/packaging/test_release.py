@@ -88,6 +88,38 @@ def test_release_makes_one_commit_one_tag_and_reproducible_files(
     assert f"The working tree is not at {TAG}" in moved.stderr
 
 
+@pytest.mark.timeout(300)
+def test_release_of_the_core_updates_the_citation(clone: Path, tmp_path: Path) -> None:
+    entry, page = clone / "CITATION.cff", clone / "docs/citation.md"
+    before = {path: path.read_text().splitlines() for path in (entry, page)}
+    for version in ("0.2.0", "0.3.0"):
+        log = clone / "core/CHANGELOG.md"
+        log.write_text(f"# Changelog\n\n## {version} (unreleased)\n\n- A change.\n")
+        git(clone, "commit", "--all", "--message", "Plan")
+        done = release(clone, "cut", "accelerate-core", version, "--out", tmp_path / version)
+        assert done.returncode == 0, done.stderr
+    assert not git(clone, "status", "--porcelain")
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    added = {
+        path: [line for line in path.read_text().splitlines() if line not in lines]
+        for path, lines in before.items()
+    }
+    assert added[entry] == ["version: 0.3.0", f"date-released: {today}"]
+    years = [f"  year = {{{today[:4]}}},"] if today[:4] != "2026" else []
+    assert [line for line in added[page] if "year" in line] == years
+    assert "  note = {Version 0.3.0}" in added[page]
+    assert any(line.endswith("Version 0.3.0,") for line in added[page])
+    # The checks of the citation hold after a release, too.
+    command = [sys.executable, "-m", "pytest", "-q", "tests/packaging/test_citation.py"]
+    checked = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=120)
+    assert checked.returncode == 0, checked.stdout
+
+    entry.write_text(entry.read_text().replace("version: 0.3.0", "versions: 0.3.0"))
+    log.write_text("# Changelog\n\n## Unreleased\n\n- A change.\n")
+    git(clone, "commit", "--all", "--message", "Break")
+    refused(clone, "CITATION.cff must have one line", "accelerate-core", "0.4.0")
+
+
 def test_invalid_releases_are_refused(clone: Path) -> None:
     refused(clone, "Did you mean 'accelerate-ddp'?", "acelerate-dpp", "0.2.0")
     refused(clone, "'two' is not a version", "accelerate-ddp", "two")
