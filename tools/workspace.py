@@ -174,6 +174,10 @@ def generated(root: Path) -> Iterator[tuple[Path, str]]:
     for member in listed:
         path = root / member.folder / "pyproject.toml"
         yield path, with_urls(path.read_text(encoding="utf-8"), found.project_urls(member.folder))
+    for path in sorted(root.glob("examples/third_party/*/pyproject.toml")):
+        urls = found.project_urls(path.parent.relative_to(root).as_posix())
+        del urls["Changelog"]  # these examples have none
+        yield path, with_urls(path.read_text(encoding="utf-8"), urls)
     for path in sorted(root.glob("examples/config_templates/*.yaml")):
         yield path, with_schema(path.read_text(encoding="utf-8"), found)
     # The distribution `accelerate` of the drop-in, and what Python reports when it is only served.

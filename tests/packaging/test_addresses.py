@@ -77,6 +77,17 @@ def test_table_of_addresses_is_replaced_and_stays_the_same() -> None:
     )
 
 
+def test_example_distributions_have_addresses_that_exist() -> None:
+    projects = sorted(ROOT.glob("examples/third_party/*/pyproject.toml"))
+    assert len(projects) >= 3
+    for path in projects:
+        urls = tomllib.loads(path.read_text(encoding="utf-8"))["project"]["urls"]
+        folder = path.parent.relative_to(ROOT).as_posix()
+        assert urls["Source"].endswith(f"/tree/main/{folder}")
+        assert {*urls} == {"Documentation", "Source", "Issues"}
+        assert not (path.parent / "CHANGELOG.md").exists()
+
+
 def test_template_starts_with_the_address_of_its_schema() -> None:
     text = workspace.with_schema("# Two processes.\nnum_processes: 2\n", FOUND)
     assert text.startswith(

@@ -148,6 +148,11 @@ def test_what_is_written_is_clean_for_its_own_linters(tmp_path: Path) -> None:
         project = tomllib.loads((tmp_path / kind / "pyproject.toml").read_text())
         assert project["project"]["license"] == "Apache-2.0"
         readme = (tmp_path / kind / "README.md").read_text()
+        distribution = f"accelerate-fresh-{kind}"
+        urls = project["project"]["urls"]
+        assert urls["Source"] == f"https://github.com/YOUR-NAME/{distribution}"
+        assert urls["Issues"] == f"https://github.com/YOUR-NAME/{distribution}/issues"
+        assert "replace `YOUR-NAME` in `pyproject.toml`" in readme
         lint = project["project"]["optional-dependencies"]["lint"]
         assert {one.partition(">")[0] for one in lint} == {"ruff", "mypy"}
         assert "[test,lint]" in readme
