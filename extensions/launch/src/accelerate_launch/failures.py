@@ -72,7 +72,8 @@ def describe(failures: Mapping[int, Any], *, brief: bool = False) -> tuple[str, 
     """Describe the failed ranks, the first failure last, and return the exit status for the agent.
 
     Args:
-        failures: torch's `ProcessFailure` of each failed rank.
+        failures: torch's `ProcessFailure` of each failed rank. It may have the attribute `host`, if the
+            rank ran on another machine.
         brief: describe only the rank that failed first.
     """
     rank = min(failures, key=lambda one: failures[one].timestamp)
@@ -94,7 +95,8 @@ def describe(failures: Mapping[int, Any], *, brief: bool = False) -> tuple[str, 
         else:
             shown.append(its)
             lines += ["", f"Rank {other} failed as well: {_how(failures[other])}.", its]
-    lines += ["", f"Rank {rank} on {socket.gethostname()} failed: {_how(failure)}."]
+    host = getattr(failure, "host", socket.gethostname())
+    lines += ["", f"Rank {rank} on {host} failed: {_how(failure)}."]
     said = _said(failure)
     above = f"{said} (traceback above)" if said else "See its output above."
     if failure.exitcode < 0 and (stacks := _stacks(failure)):

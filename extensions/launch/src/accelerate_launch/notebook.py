@@ -16,7 +16,7 @@ from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import find
 from accelerate_launch.functions import patch_environment
-from accelerate_launch.plan import LOOPBACK, LaunchPlan, Target
+from accelerate_launch.plan import COUNTED, LOOPBACK, LaunchPlan, Target
 from accelerate_launch.planning import asks_launchers, refuse_nesting
 from accelerate_launch.start import choose_launcher
 
@@ -71,11 +71,12 @@ def notebook_launcher(
     log_line_prefix_template: str | None = None,
     start_method: str = "fork",
     launcher: str | None = None,
-) -> None:
+) -> list[Any] | None:
     """Run `function(*args)` in several processes of this machine.
 
     Create the Accelerator, model and data inside the function. With one process, the function runs
-    in this process.
+    in this process. Returns None, unless a launcher such as `ray` collects the function's return
+    values: then it returns them in the order of ranks.
 
     Args:
         num_processes: processes on each machine; default: one per visible accelerator, else 1.
@@ -115,12 +116,13 @@ def notebook_launcher(
     find("precision", precision, source="argument mixed_precision")
     if not 0 <= node_rank < num_nodes:
         raise ConfigurationError(f"node_rank={node_rank} must be from 0 to {num_nodes - 1}.")
-    provenance = {}
     if num_processes is None:
-        num_processes = _visible_accelerators() or 1
+        visible = _visible_accelerators()
+        num_processes = visible or 1
+        origin = f"{visible} {COUNTED[1]}" if visible else COUNTED[0]
     else:
-        said = SourcedValue(num_processes, "notebook_launcher(num_processes=...)")
-        provenance["num_processes"] = said
+        origin = "notebook_launcher(num_processes=...)"
+    provenance = {"num_processes": SourcedValue(num_processes, origin)}
     if not isinstance(args, Sequence) or isinstance(args, str):
         raise ConfigurationError(
             f"args={args!r} must be a tuple of the function's arguments, such as (1,). The number of "
@@ -148,9 +150,10 @@ def notebook_launcher(
         log_line_prefix_template=log_line_prefix_template,
         start_method=start_method,
     )
-    failed = _start("notebook_launcher", function, args, plan)
+    values, failed = _start("notebook_launcher", function, args, plan)
     if failed is not None:
         raise failed
+    return values
 
 
 def debug_launcher(
@@ -189,7 +192,7 @@ def debug_launcher(
         environment={"ACCELERATE_USE_CPU": "true"},
         start_method=start_method,
     )
-    failed = _start("debug_launcher", function, args, plan)
+    _, failed = _start("debug_launcher", function, args, plan)
     if failed is not None:
         raise failed
 
@@ -200,11 +203,11 @@ def _target(function: Callable[..., Any]) -> Target:
 
 def _start(
     caller: str, function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan
-) -> Exception | None:
+) -> tuple[list[Any] | None, Exception | None]:
     """Let the launcher of `plan` run `function(*args)` in its processes, and wait until they end.
 
-    Returns the exception, if any, without this package's frames above the function. Debug mode
-    raises it with all frames instead.
+    Returns the function's values, if the launcher collects them, and the exception, if any, without
+    this package's frames above the function. Debug mode raises it with all frames instead.
     """
     if plan.num_processes < 1:
         number = plan.processes_per_machine
@@ -216,12 +219,11 @@ def _start(
     launcher: Any = choose_launcher(plan)
     prepared = PrepareForLaunch(function, environment=plan.environment)
     try:
-        launcher.launch_function(prepared, args, plan)
+        return launcher.launch_function(prepared, args, plan), None
     except Exception as error:
         if env_flag(os.environ, "ACCELERATE_DEBUG_MODE"):
             raise
-        return error.with_traceback(_outside_package(error.__traceback__))
-    return None
+        return None, error.with_traceback(_outside_package(error.__traceback__))
 
 
 def _outside_package(trace: TracebackType | None) -> TracebackType | None:

@@ -70,8 +70,11 @@ class FunctionLauncher(Launcher, Protocol):
 
     def launch_function(
         self, function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan
-    ) -> None:
+    ) -> list[Any] | None:
         """Run `function(*args)` in every process of the plan on this machine, until they all end.
+
+        Returns the function's return values in the order of ranks, or None if the launcher does not
+        collect them.
 
         Args:
             function: sets the plan's environment while it runs. The launcher must set the rank
