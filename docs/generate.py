@@ -18,6 +18,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +321,7 @@ VARIABLES = {
     "ACCELERATE_USE_FSDP": "select the backend `fsdp2`",
     "ACCELERATE_USE_MEGATRON_LM": "select the backend `megatron`",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "use a device mesh with the sizes in `PARALLELISM_CONFIG_…`",
+    "ACCELERATE_USE_RAY": "start the ranks on a Ray cluster",
     "ACCELERATE_USE_TPU": "start the processes of a TPU machine",
     "ACCELERATE_XLA_SPMD": "select the backend `xla`: one process with a mesh of its devices",
 }
@@ -987,7 +989,23 @@ def json_schema() -> str:
     return json.dumps(config_schema(distributions=ours, schemas=schemas), indent=1)
 
 
+def check_installed() -> None:
+    """Stop if a distribution is missing, because the pages would lose its settings and options."""
+    missing = []
+    for project in sorted(ROOT.glob("*/*/pyproject.toml")):
+        name = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["name"]
+        if name in catalog.distributions():
+            try:
+                metadata.distribution(name)
+            except metadata.PackageNotFoundError:
+                missing.append(f"-e {project.parent.relative_to(ROOT)}")
+    if missing:
+        install = "pip install --no-build-isolation --no-deps"
+        raise SystemExit(f"Not installed here. Run: {install} {' '.join(missing)}")
+
+
 def main() -> None:
+    check_installed()
     stale = []
     pages = {
         "../core/src/accelerate_core/plugins/known_packages.json": known_packages,
