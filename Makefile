@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 BACKENDS := $(patsubst %/pyproject.toml,%,$(wildcard backends/*/pyproject.toml))
 EXTENSIONS := $(patsubst %/pyproject.toml,%,$(wildcard extensions/*/pyproject.toml))
 # Packages that need nothing heavier than torch.
-LIGHT := backends/ddp backends/fsdp2 $(EXTENSIONS)
+LIGHT := backends/ddp backends/fsdp2 $(filter-out extensions/ray,$(EXTENSIONS))
 TRACKERS := $(patsubst %/pyproject.toml,%,$(wildcard trackers/*/pyproject.toml))
 # Without this, pip compiles every installed module. Python compiles only the modules it imports.
 PIP := PIP_NO_COMPILE=1 $(BIN)/python -m pip --disable-pip-version-check -q
@@ -61,11 +61,11 @@ $(VENV)/run.stamp: $(VENV)/base.stamp pyproject.toml core/pyproject.toml $(LIGHT
 # Only the tests need these: the nine trackers bring a gigabyte of libraries, and pip builds DeepSpeed
 # from source in an isolated environment. Transformer Engine's wheel can't be imported without its other
 # wheels, and megatron-core fails if it finds it, so the tests only read its unpacked files. torch_xla
-# needs an older torch, so it has a separate environment.
-$(VENV)/dev.stamp: $(VENV)/run.stamp $(BACKENDS:%=%/pyproject.toml) $(TRACKERS:%=%/pyproject.toml)
+# needs an older torch, so it has a separate environment. Ray is only needed by tests/engines.
+$(VENV)/dev.stamp: $(VENV)/run.stamp $(BACKENDS:%=%/pyproject.toml) extensions/ray/pyproject.toml $(TRACKERS:%=%/pyproject.toml)
 	$(PIP) install -c constraints.txt deepspeed
 	$(PIP) install -c constraints.txt --no-build-isolation $(addprefix -e ,$(filter-out $(LIGHT) backends/xla,$(BACKENDS))) $(TRACKERS:%=-e %)
-	$(PIP) install --no-build-isolation --no-deps -e backends/xla
+	$(PIP) install --no-build-isolation --no-deps -e backends/xla -e extensions/ray
 	$(PIP) install -c constraints.txt --group test --group lint
 	$(PIP) install -c constraints.txt --no-deps --upgrade --target $(VENV)/unpacked transformer-engine
 	$(PIP) install -c constraints.txt --no-deps --upgrade --target $(VENV)/guides lightning-fabric lightning-utilities peft

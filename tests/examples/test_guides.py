@@ -35,6 +35,7 @@ NOT_RUN = {
     "it needs several machines": {"how_to/cloud_machines.md", "tutorials/eight_gpus.md"},
     "it needs a scheduler": {"how_to/resume.md"},
     "it needs Docker": {"how_to/docker.md"},
+    "it needs a Ray cluster": {"how_to/ray.md"},
     "mypy reads all of torch": {"how_to/type_checking.md"},
 }
 
@@ -76,11 +77,12 @@ INSTEAD[f'python -c "from accelerate_core import Accelerator; {_MISSING}'] = (
 
 #: Pages that cannot use the pool: those about failing ranks, which must be children of the launcher, and
 #: those whose library starts interpreters itself.
-REAL_INTERPRETERS = {"how_to/debug_a_hang.md", "how_to/ray_tune.md"}
+REAL_INTERPRETERS = {"how_to/debug_a_hang.md", "how_to/ray.md", "how_to/ray_tune.md"}
 
 #: Page -> marks with packages that it needs, apart from those of this repository.
 MARKS = {
     "how_to/debugger.md": [pytest.mark.needs("debugpy")],
+    "how_to/ray.md": [pytest.mark.needs("ray"), pytest.mark.soak],
     "how_to/ray_tune.md": [pytest.mark.needs("ray"), pytest.mark.soak],
     "how_to/sweeps.md": [pytest.mark.needs("optuna")],
     "tutorials/from_fabric.md": [

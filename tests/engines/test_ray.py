@@ -1,0 +1,470 @@
+"""Ray clusters on this machine, with one raylet per node: launching, failures, dead nodes and jobs.
+
+Needs `pip install --group ray` (Ray with its job server and Tune). Without it, all tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install --group ray")
+from ray.cluster_utils import Cluster  # noqa: E402
+from support import clean_environment  # noqa: E402
+
+from accelerate_core import notebook_launcher  # noqa: E402
+from accelerate_testing import LauncherSuite  # noqa: E402
+
+HERE = Path(__file__).parent
+DIGITS = HERE / "ray_digits.py"
+MEMORY = 80 * 2**20
+#: Without this, Ray would use the token of the user for some of its processes.
+NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_token() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, text in NO_TOKEN.items():
+            patch.setenv(name, text)
+        yield
+
+
+class Nodes:
+    """A head and one more node, of which tests can kill and add others."""
+
+    def __init__(self) -> None:
+        head = {"num_cpus": 1, "object_store_memory": MEMORY, "include_dashboard": False}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.other: Any = None
+        self.add()
+
+    def add(self) -> None:
+        self.other = self.cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
+
+    def kill(self) -> None:
+        """Kill all processes of the second node."""
+        self.cluster.remove_node(self.other, allow_graceful=False)
+        self.other = None
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
+
+
+@pytest.fixture(scope="module")
+def started(without_token: None) -> Iterator[Nodes]:
+    nodes = Nodes()
+    yield nodes
+    nodes.cluster.shutdown()
+
+
+@pytest.fixture
+def nodes(started: Nodes) -> Nodes:
+    """Two nodes with one CPU each, all of which is free."""
+    if started.other is None:
+        started.add()
+    return started
+
+
+class Launch:
+    """A running `accelerate-core launch --launcher ray`, whose output is read line by line."""
+
+    def __init__(
+        self, folder: Path, address: str, *arguments: object, environ: dict[str, str] | None = None
+    ) -> None:
+        command = [sys.executable, "-m", "accelerate_core", "launch", "--cpu", "--launcher", "ray"]
+        self.out = folder / "out"
+        self.err = folder / "err"
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(
+                [*command, "--ray_address", address, *map(str, arguments)],
+                stdout=out,
+                stderr=err,
+                cwd=folder,
+                env=clean_environment(**NO_TOKEN, **(environ or {})),
+            )
+
+    @property
+    def story(self) -> str:
+        return f"{self.out.read_text()}\n{self.err.read_text()}"
+
+    def wait_for(self, text: str, limit: float = 60) -> None:
+        """Wait until the output contains a text."""
+        last = time.monotonic() + limit
+        while text not in self.story:
+            assert time.monotonic() < last, f"no {text!r} within {limit} s:\n{self.story}"
+            assert self.process.poll() is None, f"ended before {text!r}:\n{self.story}"
+            time.sleep(0.1)
+
+    def end(self, limit: float = 120) -> int:
+        """Return the exit status."""
+        try:
+            return self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            pytest.fail(f"still running after {limit} s:\n{self.story}")
+
+
+@pytest.fixture
+def launch(tmp_path: Path, nodes: Nodes) -> Iterator[Callable[..., Launch]]:
+    made: list[Launch] = []
+
+    def start(*arguments: object, **more: Any) -> Launch:
+        folder = tmp_path / f"launch_{len(made)}"
+        folder.mkdir()
+        made.append(Launch(folder, nodes.address, *arguments, **more))
+        return made[-1]
+
+    yield start
+    for one in made:
+        if one.process.poll() is None:
+            one.process.kill()
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def processes_of(path: Path) -> list[psutil.Process]:
+    """Return the ranks that run a script, without the launcher."""
+    found = []
+    for one in psutil.process_iter(["cmdline"]):
+        words = one.info["cmdline"] or []
+        if str(path) in words and "accelerate_ray.driver" not in words and "launch" not in words:
+            found.append(one)
+    return found
+
+
+def gone(path: Path, limit: float = 15) -> bool:
+    last = time.monotonic() + limit
+    while processes_of(path) and time.monotonic() < last:
+        time.sleep(0.1)
+    return not processes_of(path)
+
+
+def free_cpus(address: str) -> float:
+    code = f"import ray; ray.init({address!r}, logging_level='ERROR'); "
+    code += "print(ray.available_resources().get('CPU', 0))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    return float(done.stdout.split()[-1])
+
+
+REPORT = """
+import json, os, sys, torch
+from accelerate_core import Accelerator
+accelerator = Accelerator(process_group_timeout=60)
+names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_RANK", "OF_THE_USER",
+         "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+said = {name: os.environ.get(name) for name in names}
+said |= {"sum": accelerator.reduce(torch.ones(1), "sum").item(), "folder": os.getcwd()}
+print("REPORT", json.dumps(said), sys.argv[1:])
+print("to stderr", file=sys.stderr)
+accelerator.end_training()
+"""
+
+
+def reports(run: Launch) -> list[dict[str, Any]]:
+    found = re.findall(r"\[rank (\d)\] REPORT (\{.*?\}) \['an argument'\]", run.out.read_text())
+    said = [json.loads(text) for _, text in sorted(found)]
+    assert [one["RANK"] for one in said] == [rank for rank, _ in sorted(found)]
+    return said
+
+
+def test_ranks_run_on_two_nodes(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    path = script(tmp_path, REPORT)
+    options = ("--num_processes", 2, "--ray_strategy", "strict_spread")
+    run = launch(*options, path, "an argument", environ={"OF_THE_USER": "untouched"})
+    assert run.end() == 0, run.story
+    said = reports(run)
+    assert [(one["RANK"], one["GROUP_RANK"]) for one in said] == [("0", "0"), ("1", "1")]
+    for one in said:
+        expected = {
+            "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "sum": 2.0,
+            "OF_THE_USER": "untouched", "folder": str(tmp_path / "launch_0"), "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        assert {name: one[name] for name in expected} == expected
+    assert "[rank 1] to stderr" in run.err.read_text()
+
+
+def test_ranks_of_one_node_follow_each_other(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    path = script(tmp_path, REPORT)
+    run = launch("--num_processes", 4, "--ray_cpus", 0.5, path, "an argument")
+    assert run.end() == 0, run.story
+    said = reports(run)
+    assert [one["GROUP_RANK"] for one in said] == ["0", "0", "1", "1"]
+    assert [one["LOCAL_RANK"] for one in said] == ["0", "1", "0", "1"]
+    assert {one["sum"] for one in said} == {4.0}
+
+
+def test_directory_is_shipped(nodes: Nodes, tmp_path: Path) -> None:
+    script(tmp_path, REPORT.replace("import json", "import json, beside"))
+    (tmp_path / "beside.py").write_text("")
+    options = ("--num_processes", 2, "--ray_files", "ship")
+    run = Launch(tmp_path, nodes.address, *options, "script.py", "an argument")
+    assert run.end() == 0, run.story
+    said = reports(run)
+    assert len(said) == 2
+    assert all("working_dir_files" in one["folder"] for one in said)
+    assert "save checkpoints to a path that all nodes share" in run.story
+
+
+def test_failing_rank_is_reported_once(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    code = "if said['RANK'] == '1':\n    raise ValueError('this rank gives up')\n"
+    code = REPORT.replace("accelerator.end_training()", f"{code}import time; time.sleep(60)")
+    path = script(tmp_path, code)
+    run = launch("--num_processes", 2, "--log_dir", "logs", path)
+    assert run.end() == 1
+    err = run.err.read_text()
+    assert err.count("ValueError: this rank gives up") == 1, run.story
+    assert re.search(r"Rank 1 on \S+ failed: exit status 1", err)
+    assert err.count("Traceback") == 1
+    assert "Stopped afterwards: rank 0." in err
+    log = tmp_path / "launch_0" / "logs" / "attempt_0" / "1" / "stdout.log"
+    assert log.read_text().startswith("REPORT")
+
+
+def test_missing_resources_are_an_error(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    path = script(tmp_path, REPORT)
+    run = launch("--num_processes", 3, "--ray_wait", 2, "--ray_resources", "tape=1", path)
+    assert run.end() == 1
+    assert "could not reserve 3 x CPU 1, tape 1 (pack) within 2 s. It has 2 nodes" in run.story
+
+
+@pytest.fixture(scope="module")
+def undisturbed(started: Nodes, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    """The accuracy and the weights of a run that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run = Launch(folder, started.address, "--num_processes", 2, DIGITS, folder, 0)
+    assert run.end() == 0, run.story
+    return accuracy(run), torch.load(folder / "weights.pt")
+
+
+def accuracy(run: Launch) -> str:
+    return re.findall(r"\[rank 0\] accuracy (\S+)", run.out.read_text())[-1]
+
+
+def check_same(run: Launch, folder: Path, expected: tuple[str, Any]) -> None:
+    assert accuracy(run) == expected[0]
+    weights = torch.load(folder / "weights.pt")
+    for name, value in expected[1].items():
+        assert torch.equal(weights[name], value), name
+    assert float(expected[0]) > 0.8
+
+
+@pytest.mark.parametrize("where", ["new", "remaining"])
+def test_run_continues_after_a_node_dies(
+    where: str, launch: Callable[..., Launch], nodes: Nodes, undisturbed: Any, tmp_path: Path
+) -> None:
+    options = ["--num_processes", 2, "--ray_strategy", "spread", "--max_restarts", 1]
+    if where == "new":
+        options += ["--ray_wait", 60]
+    else:
+        options += ["--ray_cpus", 0.5]  # so that the head has room for both ranks
+    run = launch(*options, DIGITS, tmp_path, 0.1)
+    run.wait_for("[rank 0] step 13")
+    nodes.kill()
+    run.wait_for("Restarting all ranks (restart 1 of 1)")
+    if where == "new":
+        nodes.add()
+    assert run.end() == 0, run.story
+    assert "Rank 1 was lost: its node" in run.err.read_text()
+    assert "continues at step 1" in run.out.read_text()
+    check_same(run, tmp_path, undisturbed)
+
+
+def test_dead_node_ends_the_run_without_restarts(
+    launch: Callable[..., Launch], nodes: Nodes, tmp_path: Path
+) -> None:
+    run = launch("--num_processes", 2, "--ray_strategy", "spread", DIGITS, tmp_path, 0.1)
+    run.wait_for("[rank 0] step 3")
+    nodes.kill()
+    assert run.end(60) == 1
+    err = run.err.read_text()
+    assert re.search(r"Rank 1 was lost: its node \w{8} on \S+ died\.", err), run.story
+    assert gone(DIGITS)
+
+
+def test_killed_rank_continues_from_its_checkpoint(
+    launch: Callable[..., Launch], undisturbed: Any, tmp_path: Path
+) -> None:
+    run = launch("--num_processes", 2, "--max_restarts", 1, DIGITS, tmp_path, 0.1)
+    run.wait_for("[rank 0] step 7")
+    processes_of(DIGITS)[0].kill()
+    assert run.end() == 0, run.story
+    assert "killed by SIGKILL" in run.err.read_text()
+    assert "continues at step 5" in run.out.read_text()
+    check_same(run, tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_stopped_launch_leaves_nothing_behind(
+    number: signal.Signals,
+    status: int,
+    launch: Callable[..., Launch],
+    nodes: Nodes,
+    tmp_path: Path,
+) -> None:
+    run = launch("--num_processes", 2, "--max_restarts", 3, DIGITS, tmp_path, 0.1)
+    run.wait_for("[rank 0] step 3")
+    assert len(processes_of(DIGITS)) == 2
+    run.process.send_signal(number)
+    assert run.end(30) == status, run.story
+    assert "Restarting" not in run.story
+    assert gone(DIGITS), processes_of(DIGITS)
+    assert free_cpus(nodes.address) == 2
+
+
+def test_preempted_run_saves_and_is_not_restarted(
+    launch: Callable[..., Launch], tmp_path: Path
+) -> None:
+    options = ("--num_processes", 2, "--max_restarts", 3, "--preemption_signals", "SIGTERM")
+    run = launch(*options, DIGITS, tmp_path, 0.1)
+    run.wait_for("[rank 0] step 3")
+    run.process.terminate()
+    assert run.end(30) == 75, run.story
+    again = launch(*options, DIGITS, tmp_path, 0)
+    assert again.end() == 0, again.story
+    assert re.search(r"continues at step [34]", again.out.read_text()), again.story
+
+
+def report_rank(word: str) -> tuple[str, int, int]:
+    from accelerate_core import Accelerator
+
+    accelerator = Accelerator(cpu=True, process_group_timeout=60)
+    found = word, accelerator.process_index, accelerator.num_processes
+    accelerator.end_training()
+    return found
+
+
+def give_up() -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("this rank gives up")
+    time.sleep(60)
+
+
+def test_notebook_launcher_returns_the_values(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+    words = notebook_launcher(report_rank, ("hello",), num_processes=2, launcher="ray")
+    assert words == [("hello", 0, 2), ("hello", 1, 2)]
+    assert not ray.is_initialized()
+    with pytest.raises(torch.distributed.elastic.multiprocessing.errors.ChildFailedError) as error:
+        notebook_launcher(give_up, num_processes=2, launcher="ray")
+    text = str(error.value)
+    assert text.startswith("Rank 1 failed: exit status 1"), text
+    assert "in give_up" in text
+    assert text.endswith("ValueError: this rank gives up")
+    assert "accelerate_ray" not in text
+
+
+def test_notebook_launcher_keeps_an_existing_connection(nodes: Nodes) -> None:
+    ray.init(nodes.address, logging_level="ERROR")
+    try:
+        assert notebook_launcher(report_rank, ("a",), num_processes=1, launcher="ray") == [
+            ("a", 0, 1)
+        ]
+        assert ray.is_initialized()
+    finally:
+        ray.shutdown()
+
+
+PORT = 6399
+
+
+@pytest.fixture(scope="module")
+def head(without_token: None) -> Iterator[str]:
+    """A cluster that `ray start` has started, with a job server and two GPUs that don't exist."""
+    ray_command = [sys.executable, "-m", "ray.scripts.scripts"]
+    start = [*ray_command, "start", "--head", f"--port={PORT}", "--num-cpus=3", "--num-gpus=2"]
+    start += [f"--object-store-memory={MEMORY}", "--include-dashboard=true"]
+    start += ["--dashboard-port=8299", "--dashboard-agent-listen-port=8298"]
+    done = subprocess.run(start, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    yield f"127.0.0.1:{PORT}"
+    for one in psutil.process_iter(["cmdline"]):
+        if any(f":{PORT}" in word for word in one.info["cmdline"] or []):
+            one.kill()
+
+
+def test_ranks_of_a_node_see_all_of_its_gpus(head: str, tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "import os\nprint('SEES', *(os.environ.get(name) for name in"
+        " ('LOCAL_RANK', 'CUDA_VISIBLE_DEVICES', 'WORLD_SIZE')))",
+    )
+    command = [sys.executable, "-m", "accelerate_core", "launch", "--launcher", "ray"]
+    done = subprocess.run(
+        [*command, "--ray_address", head, str(path)],
+        env=clean_environment(**NO_TOKEN),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    seen = sorted(re.findall(r"SEES (.*)", done.stdout))
+    assert seen == ["0 0,1 2", "1 0,1 2"]  # without --num_processes: one rank per GPU
+
+
+def test_submitted_job(head: str, tmp_path: Path) -> None:
+    script(tmp_path, REPORT.replace("import json", "import json, beside"))
+    (tmp_path / "beside.py").write_text("")
+    submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit"]
+    submit += ["--address", "http://127.0.0.1:8299", "--working-dir", ".", "--"]
+    launch = [sys.executable, "-m", "accelerate_core", "launch", "--launcher", "ray", "--cpu"]
+    done = subprocess.run(
+        [*submit, *launch, "--num_processes", "2", "script.py"],
+        cwd=tmp_path,
+        env=clean_environment(**NO_TOKEN),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "succeeded" in done.stdout
+    for rank in range(2):
+        assert re.search(rf'\[rank {rank}\] REPORT .*"sum": 2.0', done.stdout), done.stdout
+
+
+def test_failed_job(head: str, tmp_path: Path) -> None:
+    script(tmp_path, "raise SystemExit('this rank gives up')")
+    submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit"]
+    submit += ["--address", "http://127.0.0.1:8299", "--working-dir", ".", "--"]
+    launch = [sys.executable, "-m", "accelerate_core", "launch", "--launcher", "ray", "--cpu"]
+    done = subprocess.run(
+        [*submit, *launch, "--num_processes", "1", "script.py"],
+        cwd=tmp_path,
+        env=clean_environment(**NO_TOKEN),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 1
+    assert "[rank 0] this rank gives up" in done.stdout + done.stderr
+
+
+@pytest.mark.usefixtures("head")
+class TestSuite(LauncherSuite):
+    plugin = "ray"
+    environ = {"RAY_ADDRESS": f"127.0.0.1:{PORT}", "ACCELERATE_RAY_GPUS": "0", **NO_TOKEN}
