@@ -19,13 +19,14 @@ JOBS ?= 2
 EXAMPLES := --hypothesis-profile=ci
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(EXAMPLES)
 
-.PHONY: help quickstart test conformance faults megatron fp8 test-xla clients clients-recorded soak lint format docs site site-check dist release matrix drop-in bench downstream gpu clean
+.PHONY: help quickstart test conformance faults engines megatron fp8 test-xla clients clients-recorded soak lint format docs site site-check dist release matrix drop-in bench downstream gpu clean
 
 help:
 	@echo "make quickstart   train on two processes, on real data"
 	@echo "make test         the tests (ARGS='-k name' selects some)"
 	@echo "make conformance  the conformance suite on each of our plugins, and the tests of accelerate-testing"
 	@echo "make faults       tests of kills, signals, failing ranks, two simulated machines and a cut cable"
+	@echo "make engines      real SLURM, MPI, ssh and Ray on simulated machines; installs them on Debian as root"
 	@echo "make megatron     megatron-core on two and four ranks, through a shim if there is no GPU"
 	@echo "make fp8          fp8 with torchao, and with stand-ins for the other libraries"
 	@echo "make test-xla     XLA on the CPU, in a separate environment with the torch that it was built for"
@@ -77,6 +78,7 @@ quickstart: $(VENV)/run.stamp
 # Folders with their own targets; .ci/run runs all of them. The slowest come first.
 CONFORMANCE := tests/conformance/test_third_party.py tests/testing tests/conformance
 FAULTS := tests/faults tests/machines
+ENGINES := tests/engines
 CLIENTS := tests/clients
 MEGATRON := tests/backends/megatron tests/examples/test_megatron_gpt.py
 FP8 := tests/backends/fp8
@@ -85,7 +87,7 @@ SITE_TESTS := tests/site
 # `make dist` runs this on the wheels that it has built. `make test` would build each of them twice more.
 WHEELS := tests/packaging/test_wheels.py
 test: $(VENV)/dev.stamp
-	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS) $(CLIENTS) $(MEGATRON) $(FP8) $(SITE_TESTS) $(WHEELS)) $(ARGS)
+	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS) $(ENGINES) $(CLIENTS) $(MEGATRON) $(FP8) $(SITE_TESTS) $(WHEELS)) $(ARGS)
 
 conformance: $(VENV)/dev.stamp
 	$(PYTEST) --dist loadscope --no-loadscope-reorder -m "not soak" $(CONFORMANCE) $(ARGS)
@@ -110,6 +112,11 @@ test-xla: $(XLA_MADE).stamp
 # One at a time, because these tests measure how quickly ranks exit.
 faults: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m "not soak" $(FAULTS) $(ARGS)
+
+# One at a time, because SLURM shares its two nodes. Writes the table of docs/clusters.md.
+engines: $(VENV)/dev.stamp
+	$(BIN)/python tests/engines/needed.py --install
+	$(BIN)/python -m pytest -m "not soak" $(ENGINES) --engines-report docs/clusters.md $(ARGS)
 
 # Separate environments on top of the main one. `ours` has the drop-in's wheel, named accelerate. `theirs`
 # has Hugging Face Accelerate, which is only needed to record its results. `-4.57` has an older transformers.

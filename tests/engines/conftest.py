@@ -1,0 +1,75 @@
+"""Simulated machines with SLURM and ssh, and the table of what was run on them.
+
+`--engines-report FILE` writes the table between the marks in a Markdown file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import needed
+import pytest
+from simulated_machines import Machines
+from slurm_cluster import SlurmCluster
+from ssh_hosts import SshHosts
+from table import Row, write_table
+
+_rows: list[Row] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--engines-report", metavar="FILE", help="write the table of runs to this page"
+    )
+
+
+@pytest.fixture(scope="session")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    """Three simulated machines: `login`, and the nodes `n1` and `n2`."""
+    packages, rights = needed.missing_packages(), needed.missing_rights()
+    if packages:
+        pytest.skip(f"not installed: {' '.join(packages)} (make engines)")
+    if rights:
+        pytest.skip(rights)
+    made = Machines(tmp_path_factory.mktemp("machines"))
+    try:
+        made.start()
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="session")
+def slurm_session(machines: Machines) -> SlurmCluster:
+    made = SlurmCluster(machines)
+    made.start()
+    return made
+
+
+@pytest.fixture
+def slurm(slurm_session: SlurmCluster) -> Iterator[SlurmCluster]:
+    """A SLURM cluster of two nodes without jobs."""
+    slurm_session.wait_for_nodes({"idle"})
+    yield slurm_session
+    slurm_session.reset()
+
+
+@pytest.fixture(scope="session")
+def ssh(machines: Machines) -> SshHosts:
+    """ssh from each of the simulated machines to the nodes."""
+    made = SshHosts(machines)
+    made.start()
+    return made
+
+
+@pytest.fixture
+def table_row() -> Callable[[Row], None]:
+    """Add a row to the table of what was run."""
+    return _rows.append
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    page = session.config.getoption("--engines-report", default=None)
+    if page and _rows:
+        write_table(_rows, Path(page))

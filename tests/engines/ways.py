@@ -1,0 +1,116 @@
+"""The ways to start the digits on the simulated machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from needed import INTEL
+
+TRAIN = Path(__file__).with_name("train_digits.py")
+#: Environment variables that ssh does not pass on.
+_REMOTE = "cd {cwd} && env PATH=$PATH PYTHONPATH=$PYTHONPATH OMP_NUM_THREADS=1 ACCELERATE_USE_CPU=1"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a run is started, as a shell command on the login machine.
+
+    Attributes:
+        command: the command, with {train} for the script and its arguments.
+        ranks: the number of ranks of the run.
+        restarts: whether the command itself restarts killed ranks. If not, it is run again.
+        files: files in the working directory.
+    """
+
+    command: str
+    ranks: int = 2
+    restarts: bool = False
+    files: tuple[tuple[str, str], ...] = ()
+
+    def shell(self, arguments: str, folder: Path) -> str:
+        """Return the shell command, and write its files."""
+        for name, text in self.files:
+            (folder / name).write_text(text)
+        remote = _REMOTE.format(cwd=folder)
+        fields = {"train": f"{TRAIN} {arguments}", "remote": remote, "intel": INTEL / "bin"}
+        text = self.command
+        for name, value in fields.items():
+            text = text.replace(f"{{{name}}}", str(value))
+        return text
+
+
+_SLOTS = (("hosts", "n1 slots=1\nn2 slots=1\n"),)
+_COLONS = (("hosts", "n1:1\nn2:1\n"),)
+
+LOCAL = {
+    "`python`": Way("python {train}", ranks=1),
+    "`torchrun --max-restarts 1`": Way(
+        "torchrun --standalone --nproc-per-node 2 --max-restarts 1 {train}", restarts=True
+    ),
+    "`launch --max_restarts 1`": Way(
+        "accelerate-core launch --num_processes 2 --max_restarts 1 {train}", restarts=True
+    ),
+}
+
+SLURM = {
+    "`srun`, one launcher per node": Way(
+        "srun --nodes 2 --ntasks-per-node 1 accelerate-core launch --rdzv_backend c10d "
+        "--max_restarts 1 {train}",
+        restarts=True,
+    ),
+    "`srun`, one task per rank": Way(
+        "srun --nodes 2 --ntasks-per-node 2 --kill-on-bad-exit accelerate-core launch {train}",
+        ranks=4,
+    ),
+    "`salloc`, launch calls `srun`": Way(
+        "salloc --nodes 2 accelerate-core launch --num_processes 2 --max_restarts 1 {train}",
+        restarts=True,
+    ),
+}
+
+MPI = {
+    "`mpirun` of Open MPI": Way(
+        "mpirun.openmpi -n 2 --hostfile hosts --npernode 1 -x PATH -x PYTHONPATH -x OMP_NUM_THREADS "
+        "-x MASTER_ADDR=n1 python {train}",
+        files=_SLOTS,
+    ),
+    "`mpirun` of MPICH": Way(
+        "mpirun.mpich -n 2 -f hosts -ppn 1 -genv MASTER_ADDR n1 python {train}", files=_COLONS
+    ),
+    "`mpirun` of Intel MPI": Way(
+        "PATH={intel}:$PATH mpirun -n 2 -f hosts -ppn 1 -genv MASTER_ADDR n1 python {train}",
+        files=_COLONS,
+    ),
+    "`launch --mpirun_hostfile`, Open MPI": Way(
+        "accelerate-core launch --num_processes 2 --mpirun_hostfile hosts {train}", files=_COLONS
+    ),
+    "`launch --mpirun_hostfile`, MPICH": Way(
+        "mkdir -p bin; ln -sf /usr/bin/mpirun.mpich bin/mpirun; ln -sf /usr/bin/hydra_pmi_proxy bin; "
+        "PATH=$PWD/bin:$PATH accelerate-core launch --num_processes 2 --mpirun_hostfile hosts {train}",
+        files=_SLOTS,
+    ),
+    "`launch --mpirun_hostfile`, Intel MPI": Way(
+        "PATH={intel}:$PATH accelerate-core launch --num_processes 2 --mpirun_hostfile hosts {train}",
+        files=_SLOTS,
+    ),
+}
+
+_MACHINES = "--num_machines 2 --num_processes 2 --main_process_ip n1"
+SSH = {
+    "`ssh`, one launcher per machine": Way(
+        f'for i in 1 2; do ssh n$i "{{remote}} accelerate-core launch {_MACHINES} '
+        '--rdzv_backend c10d --max_restarts 1 {train}" & done; wait -n; status=$?; wait; exit $status',
+        restarts=True,
+    ),
+    "`pdsh`, one launcher per machine": Way(
+        f'pdsh -S -R ssh -w n1,n2 "{{remote}} accelerate-core launch {_MACHINES} '
+        '--rdzv_backend c10d --max_restarts 1 {train}"',
+        restarts=True,
+    ),
+    "`pdsh`, launcher of DeepSpeed": Way(
+        "python -m deepspeed.launcher.runner --hostfile hosts --launcher pdsh --no_local_rank "
+        "--master_addr n1 {train}",
+        files=_SLOTS,
+    ),
+}
