@@ -1,4 +1,4 @@
-"""Plugins that test what the contract can express: reductions, optimizers and schedulers.
+"""Plugins that test what the contract can express: reductions, optimizers, schedulers and roles.
 
 `write` installs them in a folder. They are active with `ACCELERATE_PLUGINS=NAME`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,14 @@ from support import clean_environment
 from torch.distributed import checkpoint as dcp
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from accelerate_core.plugin import AcceleratorView, Backend, PreparePlanView
+from accelerate_core.plugin import (
+    AcceleratorView,
+    Backend,
+    PreparePlanView,
+    option,
+    process_global,
+    settings,
+)
 
 EXTENSIONS = {
     "mean": "Mean",
@@ -31,6 +39,7 @@ EXTENSIONS = {
     "zero": "Zero",
     "decay": "Decay",
     "forgetful": "Forgetful",
+    "roles": "Roles",
 }
 BACKENDS = {"own_average": "OwnAverage"}
 
@@ -278,3 +287,38 @@ class Decay:
         with torch.no_grad():
             for group in optimizer.param_groups:
                 torch._foreach_mul_(group["params"], 0.99)
+
+
+# --- roles ----------------------------------------------------------------------------------------
+
+
+@settings(env_prefix="ROLES_")
+class RoleSettings:
+    bridge: str = option(default="", help="address and port where the roles meet")
+    rank: int = option(default=0, per_rank=True, help="this process's rank among all roles")
+    size: int = option(default=1, help="processes of all roles together")
+
+
+class Roles:
+    """Connects worlds with different jobs, such as trainers and an evaluator, by a process group."""
+
+    name = "roles"
+    api_version = (1, 0)
+    Settings = RoleSettings
+
+    def __init__(self, where: RoleSettings) -> None:
+        self.where = where
+
+    def on_start(self, accelerator: AcceleratorView) -> None:
+        wanted = (self.where.bridge, self.where.rank)
+        self.group = process_global("roles", wanted, self.open, lambda group: group.shutdown())
+
+    def open(self) -> Any:
+        host, port = self.where.bridge.split(":")
+        first = self.where.rank == 0
+        store = dist.TCPStore(host, int(port), self.where.size, first, timedelta(seconds=60))
+        options = (self.where.rank, self.where.size, timedelta(seconds=60))
+        return dist.ProcessGroupGloo(store, *options)
+
+    def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
+        return {"bridge": getattr(self, "group", None)}

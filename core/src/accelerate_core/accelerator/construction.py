@@ -33,7 +33,7 @@ from accelerate_core.config.handlers import (
 )
 from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.config.provenance import SourcedValue
-from accelerate_core.config.schema import settings_fields
+from accelerate_core.config.schema import per_rank_fields, settings_fields
 from accelerate_core.contract.capabilities import check_declarations
 from accelerate_core.contract.parts import LoaderFactory, Tracking
 from accelerate_core.contract.topology import Topology
@@ -153,8 +153,14 @@ class Setup:
         loading = self.options.dataloader_config
         for one in dataclasses.fields(loading):
             facts[f"dataloader_config.{one.name}"] = getattr(loading, one.name)
+        free = {
+            f"{record.kind} {record.name}.{name}"
+            for record in self.settings
+            for name in per_rank_fields(getattr(record.load(), "Settings", None))
+        }
         for name, value in self.plugin_settings().items():
-            facts[name] = comparable(value.value)
+            if name not in free:
+                facts[name] = comparable(value.value)
         return facts
 
 

@@ -71,6 +71,7 @@ def option(
     ask_if: str = "",
     read: Callable[[str, str], Any] | None = None,
     default_factory: Any = dataclasses.MISSING,
+    per_rank: bool = False,
     **constraints: Any,
 ) -> Any:
     """Declare a field with a help text and additional names.
@@ -88,11 +89,12 @@ def option(
         ask_if: asks it only under this condition, `other_field=value`.
         read: `read(text, variable)` converts a string to the value.
         default_factory: creates the default for each instance.
+        per_rank: whether ranks may have different values. Otherwise starting with different ones fails.
         constraints: pydantic's constraints (`ge=1`, `pattern=...`).
     """
     said: dict[str, Any] = {"env": env, "cli": cli, "yaml": _tuple(yaml), "key": key, "read": read}
     said |= {name: _tuple(said[name]) for name in ("env", "cli") if said[name] is not None}
-    said |= {"choices": tuple(choices), "ask": ask, "ask_if": ask_if}
+    said |= {"choices": tuple(choices), "ask": ask, "ask_if": ask_if, "per_rank": per_rank}
     given: Any = {"default": default, "default_factory": default_factory}
     metadata = {"description": help, "setting": said, **constraints}
     return dataclasses.field(**given, metadata=metadata)
@@ -288,6 +290,12 @@ def settings_fields(cls: type[Any], *, owner: str = "") -> tuple[SettingField, .
             )
         )
     return tuple(out)
+
+
+def per_rank_fields(cls: type[Any] | None) -> set[str]:
+    """Return the names of the fields that may differ between ranks."""
+    fields = () if cls is None else dataclasses.fields(cls)
+    return {field.name for field in fields if field.metadata.get("setting", {}).get("per_rank")}
 
 
 def _without_none(annotation: Any) -> Any:
