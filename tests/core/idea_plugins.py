@@ -1,16 +1,19 @@
-"""Plugins that test what the contract can express: reductions, optimizers, schedulers and roles.
+"""Plugins that test what the contract can express: reductions, optimizers, schedulers, roles and membership.
 
 `write` installs them in a folder. They are active with `ACCELERATE_PLUGINS=NAME`.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -40,8 +43,9 @@ EXTENSIONS = {
     "decay": "Decay",
     "forgetful": "Forgetful",
     "roles": "Roles",
+    "changes": "Changes",
 }
-BACKENDS = {"own_average": "OwnAverage"}
+BACKENDS = {"own_average": "OwnAverage", "replicas": "Replicas"}
 
 
 def write(folder: Path) -> dict[str, str]:
@@ -322,3 +326,119 @@ class Roles:
 
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
         return {"bridge": getattr(self, "group", None)}
+
+
+# --- membership -----------------------------------------------------------------------------------
+
+
+class Changes:
+    """Records the number of ranks after each change."""
+
+    name = "changes"
+    api_version = (1, 0)
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def on_membership_change(self, accelerator: AcceleratorView) -> None:
+        self.sizes.append(accelerator.hooks.data_shard()[1])
+
+    def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
+        return {"membership": self.sizes}
+
+
+class Replicas(Backend):
+    """Every process is a world of its own. Replicas may join or die while the others train.
+
+    The first replica decides whether a step is committed, so it must not die.
+
+    Variables: REPLICA (this process's number), REPLICAS (the numbers at the start) and REPLICA_STORE (the
+    address of a TCPStore that survives all of them).
+    """
+
+    name = "replicas"
+    api_version = (1, 0)
+    reduces_gradients = "backward"
+    supports: ClassVar[Mapping[str, Any]] = {"elastic": True}
+
+    def mesh(self, accelerator: AcceleratorView) -> None:
+        host, port = os.environ["REPLICA_STORE"].split(":")
+        self.store = dist.TCPStore(host, int(port), None, False, timedelta(seconds=30))
+        self.me = int(os.environ["REPLICA"])
+        members = sorted(map(int, os.environ["REPLICAS"].split(",")))
+        self.newcomer = self.me not in members
+        self.failed = False
+        self.steps = 0
+        if self.newcomer:
+            self.store.wait(["invited"])  # so that the test knows the step after which it joins
+            self.store.set("joins", str(self.me))
+            members = [int(one) for one in self.store.get("joined").decode().split(",")]
+            self.steps, self.position = pickle.loads(self.store.get("position"))
+        self.meet(members)
+
+    def meet(self, members: list[int]) -> None:
+        """Form a group of these replicas."""
+        self.members = members
+        store = dist.PrefixStore(f"{self.steps}/{members}", self.store)
+        options = (members.index(self.me), len(members), timedelta(seconds=20))
+        self.group = dist.ProcessGroupGloo(store, *options)
+
+    def data_shard(self, accelerator: AcceleratorView) -> tuple[int, int]:
+        return self.members.index(self.me), len(self.members)
+
+    def prepare_objects(self, accelerator: AcceleratorView, plan: PreparePlanView) -> None:
+        if self.newcomer:  # the weights of a replica that trains, and its position in the data
+            self.send_weights(plan.values("model"))
+
+    def send_weights(self, models: Sequence[torch.nn.Module]) -> None:
+        for model in models:
+            for parameter in model.parameters():
+                self.group.broadcast(parameter.detach(), root=0).wait()
+
+    def backward(self, accelerator: AcceleratorView, loss: Any, kwargs: dict[str, Any]) -> None:
+        loss.backward(**kwargs)
+        gradients = [p.grad for m in accelerator.models for p in m.parameters()]
+        flat = torch.cat([one.reshape(-1) for one in gradients])
+        try:
+            self.group.allreduce(flat).wait()
+        except RuntimeError:  # a replica died
+            self.failed = True
+            return
+        pieces = flat.div_(len(self.members)).split([one.numel() for one in gradients])
+        for one, piece in zip(gradients, pieces, strict=True):
+            one.copy_(piece.view_as(one))
+
+    def optimizer_step(self, accelerator: AcceleratorView, optimizer: Any, closure: Any) -> bool:
+        """Commit the step only if every replica has reduced its gradients."""
+        self.store.set(f"reduced/{self.steps}/{self.me}", str(int(not self.failed)))
+        if self.me == self.members[0]:
+            self.store.set(f"decision/{self.steps}", pickle.dumps(self.decide()))
+        committed, self.next_members = pickle.loads(self.store.get(f"decision/{self.steps}"))
+        return committed and super().optimizer_step(accelerator, optimizer, closure)
+
+    def decide(self) -> tuple[bool, list[int]]:
+        """Return whether all have reduced, and who takes part in the next step."""
+        until = time.monotonic() + 8
+        keys = {one: f"reduced/{self.steps}/{one}" for one in self.members}
+        while not self.store.check(list(keys.values())) and time.monotonic() < until:
+            time.sleep(0.01)
+        alive = [one for one, key in keys.items() if self.store.check([key])]
+        reduced = [one for one in alive if self.store.get(keys[one]) == b"1"]
+        joins = self.store.check(["joins"]) and not self.store.check(["joined"])
+        newcomers = [int(self.store.get("joins"))] if joins else []
+        return reduced == self.members, alive + newcomers
+
+    def on_step_end(self, accelerator: AcceleratorView) -> None:
+        self.steps += 1
+        self.failed = False
+        if self.next_members == self.members:
+            return
+        joins = len(self.next_members) > len(self.members)
+        if joins and self.me == self.members[0]:
+            position = self.steps, accelerator.loaders[0].state_dict()
+            self.store.set("position", pickle.dumps(position))
+            self.store.set("joined", ",".join(map(str, self.next_members)))
+        self.meet(self.next_members)
+        if joins:
+            self.send_weights(accelerator.models)
+        accelerator.reshare()

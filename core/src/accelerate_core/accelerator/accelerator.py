@@ -420,6 +420,12 @@ class Accelerator(
             lambda: runtimes.release(self),
         )
 
+    def reshare(self) -> None:
+        """Divide the rest of the data over the ranks of a new `data_shard`; for elastic backends."""
+        self._collectives.resize()
+        self._prepared.reshare()
+        self._shared_hooks.call_each("on_membership_change")
+
     def free_memory(self, *objects: Any) -> list[Any]:
         """Release all prepared objects, reset `step`, and return None for each object passed."""
         self._saving.release()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Collectives:
         state: tracks the last batch that a loader yielded.
         options: how data is divided over the ranks.
         has_mesh: whether tensors may be distributed over a device mesh.
+        shard: asks the backend for this process's index in a scope, and the scope's size.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Collectives:
         state: GradientState,
         options: PrepareOptions,
         has_mesh: bool,
+        shard: Callable[[Scope], tuple[int, int]],
     ) -> None:
         self.comm = world
         self.data_comm = data
@@ -47,6 +50,12 @@ class Collectives:
         self._state = state
         self._options = options
         self._has_mesh = has_mesh
+        self._shard = shard
+
+    def resize(self) -> None:
+        """Ask the backend again for the sizes of the data and the loss scope."""
+        for comm in (self.data_comm, self.loss_comm):
+            comm.rank, comm.size = self._shard(comm.scope)
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate each tensor of a nested structure over the ranks, along dimension 0."""
@@ -122,16 +131,19 @@ def make_collectives(
             index and a number of ranks.
     """
 
-    def communicator(scope: Scope, shard: Any) -> Communicator:
-        match shard:
-            case (int(index), int(count)) if 0 <= index < count <= process.num_processes:
-                pass
-            case _:
-                wanted = (
-                    "(index, count) with 0 <= index < count, and count at most the number of "
-                    f"processes, {process.num_processes}"
-                )
-                raise wrong_answer(f"{scope}_shard", setup.backend.name, shard, wanted)
+    def shard(scope: Scope) -> tuple[int, int]:
+        answer = hooks.data_shard() if scope == "data" else hooks.loss_shard()
+        most = sys.maxsize if setup.backend.supports.get("elastic") else process.num_processes
+        match answer:
+            case (int(index), int(count)) if 0 <= index < count <= most:
+                return index, count
+        wanted = (
+            "(index, count) with 0 <= index < count, and count at most the number of "
+            f"processes, {process.num_processes}"
+        )
+        raise wrong_answer(f"{scope}_shard", setup.backend.name, answer, wanted)
+
+    def communicator(scope: Scope, index: int, count: int) -> Communicator:
         # A script may keep a loader, which uses these, longer than the Accelerator. A single
         # process calls no hook.
         bound = hooks if count == 1 else hooks.holding()
@@ -147,9 +159,10 @@ def make_collectives(
         )
 
     return Collectives(
-        communicator("world", (process.process_index, process.num_processes)),
-        communicator("data", hooks.data_shard()),
-        communicator("loss", hooks.loss_shard()),
+        communicator("world", process.process_index, process.num_processes),
+        communicator("data", *shard("data")),
+        communicator("loss", *shard("loss")),
+        shard=shard,
         state=state,
         options=options,
         has_mesh=setup.parallelism_config is not None,

@@ -129,12 +129,17 @@ class Setup:
         active += [(part.record, part.reason) for part in self.parts.values() if part]
         return rows + [(f"plugin {one.kind}", one.label, why) for one, why in active]
 
-    def plugin_settings(self) -> dict[str, SourcedValue]:
-        """Return the settings of all active plugins, with keys of the form `kind plugin.field`."""
+    def plugin_settings(self, compared: bool = False) -> dict[str, SourcedValue]:
+        """Return the settings of all active plugins, with keys of the form `kind plugin.field`.
+
+        Args:
+            compared: leave out those that may differ between ranks.
+        """
         return {
             f"{record.kind} {record.name}.{name}": value
             for record, settings in self.settings.items()
             for name, value in settings.items()
+            if not (compared and name in per_rank_fields(record.load()))
         }
 
     def facts(self) -> dict[str, Any]:
@@ -153,14 +158,8 @@ class Setup:
         loading = self.options.dataloader_config
         for one in dataclasses.fields(loading):
             facts[f"dataloader_config.{one.name}"] = getattr(loading, one.name)
-        free = {
-            f"{record.kind} {record.name}.{name}"
-            for record in self.settings
-            for name in per_rank_fields(getattr(record.load(), "Settings", None))
-        }
-        for name, value in self.plugin_settings().items():
-            if name not in free:
-                facts[name] = comparable(value.value)
+        for name, value in self.plugin_settings(compared=True).items():
+            facts[name] = comparable(value.value)
         return facts
 
 

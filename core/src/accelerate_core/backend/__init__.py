@@ -72,6 +72,8 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
       the same mesh can load them; with False, saving in the middle of a cycle is an error.
     * `exact`: whether a step equals the step of one process on the samples of all ranks. Default: True.
     * `own_mesh`: whether the backend itself compares the sizes of a mesh with its devices.
+    * `elastic`: whether `data_shard` and `loss_shard` may change, and may count processes that are
+      not in this world. After a change, the backend calls `accelerator.reshare()`.
 
     A backend is constructed with `settings`, an instance of the plugin's `Settings` (None if it has no
     such class), and `handlers`, the kwargs handlers that the script passed for it.

@@ -292,9 +292,9 @@ def settings_fields(cls: type[Any], *, owner: str = "") -> tuple[SettingField, .
     return tuple(out)
 
 
-def per_rank_fields(cls: type[Any] | None) -> set[str]:
-    """Return the names of the fields that may differ between ranks."""
-    fields = () if cls is None else dataclasses.fields(cls)
+def per_rank_fields(plugin: Any) -> set[str]:
+    """Return the names of a plugin's settings that may differ between ranks."""
+    fields = dataclasses.fields(plugin.Settings)
     return {field.name for field in fields if field.metadata.get("setting", {}).get("per_rank")}
 
 

@@ -22,7 +22,7 @@ NEEDS = {
 #: Keys that a backend may use in `supports`, and words that it may use in `owns`.
 SUPPORTS = (
     "accepts", "precisions", "mesh", "devices", "no_sync", "join", "compile", "num_items", "gradients",
-    "several_models", "exact", "own_mesh",
+    "several_models", "exact", "own_mesh", "elastic",
 )  # fmt: skip
 OWNS = ("precision", "device_placement", "accumulation", "optimizer", "checkpoint")
 

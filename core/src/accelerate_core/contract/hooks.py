@@ -230,6 +230,10 @@ class HookSpecs(Protocol):
         """An optimizer has been stepped."""
 
     @_broadcast
+    def on_membership_change(self, accelerator: AcceleratorView) -> None:
+        """The number of ranks with different data has changed. `accelerator.reshare` has run."""
+
+    @_broadcast
     def on_free(self, accelerator: AcceleratorView) -> None:
         """`free_memory` was called. Drop all references to prepared objects."""
 

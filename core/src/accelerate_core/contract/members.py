@@ -100,6 +100,8 @@ class BatchView(Protocol):
     last: bool
     #: Number of real samples in the global batch if it was filled up, else None.
     real: int | None
+    #: Number of samples in a full global batch; None if unknown.
+    whole: int | None
 
 
 class GradientStateView(Protocol):

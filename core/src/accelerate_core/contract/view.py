@@ -225,6 +225,13 @@ class AcceleratorView(SetupView, Protocol):
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler, None if losses are not scaled."""
 
+    def reshare(self) -> None:
+        """Divide the rest of the data over the ranks of a new `data_shard`; for elastic backends.
+
+        The backend calls this on every rank after the same step. Loaders continue in their order with
+        the next global batch. Then `on_membership_change` is called.
+        """
+
     # --- warnings -----------------------------------------------------------------------------
 
     def warn_once(self, text: str, *, every_rank: bool = False) -> None:

@@ -146,6 +146,7 @@ class CoreLoader(DataLoader[Any]):
         self._users = users
         self._batch_size = batch_size
         self._skip: int | None = None
+        self._moved = False
         self._position = Position()
         self._runs: list[BatchView] = []
         #: The iteration that yielded the last batch.
@@ -323,6 +324,13 @@ class CoreLoader(DataLoader[Any]):
         clone._served = BatchInfo()
         return clone
 
+    def read_on(self, source: IndexedSource, options: LoaderOptions) -> None:
+        """Read another part of the data; a running iteration does so from its next batch on."""
+        self._source = source
+        self.base = source.base
+        self.options = options
+        self._moved = True
+
     # -- iterating ---------------------------------------------------------------------------
 
     def __iter__(self) -> Any:
@@ -336,6 +344,7 @@ class CoreLoader(DataLoader[Any]):
         """Open the source where this iteration begins, and record the position."""
         options = self.options
         position = self._position
+        self._moved = False
         if options.order_comm is not None:
             generator = self.synchronized_generator
             synchronize_rng_states(options.rng_types, generator, options.order_comm)
@@ -398,6 +407,11 @@ class CoreLoader(DataLoader[Any]):
                     position.ended = last
                     position.loader_state = data_state
                 yield batch
+                if self._moved and position.owner is served and not last:
+                    position.owner = None
+                    served.whole = self.total_batch_size
+                    yield from self._batches(served)
+                    return
             if position.owner is served:
                 position.kept_workers = False
                 position.start_of(position.epoch + 1)

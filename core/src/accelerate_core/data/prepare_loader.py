@@ -112,6 +112,34 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
     return DataLoaderShard(base, source, view, loader, options, batch_size)
 
 
+def reshare(loader: CoreLoader, index: int, count: int) -> None:
+    """Divide the rest of a loader's data over another number of ranks.
+
+    Raises:
+        ConfigurationError: the loader does not read a map-style dataset by index.
+    """
+    old = getattr(loader, "_source", None)
+    if not isinstance(old, IndexedSource):
+        raise ConfigurationError(
+            f"The data of {loader!r} cannot be divided over another number of ranks. Use a torch "
+            "DataLoader with a map-style dataset, without dispatch_batches and without a loader plugin."
+        )
+    plan = old.stream.plan
+    if isinstance(plan, BatchSamplerShard):
+        plan = plan.batch_sampler.sampler if isinstance(plan, ItemShard) else plan.batch_sampler
+    options = replace(loader.options, num_processes=count, process_index=index)
+    steps = StepReader(
+        count, options.config.split_batches, loader.even_batches, _drops_last(loader)
+    )
+    steps.wanted = [index]
+    base = _copy(loader.base)
+    _replace(base, **{_order_name(base): plan})
+    source = _own_source(base, steps, index)
+    assert isinstance(source, IndexedSource), "the loader reads by index"
+    _replace(loader, **{_order_name(loader): source.stream.plan})
+    loader.read_on(source, options)
+
+
 def _order_comm(options: LoaderOptions) -> Communicator | None:
     """Return the communicator of the ranks that read in one order, or None for a single rank."""
     comm = options.order_comm

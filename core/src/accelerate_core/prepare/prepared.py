@@ -24,12 +24,12 @@ from accelerate_core.config.handlers import (
 )
 from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.contract.hooks import wrong_answer
-from accelerate_core.contract.members import GradientReducer, ObjectKind
+from accelerate_core.contract.members import GradientReducer, ObjectKind, PlanEntryView
 from accelerate_core.contract.parts import PreparedLoader, check_members
 from accelerate_core.contract.topology import Process
 from accelerate_core.data.device_feed import feed as move_batches
 from accelerate_core.data.loader import LoaderOptions
-from accelerate_core.data.prepare_loader import override_even_batches, prepare_loader
+from accelerate_core.data.prepare_loader import override_even_batches, prepare_loader, reshare
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import PluginConflictError, PrepareError, listing
 from accelerate_core.plugins.factory import Part, attribute_methods
@@ -155,16 +155,16 @@ class Prepared:
         self.objects.clear()
         self.replaced_parameters.clear()
 
-    def use_reducer(self, model: torch.nn.Module) -> None:
-        """Let the reducer of a plugin, if one returns a reducer, average the model's gradients.
+    def use_reducer(self, entry: PlanEntryView) -> None:
+        """Let a plugin that returns a reducer average the gradients of a model that is trained.
 
         Raises:
             PluginConflictError: several plugins returned a reducer.
         """
-        answers = [
-            (self.shared_hooks.call(one, model=model), one.record)
-            for one in self.shared_hooks.implementations("reduce_gradients")
-        ]
+        asked = (
+            () if entry.evaluation_mode else self.shared_hooks.implementations("reduce_gradients")
+        )
+        answers = [(self.shared_hooks.call(one, model=entry.value), one.record) for one in asked]
         found = [(reducer, record) for reducer, record in answers if reducer is not None]
         if len(found) > 1:
             labels = listing([record.label for _, record in found])
@@ -175,7 +175,7 @@ class Prepared:
         for reducer, record in found:
             check_members(reducer, GradientReducer, f"The reducer of {record.label}")
             attribute_methods(reducer, record, ("all_reduce", "reduce_scatter"))
-            self.hooks.use_reducer(model, reducer)
+            self.hooks.use_reducer(entry.value, reducer)
 
     # --- models -------------------------------------------------------------------------------
 
@@ -236,6 +236,11 @@ class Prepared:
             fixed_batch=fixed,
         )
         return prepare_loader(data_loader, options)
+
+    def reshare(self) -> None:
+        """Divide the rest of the data of all loaders over the current ranks."""
+        for loader in self.objects.loaders:
+            reshare(loader, self._data.rank, self._data.size)
 
     def _feeds_itself(self) -> bool:
         """Whether the backend has its own `feed_device`, which is called even if no move is needed."""

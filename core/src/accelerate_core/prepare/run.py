@@ -42,9 +42,8 @@ def prepare(
     if "optimizer" not in backend.owns:
         plan.reconcile(prepared.objects.models, tell=True)
     if prepared.process.num_processes > 1:
-        trained = [entry.value for entry in plan.of_kind("model") if not entry.evaluation_mode]
-        for model in trained:
-            prepared.use_reducer(model)
+        for entry in plan.of_kind("model"):
+            prepared.use_reducer(entry)
     if prepared.shared_hooks.implementations("prepare_objects"):
         prepared.shared_hooks.call_each("prepare_objects", plan=plan)
         if "optimizer" not in backend.owns:
