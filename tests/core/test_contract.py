@@ -467,10 +467,10 @@ def test_plugin_for_an_older_minor_version_works_with_a_deprecation_warning(tmp_
     name, warned = dummies.run(tmp_path, code)
     assert name == "aged"
     assert warned == [
-        "aged (dummy-aged 1.0) uses 'on_step_end', deprecated since version 1.2 of the contract "
-        "and gone in 2.0: implement on_end.",
-        "aged (dummy-aged 1.0) uses 'zero_grad(set_to_none)', deprecated since version 1.3 of the "
-        "contract and gone in 2.0: gradients are always dropped.",
+        "aged (dummy-aged 1.0) uses 'on_step_end', which version 1.2 of the contract deprecated "
+        "and 2.0 will remove: implement on_end.",
+        "aged (dummy-aged 1.0) uses 'zero_grad(set_to_none)', which version 1.3 of the contract "
+        "deprecated and 2.0 will remove: gradients are always dropped.",
     ]
 
 

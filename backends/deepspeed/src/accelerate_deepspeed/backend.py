@@ -524,7 +524,7 @@ class DeepSpeedBackend(Backend):
             )
         if not one.dirty:
             accelerator.warn_once(
-                "optimizer.step() has no effect, because there was no backward since the last step."
+                "optimizer.step() has no effect, because no backward has run since the last step."
             )
             return True
         return one.step()

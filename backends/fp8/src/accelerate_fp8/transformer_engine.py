@@ -136,7 +136,7 @@ class TransformerEngine(FP8):
             frozen = {n for n in names if not model.get_submodule(n).weight.requires_grad}
             if names and not frozen:
                 raise PrepareError(
-                    "quantized_weights only applies to frozen weights, because 8 bits cannot hold "
+                    "quantized_weights only applies to frozen weights, because 8 bits cannot represent "
                     f"the small updates of an optimizer, but all linear weights of "
                     f"{type(model).__name__} are trained. Freeze some with requires_grad_(False), as "
                     "LoRA does, or leave quantized_weights out."

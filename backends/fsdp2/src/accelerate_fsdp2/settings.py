@@ -146,7 +146,7 @@ class FullyShardedDataParallelPlugin(BackendSettings):
         if self.fsdp_version not in (None, 2):
             raise ConfigurationError(
                 f"fsdp_version={self.fsdp_version} is not supported. This backend is FSDP2 (torch's "
-                "fully_shard). Leave fsdp_version out."
+                "fully_shard). Set it to 2, or leave it out."
             )
         self._refuse_fsdp1()
         self.sharding_strategy = self._strategy(self.sharding_strategy)
@@ -170,7 +170,7 @@ class FullyShardedDataParallelPlugin(BackendSettings):
                 "parameters, so leave it out."
             )
         if not self.limit_all_gathers:
-            warn("limit_all_gathers=False has no effect with FSDP2.")
+            warn("limit_all_gathers=False has no effect with FSDP2. Leave it out.")
         text = str(getattr(self.backward_prefetch, "name", self.backward_prefetch)).upper()
         if text not in ("NONE", "BACKWARD_PRE", "NO_PREFETCH", "BACKWARD_POST"):
             raise ConfigurationError(

@@ -426,7 +426,7 @@ class MegatronBackend(Backend):
             )
         if not engine.begun:
             accelerator.warn_once(
-                "optimizer.step() has no effect, because there was no backward since the last step."
+                "optimizer.step() has no effect, because no backward has run since the last step."
             )
             return True
         return engine.step()

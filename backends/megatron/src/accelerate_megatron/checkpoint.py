@@ -264,9 +264,9 @@ def _check_groups(engine: Engine, there: Any, directory: Path) -> None:
     groups = [sorted(group["params"]) for group in there["groups"]]
     if groups != [sorted(names) for names in engine.group_names]:
         raise CheckpointError(
-            f"The checkpoint {directory} has other parameters in the optimizer's groups: "
-            f"{[len(g) for g in groups]} parameters in the checkpoint, "
-            f"{[len(g) for g in engine.group_names]} in this run."
+            f"The optimizer's groups contain other parameters than in the checkpoint {directory}: "
+            f"{[len(g) for g in engine.group_names]} parameters in this run, "
+            f"{[len(g) for g in groups]} in the checkpoint. Create the optimizer with the saved groups."
         )
 
 

@@ -54,8 +54,8 @@ def _start(sizes: Sizes, seed: int, timeout: timedelta | None) -> Any:
     state = imported("parallel_state")
     if state.model_parallel_is_initialized():
         raise ConfigurationError(
-            "megatron's parallel_state was already initialised by other code. Remove the call of "
-            "initialize_model_parallel(), because the Accelerator does it."
+            "megatron's parallel_state was already initialised by other code. Remove your call to "
+            "initialize_model_parallel(): the Accelerator makes it."
         )
     try:
         torch.cuda.current_device()

@@ -141,7 +141,7 @@ def _batches_of(state: dict[str, Any], batch_size: int | None) -> int:
         return batches
     if state["samples_seen"] % batch_size:
         raise ConfigurationError(
-            f"The position is {state['samples_seen']} samples into the epoch (saved with "
-            f"batch_size={saved_size}), which is not divisible by batch_size={batch_size}."
+            f"The position, {state['samples_seen']} samples into the epoch, is not divisible by "
+            f"batch_size={batch_size}. Use one that divides it, such as the saved {saved_size}."
         )
     return int(state["samples_seen"] // batch_size)

@@ -277,8 +277,8 @@ class ActivePlugins:
                 gone = DEPRECATED[name]
                 since = ".".join(map(str, gone.since))
                 warn(
-                    f"{record.label} uses {name!r}, deprecated since version {since} of the contract "
-                    f"and gone in {gone.gone_in}.0: {gone.instead}.",
+                    f"{record.label} uses {name!r}, which version {since} of the contract deprecated "
+                    f"and {gone.gone_in}.0 will remove: {gone.instead}.",
                     FutureWarning,
                 )
         if implementation.hookwrapper or implementation.wrapper:

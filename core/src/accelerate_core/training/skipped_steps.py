@@ -57,5 +57,5 @@ class SkipWatch:
             what = f"{self.PATIENCE} times in a row, although no loss scale is active"
         warn(
             f"optimizer_step of backend {self._backend!r} returned False (the step was skipped) {what}. "
-            "Schedulers don't move and no step is counted. The hook must return True after a step."
+            "Schedulers don't advance and no step is counted. The hook must return True after a step."
         )

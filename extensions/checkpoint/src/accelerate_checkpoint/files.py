@@ -200,7 +200,7 @@ def _header(
     ):
         if tensor.dtype not in _DTYPES:
             raise CheckpointError(
-                f"safetensors cannot hold {name!r} of dtype {tensor.dtype}; save with "
+                f"safetensors cannot store {name!r} of dtype {tensor.dtype}; save with "
                 "safe_serialization=False."
             )
         starts[name], offset = offset, offset + tensor.nbytes

@@ -145,7 +145,7 @@ def weights_layout(
     layout = _fit(read_files(paths, _shapes), into)
     for name, value in into.state_dict(keep_vars=True).items():
         if name not in layout and not isinstance(value, torch.Tensor):
-            return None  # extra state, which safetensors cannot hold
+            return None  # extra state, which safetensors cannot store
     return layout
 
 

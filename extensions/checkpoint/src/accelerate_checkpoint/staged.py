@@ -177,7 +177,7 @@ def fetch_together(
         if not folder.path.is_dir():
             raise CheckpointError(
                 f"Rank {state.process.process_index} cannot find {folder.path}: the ranks of one "
-                "machine need a shared temporary directory. Set TMPDIR."
+                "machine need a shared temporary directory. Set TMPDIR to one."
             )
         with byte_bar(f"Downloading {basename(place)}", _wanted_size(state, manifest)) as advance:
             _fetch_share(state, storage, place, manifest, folder.path, verify, advance)

@@ -173,8 +173,8 @@ class TrainingState:
         self._accelerator.warn_once(
             f"The ranks train different models: {name!r} and {number - 1} other parameter(s) of rank "
             f"{rank} differ from those of rank 0, and the checkpoint has rank 0's. The backend is "
-            f"{self.backend!r}. ACCELERATE_DEBUG_MODE=1 (launch --debug) stops at the step in which it "
-            "begins.",
+            f"{self.backend!r}. To stop at the step where they start to differ, set "
+            "ACCELERATE_DEBUG_MODE=1 (launch --debug).",
             every_rank=True,
         )
 

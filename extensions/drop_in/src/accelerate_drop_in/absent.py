@@ -26,9 +26,9 @@ REFUSED = {
     ),
 }
 
-_HELP = "an internal of Accelerate's parser; accelerate launch --help has its own option groups"
+_HELP = "a part of Accelerate's parser; accelerate launch --help has its own option groups"
 _TABLE = "an internal table of Accelerate's converter; use convert_config_to_fsdp2"
-_HUB = "an internal of Accelerate's command, which creates the model; here only shapes are read"
+_HUB = "a part of Accelerate's command, which creates the model; here, only shapes are read"
 
 #: Cannot be imported: a value, or a helper that only works on Accelerate's internals.
 LEFT_OUT = {
@@ -56,7 +56,7 @@ LEFT_OUT = {
 MODULES = {
     **dict.fromkeys(
         ("commands.menu", "commands.config.cluster", "commands.config.config"),
-        "internals of accelerate config, which asks its questions through a library here",
+        "internals of accelerate config, which uses a library for its questions here",
     ),
     **dict.fromkeys(
         ("commands.config.config_utils", "commands.config.default", "commands.config.update"),
@@ -150,9 +150,9 @@ DIFFERENT: dict[str, str] = {
         "prepare; here prepare fills in the remaining values"
         for name in ("deepspeed_config_process", "fill_match")
     },
-    "utils.dataclasses.DeepSpeedPlugin.selected": "the Accelerator knows which plugin it runs with",
+    "utils.dataclasses.DeepSpeedPlugin.selected": "the Accelerator keeps the selected plugin",
     "utils.dataclasses.DeepSpeedSequenceParallelConfig": "None means True and sdpa",
-    "utils.dataclasses.DistributedDataParallelKwargs.to_dict": "returns all fields; all can be copied",
+    "utils.dataclasses.DistributedDataParallelKwargs.to_dict": "returns all fields: all can be copied",
     "utils.dataclasses.FullyShardedDataParallelPlugin": "None means 2, the only version",
     **{
         f"utils.dataclasses.{name}": "the signature shows the defaults instead of None"
@@ -169,8 +169,8 @@ DIFFERENT: dict[str, str] = {
         )
     },
     **{
-        f"utils.megatron_lm.{name}.*": "the class of what prepare returns; use "
-        "accelerator.train_step to run a step, save_state and load_state to keep it"
+        f"utils.megatron_lm.{name}.*": "prepare returns objects of this class; use "
+        "accelerator.train_step to run a step, and save_state and load_state for checkpoints"
         for name in (
             *("MegatronEngine", "MegatronLMOptimizerWrapper", "MegatronLMSchedulerWrapper"),
         )

@@ -201,7 +201,7 @@ ACCELERATOR: dict[str, Rule] = {
         "honoured", "for schedulers that are prepared afterwards", _set_step_scheduler
     ),
     "rng_types": Rule("honoured", "for loaders that are prepared afterwards", _set_rng_types),
-    "deepspeed_engine_wrapped": Rule("honoured", "only None, which frees nothing", _set_engine),
+    "deepspeed_engine_wrapped": Rule("honoured", "None is accepted and frees nothing", _set_engine),
     **{
         f"_{name}": Rule("honoured", "in place", _replace_list(f"_{name}"))
         for name in ("models", "optimizers", "schedulers", "dataloaders", "custom_objects")

@@ -361,7 +361,8 @@ def _give_scales(model: nn.Module, checkpoint: str | Path) -> None:
             weight.SCB = weight.SCB if scale is None else scale
             if weight.dtype == torch.int8 and weight.SCB is None:
                 raise CheckpointError(
-                    f"{checkpoint} has {name}.weight in 8 bits without {name}.SCB."
+                    f"{checkpoint} has {name}.weight in 8 bits without {name}.SCB, its scale. "
+                    "Save the quantized model again, with all of its state."
                 )
 
 

@@ -111,7 +111,10 @@ def notebook_launcher(
     """
     failures.install()
     if not callable(function):
-        raise ConfigurationError(f"function must be callable, not {type(function).__name__}.")
+        raise ConfigurationError(
+            f"function must be callable, not {type(function).__name__}. Pass the function itself, and its "
+            "arguments in args."
+        )
     precision = str(mixed_precision).lower()
     find("precision", precision, source="argument mixed_precision")
     if not 0 <= node_rank < num_nodes:

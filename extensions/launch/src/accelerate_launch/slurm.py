@@ -97,7 +97,8 @@ def _numbers(ranges: str, text: str) -> list[str]:
         low, _, high = part.partition("-")
         if not low.isdigit() or (high and not high.isdigit()):
             raise ConfigurationError(
-                f"{text!r} is not a valid SLURM node list: {part!r} is not a range."
+                f"{text!r} is not a valid SLURM node list: {part!r} is neither a number nor a range "
+                "such as 1-4."
             )
         numbers = range(int(low), int(high or low) + 1)
         made += [str(number).zfill(len(low)) for number in numbers]

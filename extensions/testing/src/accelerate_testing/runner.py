@@ -115,7 +115,7 @@ def run_suite(
     for one in only or ():
         if one not in every:
             raise ConfigurationError(
-                f"There is no check {one!r} for a {kind}. There are {listing(every)}."
+                f"There is no check {one!r} for a {kind}. The checks are {listing(every)}."
                 f"{did_you_mean(one, every)}"
             )
     chosen = [made for made in every.values() if only is None or made.name in only]
