@@ -30,6 +30,8 @@ FOLLOWS = "follows from "
 
 #: Keys of config files that have no launch option.
 _MORE_KEYS = ["backend", "compute_environment", "distributed_type", "torch_device"]
+#: Launchers that need the address of machine 0. Others may start all machines and know it themselves.
+_NEEDS_ADDRESS = (None, "torchrun", "srun", "mpirun")
 _RENDEZVOUS = ("static", "c10d", "etcd", "etcd-v2")
 #: For each option, the pattern that its value must match and the words for it in an error.
 FORMS = {
@@ -246,7 +248,7 @@ def check_machines(chosen: Mapping[str, SourcedValue], around: ClusterEnvironmen
     )
     if rank.value >= machines.value:
         raise ConfigurationError(f"machine_rank={rank} must be less than num_machines={machines}.")
-    if machines.value > 1 and not address.value:
+    if machines.value > 1 and not address.value and launcher.value in _NEEDS_ADDRESS:
         raise ConfigurationError(
             f"num_machines={machines.value} needs --main_process_ip, the address of machine 0."
         )

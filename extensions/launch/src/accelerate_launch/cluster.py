@@ -1,4 +1,4 @@
-"""Detect an mpirun or a SLURM allocation around the launcher, and read its settings."""
+"""Detect what started the launcher (mpirun, SLURM, a Kubernetes operator), and read its settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.errors import ConfigurationError
-from accelerate_launch import mpi, slurm
+from accelerate_launch import mpi, pods, slurm
 from accelerate_launch.plan import LOOPBACK
 
 
@@ -27,7 +27,7 @@ class ClusterEnvironment:
 
 
 def detect_cluster(environ: Mapping[str, str]) -> ClusterEnvironment:
-    """Return the mpirun or the SLURM allocation that this process runs in.
+    """Return the mpirun, the SLURM allocation or the pod of a job that this process runs in.
 
     Raises:
         ConfigurationError: the variables contradict each other.
@@ -40,6 +40,8 @@ def detect_cluster(environ: Mapping[str, str]) -> ClusterEnvironment:
         return _mpi(flavour, environ)
     if "SLURM_JOB_ID" in environ:
         return _slurm(environ)
+    if pods.in_pod(environ):
+        return ClusterEnvironment("Kubernetes", pods.pod_values(environ))
     return ClusterEnvironment()
 
 

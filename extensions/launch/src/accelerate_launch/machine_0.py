@@ -59,10 +59,10 @@ def find_machine_0(machine: MachineZero, *, is_machine_0: bool | None = None) ->
     """Return once the rendezvous can start: machine 0 listens, or this is machine 0.
 
     If machine 0 is up but does not listen yet, this waits as long as `rdzv_conf` says: `timeout` for
-    static (default 900 seconds), `join_timeout` for c10d (600). If machine 0 does not answer at all,
-    this waits that long only if `rdzv_conf` has the key. Otherwise the address is considered wrong
-    after a few seconds. The same applies if this machine was explicitly called machine 0 but has
-    another address.
+    static (default 900 seconds), `join_timeout` for c10d (600). If machine 0 does not answer at all
+    or its name is unknown, this waits that long only if `rdzv_conf` has the key. Otherwise the address
+    is considered wrong after a few seconds. The same applies if this machine was explicitly called
+    machine 0 but has another address.
 
     Args:
         is_machine_0: whether this machine opens the port; None decides by its addresses.
@@ -71,7 +71,7 @@ def find_machine_0(machine: MachineZero, *, is_machine_0: bool | None = None) ->
         ConfigurationError: the name does not resolve, nothing answered in time, or this is machine 0
             but has another address or can't open the port.
     """
-    check_resolves(machine.host, machine.port, machine.source)
+    _wait_for_name(machine)
     if machine.backend not in _TIMEOUTS:
         return  # a separate service such as etcd, whose client has time limits
     if is_machine_0 is None and is_here(machine.host):
@@ -194,6 +194,30 @@ def is_here(host: str) -> bool:
                 continue
             return True
     return False
+
+
+def _wait_for_name(machine: MachineZero) -> None:
+    """Check that machine 0's name resolves, repeatedly if `rdzv_conf` says how long to wait.
+
+    A pod of Kubernetes has no name before it has been scheduled.
+    """
+    key, _ = _TIMEOUTS.get(machine.backend, ("", 0.0))
+    until = time.monotonic() + float(machine.conf.get(key, 0.0))
+    said = False
+    while True:
+        try:
+            return check_resolves(machine.host, machine.port, machine.source)
+        except ConfigurationError:
+            if time.monotonic() >= until:
+                raise
+        if not said:
+            said = True
+            sys.stderr.write(
+                f"Waiting for {machine}: its name does not resolve yet. This machine gives up after "
+                f"{machine.conf[key]} s (--rdzv_conf {key}=SECONDS).\n"
+            )
+            sys.stderr.flush()
+        time.sleep(1.0)
 
 
 def _wait_for_listener(machine: MachineZero, role: str = "") -> None:

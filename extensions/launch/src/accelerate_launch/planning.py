@@ -26,7 +26,7 @@ from accelerate_launch.contributed import MESH, check_sections, set_in_environme
 from accelerate_launch.options import LAUNCH_OPTIONS, NAMES_PLUGIN, OWN
 from accelerate_launch.paths import accelerate_config_path, default_config_path
 from accelerate_launch.plan import LaunchPlan, Target
-from accelerate_launch.target import find_target
+from accelerate_launch.target import find_target, make_target
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +54,21 @@ def make_plan(
     """
     plan = draft_plan(given, environ, config)
     flags = {name: bool(plan.provenance[name].value) for name in ("module", "no_python")}
+    if _starts_elsewhere(plan):
+        return replace(plan, target=make_target(script, arguments, **flags))
     plan = replace(plan, target=find_target(script, arguments, environ, **flags))
     checks.check_port(plan)
     if plan.num_machines > 1 and plan.launcher in (None, "torchrun"):
         return _with_address(plan, environ)
     return plan
+
+
+def _starts_elsewhere(plan: LaunchPlan) -> bool:
+    """Return whether a launcher was named that starts no process on this machine."""
+    if plan.launcher is None:
+        return False
+    launcher = find("launcher", plan.launcher, source=plan.provenance["launcher"].origin)
+    return bool(getattr(launcher.load(), "elsewhere", False))
 
 
 def _with_address(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
@@ -93,7 +103,9 @@ def draft_plan(
     made = decide(given, environ, config)
     chosen = made.chosen
     if not made.around.ranks:
-        _refuse_rank(environ, chosen["num_machines"].value)
+        # Kubeflow's operator sets WORLD_SIZE in its pods, even if there is only one.
+        environ_of_rank = {} if made.around.name == "Kubernetes" else environ
+        _refuse_rank(environ_of_rank, chosen["num_machines"].value)
     same = {field.name for field in fields(LaunchPlan)} & chosen.keys()
     values = {name: chosen[name].value for name in same}
     values |= {

@@ -31,7 +31,15 @@ from accelerate_core.plugins.discovery import (
 from accelerate_launch.paths import cache_directory
 
 #: Kinds of plugins that may have a section of a config file, `<name>_config`.
-WITH_SETTINGS = ("backend", "precision", "checkpointer", "loaders", "extension", "tracker")
+WITH_SETTINGS = (
+    "backend",
+    "precision",
+    "checkpointer",
+    "loaders",
+    "launcher",
+    "extension",
+    "tracker",
+)
 #: Environment variable by which a shell asks the command line for completions.
 COMPLETION = "_ACCELERATE_CORE_COMPLETE"
 #: Increase this when the cached format changes, to invalidate older entries.
@@ -116,7 +124,7 @@ def _records(environ: Mapping[str, str]) -> list[PluginRecord]:
     records += (
         record
         for record in installed().plugins
-        if record.kind in (*WITH_SETTINGS, "launcher")
+        if record.kind in WITH_SETTINGS
         and record.name not in off
         and not record.target.startswith("accelerate_core.")
     )

@@ -51,6 +51,9 @@ class Launcher(Protocol):
     `uses` names options that have no effect with other launchers: `main_training_function`,
     `same_network`.
 
+    `elsewhere = True` says that the processes run on other machines. The script then need not exist
+    on this one. `preview(plan)` returns what `launch --dry_run` prints instead of the command.
+
     A launcher that also starts functions, for `notebook_launcher`, is a `FunctionLauncher`.
     """
 
@@ -236,6 +239,20 @@ def command_of(plan: LaunchPlan) -> list[str]:
     launcher, record = _choose(plan)
     with record.broken_if_raises("launch_command"):
         return list(launcher.launch_command(plan))
+
+
+def preview_of(plan: LaunchPlan) -> str | None:
+    """Return what the launcher would submit, for `--dry_run`; None if it has no `preview`.
+
+    Raises:
+        PluginError: the launcher plugin raised.
+    """
+    launcher, record = _choose(plan)
+    preview = getattr(launcher, "preview", None)
+    if preview is None:
+        return None
+    with record.broken_if_raises("preview"):
+        return str(preview(plan))
 
 
 def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:

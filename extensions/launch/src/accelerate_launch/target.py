@@ -28,23 +28,36 @@ def find_target(
         ConfigurationError: the script, module or program does not exist; the text has the most
             similar name.
     """
-    if module and no_python:
-        raise ConfigurationError("--module and --no_python cannot be used together.")
+    target = make_target(name, arguments, module=module, no_python=no_python)
     if module:
         try:
             find_module(name, first=[str(Path.cwd())])
         except ModuleNotFoundError as error:
             raise ConfigurationError(f"Cannot launch {name!r}: {error}") from None
-        return Target(name, tuple(arguments), "module")
-    if no_python:
+    elif no_python:
         if shutil.which(name, path=environ.get("PATH")) is None:
             raise ConfigurationError(
                 f"The program {name!r} was not found, or is not executable. To run it with the Python "
                 "interpreter, leave out --no_python."
             )
-        return Target(name, tuple(arguments), "program")
-    _check_script(name)
-    return Target(name, tuple(arguments), "script")
+    else:
+        _check_script(name)
+    return target
+
+
+def make_target(
+    name: str, arguments: Sequence[str], *, module: bool = False, no_python: bool = False
+) -> Target:
+    """Return a target without looking for it, because it may exist only on other machines.
+
+    Raises:
+        ConfigurationError: it would be both a module and a program.
+    """
+    if module and no_python:
+        raise ConfigurationError("--module and --no_python cannot be used together.")
+    if module:
+        return Target(name, tuple(arguments), "module")
+    return Target(name, tuple(arguments), "program" if no_python else "script")
 
 
 def _check_script(name: str) -> None:

@@ -35,6 +35,7 @@ _HIDDEN = (
     "PMI_",
     "PMIX_",
     "SLURM_",
+    "PET_",
     "MASTER_",
     "GROUP_",
     "ROLE_",
@@ -45,6 +46,7 @@ _HIDDEN_NAMES = (
     "WORLD_SIZE",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
+    "JOB_COMPLETION_INDEX",
     "PYTEST_ADDOPTS",
     "PYTHONOPTIMIZE",
 )

@@ -30,7 +30,7 @@ _SECRET = re.compile(
 )
 #: Variables that are shown with their values. For others that match `_OURS`, only the name is shown.
 _KNOWN = re.compile(
-    r"OMP_|MASTER_|TORCH(ELASTIC|INDUCTOR|DYNAMO|_DISTRIBUTED)|GLOO_|NCCL_|.*VISIBLE_DEVICES$"
+    r"OMP_|MASTER_|PET_|JOB_COMPLETION_INDEX$|TORCH(ELASTIC|INDUCTOR|DYNAMO|_DISTRIBUTED)|GLOO_|NCCL_|.*VISIBLE_DEVICES$"
     r"|(LOCAL_)?RANK$|(LOCAL_)?WORLD_SIZE$"
 )
 _OURS = re.compile(r"ACCELERATE_|TORCH")

@@ -23,7 +23,13 @@ from accelerate_launch.contributed import plugin_variables
 from accelerate_launch.options import Unused
 from accelerate_launch.plan import LaunchPlan
 from accelerate_launch.planning import find_config, make_plan
-from accelerate_launch.start import child_environment, choose_launcher, command_of, start
+from accelerate_launch.start import (
+    child_environment,
+    choose_launcher,
+    command_of,
+    preview_of,
+    start,
+)
 
 #: Pairs of a purpose and the arguments for it.
 EXAMPLES = (
@@ -79,7 +85,14 @@ def command(
 
 
 def _print_command(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-    """Print the command as a line for the shell, and a table of the environment variables it gets."""
+    """Print the command as a line for the shell, and a table of the environment variables it gets.
+
+    A launcher that submits a job prints the job instead.
+    """
+    preview = preview_of(plan)
+    if preview is not None:
+        click.echo(preview, nl=False)
+        return
     click.echo(shlex.join(command_of(plan)))
     origins = {name: sourced.origin for name, sourced in plan.provenance.items()}
     origins |= decode(plan.environment)
