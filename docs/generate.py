@@ -965,9 +965,14 @@ def _options(plugin: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _options_of_launcher(launcher: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield the options of a launcher, and its top-level keys in a config file."""
+    """Yield the options of a launcher, and its section or its top-level keys in a config file."""
     cls = getattr(launcher, "Settings", None)
     if cls is None:
+        return
+    _, section, _ = cls.__settings_names__
+    if section is not None:
+        yield "SECTIONS", section or f"{name}_config"
+        yield "PREFIXES", cls.__yaml_prefix__ or f"{name}_"
         return
     prefix = cls.__yaml_prefix__
     yield from (("PREFIXES", prefix) for _ in prefix[:1])

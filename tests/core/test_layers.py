@@ -97,6 +97,7 @@ PLUGINS = (
     "extensions/tracking",
     "extensions/compile",
     "extensions/dispatch",
+    "extensions/kubernetes",
 )
 
 

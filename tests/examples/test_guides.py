@@ -36,6 +36,7 @@ NOT_RUN = {
     "it needs a scheduler": {"how_to/resume.md"},
     "it needs Docker": {"how_to/docker.md"},
     "it needs a Ray cluster": {"how_to/ray.md"},
+    "it needs a cluster": {"how_to/kubernetes.md"},
     "mypy reads all of torch": {"how_to/type_checking.md"},
 }
 
