@@ -96,6 +96,17 @@ class LeavesVariables(Sound):
     def launch_function(self, function, args, plan):
         os.environ["LAUNCHED"] = "yes"
         super().launch_function(function, args, plan)
+
+class ReturnsValues(Sound):
+    name = "returnsvalues"
+    def launch_function(self, function, args, plan):
+        super().launch_function(function, args, plan)
+        return [str(rank) for rank in range(plan.num_processes)]
+
+class ReturnsValuesOutOfOrder(ReturnsValues):
+    name = "returnsvaluesoutoforder"
+    def launch_function(self, function, args, plan):
+        return super().launch_function(function, args, plan)[::-1]
 """
 
 
@@ -124,6 +135,8 @@ def check(
         ("WaitsForNobody", "failed", "by fork"),
         ("TakesAFailureForAnEnd", "failed", "raised on rank 1, but the launch by fork succeeded"),
         ("NamesNoRank", "failed", "does not name rank 1, which failed: RuntimeError: a process"),
+        ("ReturnsValues", "passed", "2 by fork, 2 by spawn"),
+        ("ReturnsValuesOutOfOrder", "failed", "what launch_function returns, by fork: ['1', '0']"),
         ("LeavesVariables", "failed", "variables that have changed after the launch, by fork"),
     ],
 )

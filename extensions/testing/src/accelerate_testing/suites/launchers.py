@@ -63,7 +63,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ACCELERATE_MIX
 
 def start(function, args, plan):
     prepared = PrepareForLaunch(function, environment=plan.environment)
-    choose_launcher(plan).launch_function(prepared, args, plan)
+    return choose_launcher(plan).launch_function(prepared, args, plan)
 
 def work(folder, failing):
     said = {name: os.environ.get(name) for name in NAMES}
@@ -72,6 +72,7 @@ def work(folder, failing):
         out.write(json.dumps(said) + "\\n")
     if failing == (said["RANK"] or "0"):
         raise ValueError("this rank gives up")
+    return said["RANK"] or "0"
 
 if __name__ == "__main__":
     folder, launcher, count, method = Path(sys.argv[1]), *sys.argv[2:]
@@ -81,9 +82,10 @@ if __name__ == "__main__":
         provenance={"launcher": SourcedValue(launcher, "plugins check")},
     )
     before = dict(os.environ)
-    start(work, (str(folder), ""), plan)
+    values = start(work, (str(folder), ""), plan)
     texts = [path.read_text() for path in sorted(folder.glob("*.function"))]
     report = {"calls": [json.loads(line) for text in texts for line in text.splitlines()]}
+    report["values"] = values
     report["changed"] = [n for n in {*before, *os.environ} if before.get(n) != os.environ.get(n)]
     try:
         start(work, (str(folder), str(int(count) - 1)), plan)
@@ -184,7 +186,10 @@ def ranks(ctx: CheckContext) -> str:
 
 @check("launcher", alone=True)
 def functions(ctx: CheckContext) -> str:
-    """Every rank calls a function once, with its variables; if one raises, the error names the rank."""
+    """Every rank calls a function once, with its variables; if one raises, the error names the rank.
+
+    The values that it returns, if any, are in the order of ranks.
+    """
     if not hasattr(ctx.found, "launch_function"):
         ctx.skip("it has no launch_function, so it only starts programs")
     taken = []
@@ -205,6 +210,8 @@ def functions(ctx: CheckContext) -> str:
         told = json.loads((folder / "report").read_text())
         ctx.equal(told["changed"], [], f"variables that have changed after the launch, by {method}")
         ranks = [str(rank) for rank in range(plan.num_processes)]
+        if told["values"] is not None:
+            ctx.equal(told["values"], ranks, f"what launch_function returns, by {method}")
         alone = plan.num_processes == 1  # then the variables of ranks are optional
         ctx.equal(
             [alone or one["RANK"] for one in told["calls"]], [alone or rank for rank in ranks],
