@@ -490,6 +490,22 @@ def _without_ssh(arguments: list[str]) -> list[str]:
     return [*arguments[:at], "--no_ssh_check", *arguments[at:]]
 
 
+def test_mpi_launchers_pass_on_the_address_but_not_the_network_interface(tmp_path):
+    from accelerate_deepspeed.launching import DeepSpeedLauncher
+    from accelerate_launch import LaunchPlan, Target
+
+    (tmp_path / "hosts").write_text("# ours\nn1 slots=1\nn2 slots=1\n")
+    environment = {
+        "ACCELERATE_DEEPSPEED_HOSTFILE": str(tmp_path / "hosts"),
+        "ACCELERATE_DEEPSPEED_MULTINODE_LAUNCHER": "openmpi",
+        "GLOO_SOCKET_IFNAME": "br0",
+    }
+    plan = LaunchPlan(target=Target("train.py"), num_processes=2, environment=environment)
+    sent = Path(DeepSpeedLauncher().launch_environment(plan)["DS_ENV_FILE"]).read_text()
+    assert "MASTER_ADDR=n1\nMASTER_PORT=29500\n" in sent
+    assert "GLOO_SOCKET_IFNAME" not in sent
+
+
 @pytest.mark.dist
 def test_host_file_starts_one_process_per_slot(tmp_path):
     assert launched(tmp_path, "localhost slots=2\n", 29713) == ["2 None", "2 None"]

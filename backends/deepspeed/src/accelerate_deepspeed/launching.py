@@ -16,6 +16,10 @@ from accelerate_core.plugin import ConfigurationError
 
 #: Prefixes of variables that DeepSpeed's runner already exports to other machines.
 _EXPORTED = ("MLFLOW", "NCCL", "PYTHON", "MV2", "UCX")
+#: Names a network interface of this machine. Other machines may have another one.
+_LOCAL = "GLOO_SOCKET_IFNAME"
+#: The launchers that call mpirun, which doesn't give the ranks the address of rank 0.
+_MPI = ("openmpi", "mpich", "impi", "mvapich")
 
 
 class DeepSpeedLauncher:
@@ -87,12 +91,22 @@ class DeepSpeedLauncher:
         lines |= {
             name: value
             for name, value in plan.environment.items()
-            if not name.startswith(_EXPORTED) and "\n" not in value
+            if not name.startswith((*_EXPORTED, _LOCAL)) and "\n" not in value
         }
+        if _value(plan, "multinode_launcher") in _MPI:
+            lines["MASTER_ADDR"] = plan.main_process_ip or _first_host(_value(plan, "hostfile"))
+            lines["MASTER_PORT"] = str(plan.main_process_port or 29500)
         handle, path = tempfile.mkstemp(prefix="deepspeed_env-")
         with os.fdopen(handle, "w") as out:
             out.writelines(f"{name}={value}\n" for name, value in lines.items())
         return {"DS_ENV_FILE": path}
+
+
+def _first_host(file: str | None) -> str:
+    """Return the first host in a host file, which `launch_command` has checked."""
+    lines = Path(str(file)).read_text().splitlines()
+    hosts = [line.split()[0] for line in lines if line.split("#")[0].strip()]
+    return hosts[0] if hosts else "127.0.0.1"
 
 
 def _value(plan: Any, field: str) -> str | None:
