@@ -156,7 +156,10 @@ class Machines:
         return [line for line in listed.stdout.splitlines() if mark in line]
 
     def _boot(self, command: Sequence[str], name: str) -> None:
-        starter = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        with (self.folder / f"{name}.log").open("a") as log:
+            starter = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True
+            )
         self._starters[name] = starter
         until = time.monotonic() + 20
         while time.monotonic() < until:

@@ -168,10 +168,20 @@ WRONG = {
 }
 
 
+@pytest.fixture(scope="module")
+def import_seconds(slurm_session: SlurmCluster) -> float:
+    """How long it takes to start Python with torch's launcher on both nodes."""
+    begun = time.monotonic()
+    words = ["srun", "-N2", "-n2", "python", "-c", "import torch.distributed.run"]
+    assert slurm_session.run(*words, cwd=slurm_session.folder).returncode == 0
+    return time.monotonic() - begun
+
+
 @pytest.mark.parametrize(("tasks", "option", "variables", "source"), WRONG.values(), ids=WRONG)
 def test_wrong_address_is_an_error_within_15_seconds(
     slurm: SlurmCluster,
     folder: Path,
+    import_seconds: float,
     tasks: list[str],
     option: str,
     variables: dict[str, str],
@@ -186,7 +196,7 @@ def test_wrong_address_is_an_error_within_15_seconds(
     (line, *_) = [line for line in done.stderr.splitlines() if host in line]
     assert "port 2" in line
     assert source in done.stderr
-    assert seconds < 15
+    assert seconds < 15 + import_seconds
 
 
 # --- Ends of jobs ---------------------------------------------------------------------------------
@@ -268,9 +278,7 @@ exit $status
 """
     begun = time.time()
     job = slurm.submit(script, "-N2", "--requeue", cwd=folder)
-    assert slurm.wait_for_job(job, {"COMPLETED", "FAILED", "CANCELLED"}) == "COMPLETED", output_of(
-        folder
-    )
+    assert slurm.wait_for_job(job) == "COMPLETED", output_of(folder)
     step = check_resumed(folder / "run", reference)
     (line, *_) = [line for line in output_of(folder).splitlines() if line.startswith("status ")]
     first_step = float((folder / "run" / "first.0").read_text()) - begun
