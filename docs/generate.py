@@ -80,7 +80,8 @@ def hooks() -> str:
             if topic := first_hooks.get(name):
                 lines += [f"### {topic}", ""]
             hook = made["hooks"][name]
-            lines += _described(name, hook["arguments"], hook["doc"])
+            level = 4 if topics is _OWNER_TOPICS else 3
+            lines += _described(name, hook["arguments"], hook["doc"], level=level)
             if hook["since"] != [1, 0]:
                 lines += [f"Since version {'.'.join(map(str, hook['since']))}.", ""]
             lines += [
@@ -137,11 +138,13 @@ _OWNER_TOPICS = {
 }
 
 
-def _described(name: str, arguments: list[str] | None, doc: str, anchor: str = "") -> list[str]:
+def _described(
+    name: str, arguments: list[str] | None, doc: str, anchor: str = "", *, level: int = 3
+) -> list[str]:
     """Return a hook or method with its docstring."""
     signature = name if arguments is None else f"{name}({', '.join(arguments)})"
     paragraphs = doc.replace("\nDefault:", "\n**Default:**")
-    return [f"#### `{signature}` {{ #{anchor or name} }}", "", paragraphs, ""]
+    return [f"{'#' * level} `{signature}` {{ #{anchor or name} }}", "", paragraphs, ""]
 
 
 def declarations() -> list[str]:
