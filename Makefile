@@ -115,6 +115,7 @@ faults: $(VENV)/dev.stamp
 
 # One at a time, because SLURM shares its two nodes. Writes the table of docs/clusters.md.
 engines: $(VENV)/dev.stamp
+	$(PIP) install -c constraints.txt --group ray
 	$(BIN)/python tests/engines/needed.py --install
 	$(BIN)/python -m pytest -m "not soak" $(ENGINES) --engines-report docs/clusters.md $(ARGS)
 

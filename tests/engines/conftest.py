@@ -15,8 +15,6 @@ from slurm_cluster import SlurmCluster
 from ssh_hosts import SshHosts
 from table import Row, write_table
 
-_rows: list[Row] = []
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -64,12 +62,13 @@ def ssh(machines: Machines) -> SshHosts:
 
 
 @pytest.fixture
-def table_row() -> Callable[[Row], None]:
-    """Add a row to the table of what was run."""
-    return _rows.append
+def table_row(request: pytest.FixtureRequest) -> Callable[[Row], None]:
+    """Add a row to the table of what was run. It is written immediately, in case the tests are ended."""
+    page = request.config.getoption("--engines-report", default=None)
 
+    def add(row: Row) -> None:
+        print(row.line())
+        if page:
+            write_table([row], Path(page))
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    page = session.config.getoption("--engines-report", default=None)
-    if page and _rows:
-        write_table(_rows, Path(page))
+    return add

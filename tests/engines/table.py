@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,13 +42,21 @@ class Row:
 
 def write_table(rows: list[Row], page: Path) -> None:
     """Replace the rows of these ways in a page. Rows of other ways stay."""
-    text = page.read_text(encoding="utf-8")
+    with page.open("r+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # two sessions may write at the same time
+        text = _replaced(file.read(), rows)
+        file.seek(0)
+        file.truncate()
+        file.write(text)
+
+
+def _replaced(text: str, rows: list[Row]) -> str:
     before, rest = text.split(BEGIN)
     old, after = rest.split(END)
     lines = {_way(line): line for line in old.splitlines() if re.match(r"\| (?!started)", line)}
     lines |= {row.way: row.line() for row in rows}
     table = _HEAD + "\n".join(lines.values())
-    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
 def _way(line: str) -> str:

@@ -254,9 +254,9 @@ def test_preempted_job_is_requeued_and_resumes(
 def test_job_that_reaches_its_time_limit_resumes(
     slurm: SlurmCluster, folder: Path, reference: dict[str, object]
 ) -> None:
-    script = f"#!/bin/bash\n{train('run --preempt --pace 0.4')}{REQUEUE}"
-    # SLURM checks time limits only every 30 seconds or so, and sends the signal up to a minute early.
-    options = ["--time=1", "--signal=USR1@30", "--requeue"]
+    script = f"#!/bin/bash\n{train('run --preempt --pace 0.8')}{REQUEUE}"
+    # The signal comes after about a minute, when the run has long started.
+    options = ["--time=2", "--signal=USR1@60", "--requeue"]
     job = slurm.submit(script, "-N2", *options, cwd=folder)
     assert slurm.wait_for_job(job, timeout=300) == "COMPLETED", output_of(folder)
     assert "Preempted: the state was saved to" in output_of(folder)

@@ -32,7 +32,12 @@ TIMEOUT = 120
 NOT_RUN = {
     "it installs packages": {"tutorials/install.md"},
     "it needs GPUs": {"how_to/sweeps.md", "tutorials/eight_gpus.md"},
-    "it needs several machines": {"how_to/cloud_machines.md", "tutorials/eight_gpus.md"},
+    "it needs several machines": {
+        "how_to/cloud_machines.md",
+        "how_to/mpi.md",
+        "tutorials/eight_gpus.md",
+    },
+    "it needs an MPI": {"how_to/mpi.md"},
     "it needs a scheduler": {"how_to/resume.md"},
     "it needs Docker": {"how_to/docker.md"},
     "it needs a Ray cluster": {"how_to/ray.md"},
