@@ -289,6 +289,7 @@ class FSDP2Backend(Backend):
 
     def _make_weights_consistent(self, accelerator: AcceleratorView, model: nn.Module) -> None:
         if accelerator.num_processes == 1 and not weights.on_meta(model):
+            weights.move_if_needed(model, accelerator.device)
             return
         group = self.scope_group("world")
         weights.check_models(model, group)
@@ -300,6 +301,7 @@ class FSDP2Backend(Backend):
             self._sources[model] = held if accelerator.is_main_process else "rank 0"
         elif self.options.sync_module_states is False:
             weights.check_alike(model, group)
+            weights.move_if_needed(model, accelerator.device)
         else:
             if accelerator.device.type != "cpu":
                 model.to(accelerator.device)

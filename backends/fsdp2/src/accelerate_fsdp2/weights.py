@@ -15,6 +15,13 @@ from accelerate_core.plugin import ParallelismConfig, PrepareError
 from accelerate_fsdp2.gradients import local
 
 
+def move_if_needed(model: nn.Module, device: torch.device) -> None:
+    """Move a model to devices on which `fully_shard` can't move it by assigning `parameter.data`."""
+    there = torch.empty(0, device=device)
+    if not torch._has_compatible_shallow_copy_type(torch.empty(0), there):
+        model.to(device)
+
+
 def on_meta(model: nn.Module) -> bool:
     """Return whether any parameter of the model is on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())

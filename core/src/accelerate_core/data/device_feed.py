@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from accelerate_core.distributed.tree import flatten, map_tensors, send_to_device
+from accelerate_core.distributed.tree import children, flatten, map_tensors, rebuild, send_to_device
 
 T = TypeVar("T")
 
@@ -26,7 +26,8 @@ def feed(
         device: the target device.
         non_blocking: don't wait for the copy, on devices without streams.
         streams: the module with `Stream`, `Event`, `stream` and `current_stream`; by default that
-            of the device type, such as `torch.cuda`.
+            of the device type, such as `torch.cuda`. If its streams are `torch.Stream` objects, only
+            `Stream` is used, because the functions of `torch.cuda` cost a hundred Python calls per batch.
     """
     if streams is None and device.type != "cpu":
         streams = getattr(torch, device.type, None)
@@ -35,14 +36,16 @@ def feed(
             yield send_to_device(batch, device, non_blocking=non_blocking)
         return
     side = streams.Stream(device=device)
-    moved = (_copy(batch, device, streams, side) for batch in batches)
-    for (batch, arrived), _, _ in look_ahead(moved):
-        stream = streams.current_stream(device)
+    copied = (_copy(batch, device, streams, side) for batch in batches)
+    for (batch, tensors, arrived), _, _ in look_ahead(copied):
+        if isinstance(side, torch.Stream):
+            stream = torch.accelerator.current_stream(device.index)
+        else:
+            stream = streams.current_stream(device)
         stream.wait_event(arrived)
-        for leaf in flatten(batch):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == device.type:
-                # The side stream owns the memory and must not reuse it while this stream works on it.
-                leaf.record_stream(stream)
+        for tensor in tensors:
+            # The side stream owns the memory and must not reuse it while this stream works on it.
+            tensor.record_stream(stream)
         yield batch
 
 
@@ -65,14 +68,35 @@ def look_ahead(items: Iterator[T]) -> Iterator[tuple[T, T | None, Exception | No
         item = following
 
 
-def _copy(batch: Any, device: torch.device, streams: Any, side: Any) -> tuple[Any, Any]:
-    with streams.stream(side):
-        moved = send_to_device(map_tensors(_pinned, batch), device, non_blocking=True)
-        arrived = streams.Event()
+def _copy(
+    batch: Any, device: torch.device, streams: Any, side: Any
+) -> tuple[Any, list[torch.Tensor], Any]:
+    """Return the batch on the device, its tensors, and an event that follows the copies."""
+    tensors: list[torch.Tensor] = []
+    generic = isinstance(side, torch.Stream)
+    with side if generic else streams.stream(side):
+        moved = _move(batch, device, tensors)
+        arrived = torch.Event(device) if generic else streams.Event()
         arrived.record(side)
-    return moved, arrived
+    return moved, tensors, arrived
+
+
+def _move(node: Any, device: torch.device, tensors: list[torch.Tensor]) -> Any:
+    """Return the tree on the device, as `send_to_device` does, and add its tensors to `tensors`."""
+    if isinstance(node, torch.Tensor):
+        moved = _pinned(node).to(device, non_blocking=True)
+        tensors.append(moved)
+        return moved
+    if callable(getattr(node, "to", None)):  # an object that moves itself
+        moved = send_to_device(map_tensors(_pinned, node), device, non_blocking=True)
+        tensors += [leaf for leaf in flatten(moved) if isinstance(leaf, torch.Tensor)]
+        return moved
+    inner = children(node)
+    if inner is None:
+        return node
+    return rebuild(node, [_move(child, device, tensors) for child in inner])
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    can = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_pinned()
+    can = tensor.device.type == "cpu" and tensor.layout is torch.strided
     return tensor.pin_memory() if can else tensor

@@ -328,7 +328,9 @@ def start_group(start: Process) -> None:
     if start.comm_backend is None and start.device.type == "cpu":
         options["backend"] = "gloo"
     elif start.comm_backend is None:
-        options["device_id"] = start.device
+        # With a bound device, torch could create no group with gloo alone on devices that gloo doesn't know.
+        if start.device.type in dist.Backend.backend_capability["gloo"]:
+            options["device_id"] = start.device
         own = dist.Backend.default_device_backend_map[start.device.type]
         options["backend"] = f"cpu:gloo,{start.device.type}:{own}"
     dist.init_process_group(rank=start.process_index, world_size=start.num_processes, **options)

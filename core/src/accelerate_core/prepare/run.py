@@ -35,6 +35,8 @@ def prepare(
     plan.record([wrapper.optimizer for wrapper in prepared.objects.optimizers])
     for entry in plan.of_kind("model"):
         entry.value = _stages(prepared, entry)
+    # Moving a model to some devices replaces its parameters, and a precision may replace its optimizer.
+    plan.reconcile(prepared.objects.models, tell=False)
     prepared.prepare_precision(plan)
     # Engines that own the optimizer need this too, because the stages may have replaced parameters.
     plan.reconcile(prepared.objects.models, tell=False)

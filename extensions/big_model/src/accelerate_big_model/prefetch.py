@@ -157,13 +157,19 @@ class ReadAhead:
         if fetch and all(cached):
             return None
         self._pool = self._pool or ThreadPoolExecutor(1, "read-ahead")
-        return self._pool.submit(self._fetch if fetch else self._read, at)
+        return self._pool.submit(self._fetch if fetch else self._read_ahead, at)
 
     def _fetch(self, at: int) -> None:
         for _, whole, full, on_disk in self.layers[at].parts():
             with _named(full):
                 if on_disk:
                     whole.fetch(full)
+
+    def _read_ahead(self, at: int) -> Ready | None:
+        try:
+            return self._read(at)
+        except torch.OutOfMemoryError:  # `enter` reads it again after the layer before has ended
+            return None
 
     def _read(self, at: int) -> Ready:
         layer = self.layers[at]

@@ -16,22 +16,24 @@ from accelerate_core.plugins.discovery import find
 from accelerate_core.plugins.factory import PluginFactory
 
 
-def placement_of(plugin: Any, asked: str = "") -> tuple[bool, str]:
+def placement_of(plugin: Any, asked: str = "", brought: bool = False) -> tuple[bool, str]:
     """Return whether the checks run on the CPU, and why they cannot run here, "" if they can.
 
     They run on the CPU unless the plugin declares that it cannot, or another device was asked for.
 
     Args:
         asked: type of the device that was asked for, such as "cuda"; "" if none was.
+        brought: whether only the processes of the checks have this device, because they install it.
     """
     supports = getattr(plugin, "supports", {})
     declared = supports.get("devices") if hasattr(supports, "get") else None
     if asked:
-        if not _is_here(asked) and asked != "cpu":
+        if not brought and not _is_here(asked) and asked != "cpu":
             return False, f"this machine has no {asked} device"
         if declared is not None and asked not in declared:
             return asked == "cpu", f"it declares the devices {listing(declared)}, not {asked!r}"
-        return asked == "cpu", _refusal(plugin, torch.device(asked))
+        refusal = "" if brought else _refusal(plugin, torch.device(asked))
+        return asked == "cpu", refusal
     if declared is None:
         cpu = _refusal(plugin, torch.device("cpu"))
         here = torch.accelerator.current_accelerator(check_available=True) if cpu else None

@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.errors import AccelerateError, ConfigurationError, did_you_mean, listing
+from accelerate_core.errors import AccelerateError, ConfigurationError, did_you_mean, listing, warn
 from accelerate_core.plugins.discovery import PluginRecord, find, installed
+from accelerate_testing import fake_device
 from accelerate_testing.checks import (
     SUITE_KINDS,
     Check,
@@ -96,7 +97,9 @@ def run_suite(
         num_processes: ranks of the checks on ranks.
         prelude: a module that the processes import before the plugin is used.
         device: type of the device on which the checks must run, such as "cuda"; by default the CPU,
-            unless the plugin does not run there.
+            unless the plugin does not run there. "fake" is `accelerate_testing.fake_device`. If the
+            machine has fewer devices than `num_processes`, a warning is logged, and the checks on ranks
+            are skipped.
         on_run: called several times a second with the name of the running check, "" before the first.
         on_result: called with each result as soon as it is known.
 
@@ -108,8 +111,12 @@ def run_suite(
         raise ConfigurationError(f"num_processes={num_processes} must be at least 1.")
     if not timeout > 0:
         raise ConfigurationError(f"timeout={timeout:g} must be a number of seconds above 0.")
+    few = ""
     if device:
         _check_device(device, kind, prelude)
+        few = _too_few(device, num_processes, prelude)
+    if few:
+        warn(f"The checks on ranks are skipped: {few}.")
     every = checks_of(kind)
     check_options(kind, options or {}, "options")
     for one in only or ():
@@ -120,11 +127,16 @@ def run_suite(
             )
     chosen = [made for made in every.values() if only is None or made.name in only]
     named = {"ACCELERATE_PLUGINS": name} if kind == "extension" else {}
-    variables = clean_environment(**{**(environ or {}), **named})
+    if device == fake_device.NAME:
+        from accelerate_testing.fake_device import build
+
+        build.compiled()  # before a time limit starts
+        named[fake_device.DEVICES] = str(num_processes)
+    variables = clean_environment(**{**named, **(environ or {})})
     with tempfile.TemporaryDirectory(prefix="accelerate-check-") as folder:
         session = _Session(
             kind, name, Path(folder), variables, dict(options or {}), timeout, num_processes,
-            prelude, device, on_run, on_result,
+            prelude, device, few, on_run, on_result,
         )  # fmt: skip
         return session.run(chosen)
 
@@ -137,7 +149,7 @@ def _check_device(device: str, kind: str, prelude: str) -> None:
         raise ConfigurationError(
             f"The checks of a {kind} run on the CPU; leave device={device!r} out."
         )
-    if prelude:  # it may bring the device
+    if prelude or device == fake_device.NAME:  # the processes of the checks install it
         return
     here = torch.accelerator.current_accelerator(check_available=True)
     there = ["cpu", *([here.type] if here is not None else [])]
@@ -146,6 +158,18 @@ def _check_device(device: str, kind: str, prelude: str) -> None:
             f"device={device!r} is not a device of this machine, which has {listing(there)}."
             f"{did_you_mean(device, there)}"
         )
+
+
+def _too_few(device: str, num_processes: int, prelude: str) -> str:
+    """Return why the checks on ranks can't run, "" if there is a device for each rank."""
+    import torch
+
+    if device in ("cpu", fake_device.NAME) or prelude:
+        return ""
+    count = torch.accelerator.device_count()
+    if count >= num_processes:
+        return ""
+    return f"num_processes={num_processes} needs as many {device} devices, and this machine has {count}"
 
 
 @dataclass
@@ -161,6 +185,8 @@ class _Session:
     num_processes: int
     prelude: str
     device: str
+    #: Why the checks on ranks can't run on this machine, "" if they can.
+    few: str
     on_run: Callable[[str], None]
     on_result: Callable[[Result], None]
     results: dict[str, Result] = field(default_factory=dict)
@@ -235,7 +261,9 @@ class _Session:
         if self.kind in ("backend", "precision"):
             from accelerate_testing.devices import placement_of  # it imports torch
 
-            _, lacking = placement_of(plugin, self.device)
+            brought = bool(self.prelude) or self.device == fake_device.NAME
+            _, lacking = placement_of(plugin, self.device, brought)
+        lacking = lacking or self.few
         if self.options.get("one_process", False):
             lacking = "the option one_process is set"
         for made in checks:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_core.contract.hooks import HOOKS
+from accelerate_testing import fake_device
 from accelerate_testing.checks import checks_of, own_classes
 from accelerate_testing.context import CheckContext
 from accelerate_testing.results import Skip
@@ -52,8 +53,11 @@ def main(task_file: str) -> None:
         if unloadable:
             ranks.say(name, _result("skipped", f"not run: {unloadable} failed"))
             continue
-        if prelude and name != "imports":
-            importlib.import_module(prelude)
+        if name != "imports":  # which measures what the plugin itself imports
+            if prelude:
+                importlib.import_module(prelude)
+            if task["device"] == fake_device.NAME:
+                fake_device.install()
         function = made.before if task["dying"] == name else made.function
         ranks.begin(name)
         line = run_check(function, ctx)

@@ -39,7 +39,8 @@ _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 @click.option("--num_processes", type=int, default=2, help="The number of ranks.")
 @click.option(
     "--device", metavar="TYPE", default="",
-    help="Run the checks on this type of device, such as cuda, instead of the CPU.",
+    help="Run the checks on this type of device, such as cuda, instead of the CPU. "
+    "fake: a device in host memory that a C++ compiler builds once.",
 )  # fmt: skip
 @click.option(
     "--prelude", metavar="MODULE", default="",
