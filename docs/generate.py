@@ -320,6 +320,8 @@ VARIABLES = {
     "ACCELERATE_INIT_INCLUDE_BUFFERS": "`init_empty_weights` also puts buffers on the meta device",
     "ACCELERATE_LOG_LEVEL": "level of the loggers that `get_logger` returns",
     "ACCELERATE_PLUGINS": "comma-separated names of extensions to activate",
+    "ACCELERATE_TESTING_FAKE_DEVICES": "how many fake devices each process has, 2 by default",
+    "ACCELERATE_TESTING_FAKE_MEMORY": "bytes of memory of each fake device; no limit by default",
     "ACCELERATE_USE_DEEPSPEED": "select the backend `deepspeed`",
     "ACCELERATE_USE_FSDP": "select the backend `fsdp2`",
     "ACCELERATE_USE_MEGATRON_LM": "select the backend `megatron`",

@@ -42,6 +42,29 @@ class TestFSDP2(BackendSuite):
     plugin = "fsdp2"
 
 
+# The same checks on an accelerator. The device needs interfaces that torch has since 2.13.
+@pytest.mark.dist
+@pytest.mark.needs("torch>=2.13")
+class TestDDPOnADevice(BackendSuite):
+    plugin = "ddp"
+    device = "fake"
+
+
+@pytest.mark.dist
+@pytest.mark.needs("torch>=2.13")
+class TestFSDP2OnADevice(BackendSuite):
+    plugin = "fsdp2"
+    device = "fake"
+
+
+@pytest.mark.dist
+@pytest.mark.needs("torch>=2.13")
+class TestSingleOnADevice(BackendSuite):
+    plugin = "single"
+    device = "fake"
+    num_processes = 1
+
+
 @pytest.mark.dist
 class TestFSDP2Sharded(BackendSuite):
     plugin = "fsdp2"
