@@ -114,7 +114,7 @@ def happened() -> bool:
 
 
 def is_failure(error: BaseException | None) -> bool:
-    """Return whether an exception means that the script failed. Only a successful exit doesn't."""
+    """Return whether an exception means that the script failed: all but a successful exit do."""
     if error is None or isinstance(error, (StopIteration, GeneratorExit)):
         return False
     return error.code not in (None, False, 0) if isinstance(error, SystemExit) else True

@@ -8,7 +8,7 @@ from typing import Any
 from accelerate_core.contract.hooks import is_newer
 from accelerate_core.errors import PluginError, did_you_mean, listing, warn
 
-#: Word -> what a precision that needs it does.
+#: Word in a precision's `needs` -> what such a precision does.
 NEEDS = {
     "autocast": "the forward pass runs in an autocast context",
     "loss_scaling": "the loss is scaled, and steps whose gradients overflow are skipped",

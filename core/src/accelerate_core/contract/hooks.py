@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 PROJECT = "accelerate_core"
 
-#: A plugin of another major version is refused. One of a newer minor version works with the hooks that
-#: this version has.
+#: Plugins for another major version are refused. Plugins for a newer minor version work with the hooks
+#: that this version has.
 API_VERSION = (1, 0)
 
 Kind = Literal["owner", "stage", "broadcast", "registration"]
