@@ -853,6 +853,7 @@ _GROUPS = (
             "accelerate_core.plugins.selection",
             "accelerate_core.contract.hooks",
             "accelerate_core.contract.capabilities",
+            "accelerate_core.contract.checkpointer",
             "accelerate_core.contract.parts",
         ),
     ),

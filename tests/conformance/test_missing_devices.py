@@ -30,8 +30,8 @@ class B(Backend):
 class P(Precision):
     name = "narrow"
     api_version = (1, 0)
-    def check(self, accelerator):
-        if accelerator.device.type == "cpu":
+    def check(self, runtime):
+        if runtime.device.type == "cpu":
             raise ConfigurationError("narrow has no kernels for the CPU.")
 """
 

@@ -98,11 +98,11 @@ class SharedSamples(DDPBackend):
 
     name = "shared_samples"
 
-    def data_shard(self, accelerator: Any) -> tuple[int, int]:
+    def data_shard(self, runtime: Any) -> tuple[int, int]:
         return 0, 1
 
-    def loss_shard(self, accelerator: Any) -> tuple[int, int]:
-        return accelerator.process_index, accelerator.num_processes
+    def loss_shard(self, runtime: Any) -> tuple[int, int]:
+        return runtime.process_index, runtime.num_processes
 
 
 @case

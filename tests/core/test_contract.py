@@ -45,9 +45,9 @@ def test_contract_contains_the_classes_that_plugins_use() -> None:
     public = contract()["public"]
     assert public["Precision"]["scaler"] == {
         "kind": "method",
-        "parameters": ["accelerator", "options"],
+        "parameters": ["runtime", "options"],
         "types": {
-            "accelerator": "AcceleratorView",
+            "runtime": "RuntimeView",
             "options": "dict[str, Any]",
             "return": "torch.amp.GradScaler | None",
         },
@@ -93,12 +93,21 @@ def test_contract_records_types_defaults_and_field_order(
     assert expected in "\n".join(differences(was, now))
 
 
+#: Hooks that are called before the Accelerator is complete, and the name of their first argument.
+BEFORE_COMPLETION = {
+    "device": "setup",
+    "init_process_group": "setup",
+    "mesh": "runtime",
+    "data_shard": "runtime",
+    "loss_shard": "runtime",
+}
+
+
 @pytest.mark.parametrize("name", HOOKS)
-def test_hook_specs_take_the_accelerator_first_and_have_no_defaults(name: str) -> None:
+def test_first_argument_of_a_hook_says_what_exists_and_has_no_default(name: str) -> None:
     spec = getattr(Backend, name, None) or getattr(HookSpecs, name)
     _, first, *more = inspect.signature(spec).parameters.values()
-    early = name in ("device", "init_process_group")  # called before an Accelerator exists
-    assert first.name == ("setup" if early else "accelerator")
+    assert first.name == BEFORE_COMPLETION.get(name, "accelerator")
     assert all(one.kind is one.POSITIONAL_OR_KEYWORD for one in more)
     assert all(one.default is one.empty for one in more)
 
@@ -179,12 +188,12 @@ NO_ARGUMENT = {"arguments": ["accelerator", "optimizer"], "deprecated": {}}
         ((1, 4), {"Backend.supports": {"kind": "property"}}, "from attribute to property"),
         (
             (1, 4),
-            {"Precision.check": {"parameters": ["accelerator", "how"]}},
+            {"Precision.check": {"parameters": ["runtime", "how"]}},
             "new required parameter",
         ),
-        ((1, 4), {"Precision.check": {"parameters": ["accelerator", "how="]}}, None),
-        ((1, 3), {"Precision.check": {"parameters": ["accelerator", "how="]}}, "raise the minor"),
-        ((1, 4), {"Precision.check": {"parameters": []}}, "lost its parameter 'accelerator'"),
+        ((1, 4), {"Precision.check": {"parameters": ["runtime", "how="]}}, None),
+        ((1, 3), {"Precision.check": {"parameters": ["runtime", "how="]}}, "raise the minor"),
+        ((1, 4), {"Precision.check": {"parameters": []}}, "lost its parameter 'runtime'"),
         (
             (1, 4),
             {"Precision.autocast": {"parameters": ["options", "model", "accelerator"]}},

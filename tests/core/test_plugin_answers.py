@@ -150,7 +150,7 @@ def test_gather_object_with_too_few_objects_is_named() -> None:
 
 
 class Shares(Base):
-    def data_shard(self, accelerator: Any) -> tuple[int, int]:
+    def data_shard(self, runtime: Any) -> tuple[int, int]:
         return 0, 4
 
 

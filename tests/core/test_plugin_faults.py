@@ -67,10 +67,10 @@ class Nearly(Precision):
         if os.environ.get("NEARLY") == "autocast":
             raise ArithmeticError("boom")
         return nullcontext()
-    def check(self, accelerator):
+    def check(self, runtime):
         if os.environ.get("NEARLY") == "check":
             raise ArithmeticError("boom")
-    def scaler(self, accelerator, options):
+    def scaler(self, runtime, options):
         if os.environ.get("NEARLY") == "scaler":
             raise ArithmeticError("boom")
 

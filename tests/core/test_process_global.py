@@ -42,12 +42,12 @@ class Halves(Backend):
     needs_group = True
     size = 2
 
-    def mesh(self, accelerator: Any) -> Any:
+    def mesh(self, runtime: Any) -> Any:
         size = self.size
         self.found = process_global(
             "library.groups", {"tp": size}, lambda: Library.start(size), Library.stop
         )
-        return super().mesh(accelerator)
+        return super().mesh(runtime)
 
 
 class Quarters(Halves):

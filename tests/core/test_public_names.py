@@ -15,11 +15,12 @@ from accelerate_core.accelerator.checkpoint_verbs import CheckpointVerbs
 from accelerate_core.accelerator.collective_verbs import CollectiveVerbs
 from accelerate_core.accelerator.preparing_verbs import PreparedVerbs
 from accelerate_core.accelerator.signature import MeshVerbs
+from accelerate_core.accelerator.started import SetupAndRanks
 from accelerate_core.accelerator.tracking_verbs import TrackingVerbs
 from accelerate_core.accelerator.training_verbs import TrainingVerbs
 from accelerate_core.config.shown import Shown
 from accelerate_core.contract.view import AcceleratorView
-from accelerate_core.state import ProcessVerbs
+from accelerate_core.state import ProcessVerbs, Ranks
 
 ROOT = Path(__file__).parents[2]
 #: Public names of Hugging Face Accelerate 1.15's Accelerator on one process.
@@ -83,8 +84,9 @@ def test_public_members_are_documented_and_methods_typed() -> None:
 
 def test_accelerator_inherits_its_methods_from_the_facades() -> None:
     verbs = (PreparedVerbs, TrainingVerbs, CollectiveVerbs, CheckpointVerbs, TrackingVerbs)
+    ranks = (SetupAndRanks, ProcessVerbs, Ranks)
     more = (Assignable, Shown, object)
-    assert Accelerator.__mro__ == (Accelerator, ProcessVerbs, MeshVerbs, *verbs, *more)
+    assert Accelerator.__mro__ == (Accelerator, *ranks, MeshVerbs, *verbs, *more)
 
 
 @pytest.mark.parametrize(

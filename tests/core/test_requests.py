@@ -264,12 +264,12 @@ class AnotherName(Base):
 
 class Shard(Base):
     name = "shard"
-    def data_shard(self, accelerator):
+    def data_shard(self, runtime):
         return 1
 
 class Outside(Base):
     name = "outside"
-    def data_shard(self, accelerator):
+    def data_shard(self, runtime):
         return 2, 2
 
 class Covert(Precision):

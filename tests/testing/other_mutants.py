@@ -216,10 +216,8 @@ class ThawsWhatIsFrozen(GridPrecision):
 class SkipsEveryStep(GridPrecision):
     needs = frozenset({"modules", "loss_scaling"})
 
-    def scaler(self, accelerator, options):
-        return torch.amp.GradScaler(
-            accelerator.device.type, init_scale=2.0**127, backoff_factor=0.999
-        )
+    def scaler(self, runtime, options):
+        return torch.amp.GradScaler(runtime.device.type, init_scale=2.0**127, backoff_factor=0.999)
 
 
 @caught_by("precision", "randomness")
@@ -325,18 +323,16 @@ class SaysWhatItDoes(TalksInForward):
 class ScalesFromFarAbove(GridPrecision):
     needs = frozenset({"modules", "loss_scaling"})
 
-    def scaler(self, accelerator, options):
-        return torch.amp.GradScaler(
-            accelerator.device.type, init_scale=2.0**127, backoff_factor=0.25
-        )
+    def scaler(self, runtime, options):
+        return torch.amp.GradScaler(runtime.device.type, init_scale=2.0**127, backoff_factor=0.25)
 
 
 @_register("precision", {"one_process": "skipped", "randomness": "skipped"})
 class NeedsAGpu(GridPrecision):
-    def check(self, accelerator):
+    def check(self, runtime):
         from accelerate_core.errors import ConfigurationError
 
-        raise ConfigurationError(f"there is no grid on {accelerator.device}")
+        raise ConfigurationError(f"there is no grid on {runtime.device}")
 
 
 # --- extensions --------------------------------------------------------------------------------------

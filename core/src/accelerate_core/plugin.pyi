@@ -30,6 +30,12 @@ from accelerate_core.config.schema import origin_of as origin_of
 from accelerate_core.config.schema import settings as settings
 from accelerate_core.contract.capabilities import NEEDS as NEEDS
 from accelerate_core.contract.capabilities import REDUCES_GRADIENTS as REDUCES_GRADIENTS
+from accelerate_core.contract.checkpointer import Checkpointer as Checkpointer
+from accelerate_core.contract.checkpointer import Contribution as Contribution
+from accelerate_core.contract.checkpointer import CycleView as CycleView
+from accelerate_core.contract.checkpointer import RunParts as RunParts
+from accelerate_core.contract.checkpointer import SharedHooksView as SharedHooksView
+from accelerate_core.contract.checkpointer import TokenCountView as TokenCountView
 from accelerate_core.contract.hooks import API_VERSION as API_VERSION
 from accelerate_core.contract.hooks import check_near_miss as check_near_miss
 from accelerate_core.contract.hooks import hookimpl as hookimpl
@@ -47,14 +53,9 @@ from accelerate_core.contract.members import ReduceOp as ReduceOp
 from accelerate_core.contract.members import Scheduler as Scheduler
 from accelerate_core.contract.members import Scope as Scope
 from accelerate_core.contract.members import Stateful as Stateful
-from accelerate_core.contract.parts import Checkpointer as Checkpointer
-from accelerate_core.contract.parts import Contribution as Contribution
 from accelerate_core.contract.parts import LoaderFactory as LoaderFactory
 from accelerate_core.contract.parts import LogKwargs as LogKwargs
 from accelerate_core.contract.parts import PreparedLoader as PreparedLoader
-from accelerate_core.contract.parts import RunParts as RunParts
-from accelerate_core.contract.parts import SharedHooksView as SharedHooksView
-from accelerate_core.contract.parts import TokenCountView as TokenCountView
 from accelerate_core.contract.parts import Tracking as Tracking
 from accelerate_core.contract.schedule import ScheduleResult as ScheduleResult
 from accelerate_core.contract.schedule import ScheduleStep as ScheduleStep
@@ -63,6 +64,7 @@ from accelerate_core.contract.topology import Topology as Topology
 from accelerate_core.contract.topology import read_topology as read_topology
 from accelerate_core.contract.view import AcceleratorView as AcceleratorView
 from accelerate_core.contract.view import PrecisionView as PrecisionView
+from accelerate_core.contract.view import RuntimeView as RuntimeView
 from accelerate_core.contract.view import SetupView as SetupView
 from accelerate_core.data.device_feed import look_ahead as look_ahead
 from accelerate_core.data.loader import DataLoaderShard as DataLoaderShard

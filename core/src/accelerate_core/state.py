@@ -82,18 +82,13 @@ def split_between(inputs: Any, index: int, count: int, apply_padding: bool = Fal
     return torch.cat([part, inputs[-1:]]) if isinstance(part, torch.Tensor) else part + inputs[-1:]
 
 
-class ProcessVerbs:
-    """Properties and methods for ranks, shared by Accelerator and PartialState."""
+class Ranks:
+    """Properties for the ranks of this process."""
 
     #: The ranks, device and group of this process.
     _runtime: runtimes.Runtime
     #: The device of this process.
     device: torch.device
-
-    @property
-    def communicator(self) -> Communicator:
-        """Collectives among all ranks, on flat tensors and objects."""
-        raise NotImplementedError
 
     @property
     def num_processes(self) -> int:
@@ -129,6 +124,15 @@ class ProcessVerbs:
     def is_last_process(self) -> bool:
         """Whether this is the process with the highest rank."""
         return self.process_index == self.num_processes - 1
+
+
+class ProcessVerbs(Ranks):
+    """Properties and methods for ranks, shared by Accelerator and PartialState."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """Collectives among all ranks, on flat tensors and objects."""
+        raise NotImplementedError
 
     def wait_for_everyone(self) -> None:
         """Wait until every process has called this."""

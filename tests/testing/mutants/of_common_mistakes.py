@@ -229,14 +229,14 @@ class EvalInPrepare(Sound):
 
 @caught_by("ranks")
 class LyingShard(Sound):
-    def data_shard(self, accelerator):
-        return accelerator.process_index, 2 * accelerator.num_processes
+    def data_shard(self, runtime):
+        return runtime.process_index, 2 * runtime.num_processes
 
 
 @caught_by("ranks")
 class SameDataTwice(Sound):
-    def data_shard(self, accelerator):
-        return 0, accelerator.num_processes
+    def data_shard(self, runtime):
+        return 0, runtime.num_processes
 
 
 @caught_by("loader")

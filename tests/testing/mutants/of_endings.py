@@ -19,7 +19,7 @@ class OnlyOnce(Sound):
     def on_end(self, accelerator):
         type(self)._used = True
 
-    def check(self, accelerator):
+    def check(self, runtime):
         if self._used:
             raise RuntimeError("this process has had its Accelerator")
 

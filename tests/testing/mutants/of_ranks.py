@@ -8,13 +8,13 @@ from registry import Sound, caught_by
 
 @caught_by("ranks")
 class ShardsThatOverlap(Sound):
-    def data_shard(self, accelerator):
-        return 0, accelerator.num_processes
+    def data_shard(self, runtime):
+        return 0, runtime.num_processes
 
 
 @caught_by("ranks")
 class EveryRankReadsEverything(Sound):
-    def data_shard(self, accelerator):
+    def data_shard(self, runtime):
         return 0, 1
 
 

@@ -18,6 +18,7 @@ from accelerate_core.plugin import (
     ConfigurationError,
     MissingPluginError,
     PrepareError,
+    RuntimeView,
 )
 from accelerate_fp8.layers import carry_attributes, converted, survey
 from accelerate_fp8.precision import FP8
@@ -45,16 +46,16 @@ class MSAMP(FP8):
         self._msamp: Any = None
         self._trained: nn.Module | None = None
 
-    def check(self, accelerator: AcceleratorView) -> None:
+    def check(self, runtime: RuntimeView) -> None:
         """Import the library.
 
         Raises:
             ConfigurationError: the library does not run on the device.
             MissingPluginError: the library is not installed.
         """
-        if accelerator.device.type not in self.devices:
+        if runtime.device.type not in self.devices:
             raise ConfigurationError(
-                f"MS-AMP does not run on the device type {accelerator.device.type!r}; it runs on "
+                f"MS-AMP does not run on the device type {runtime.device.type!r}; it runs on "
                 f"{', '.join(self.devices)}. {_INSTEAD}"
             )
         try:
@@ -124,7 +125,7 @@ class MSAMP(FP8):
         super().on_free(accelerator)
         self._trained = None
 
-    def scaler(self, accelerator: AcceleratorView, options: dict[str, Any]) -> Any:
+    def scaler(self, runtime: RuntimeView, options: dict[str, Any]) -> Any:
         """Return the loss scaler. Without one, the library's gradients would underflow.
 
         Raises:
@@ -134,8 +135,8 @@ class MSAMP(FP8):
             raise ConfigurationError(
                 "MS-AMP needs a loss scaler. Remove GradScalerKwargs(enabled=False)."
             )
-        several = accelerator.num_processes > 1
-        return _Scaler(self._reduce if several else None, accelerator.device.type, **options)
+        several = runtime.num_processes > 1
+        return _Scaler(self._reduce if several else None, runtime.device.type, **options)
 
     def _reduce(self, optimizer: Any) -> None:
         optimizer.all_reduce_grads(self._trained)

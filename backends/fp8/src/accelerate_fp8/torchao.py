@@ -15,7 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accelerate_core.plugin import AcceleratorView, ConfigurationError, MissingPluginError
+from accelerate_core.plugin import (
+    AcceleratorView,
+    ConfigurationError,
+    MissingPluginError,
+    RuntimeView,
+)
 from accelerate_fp8.layers import Filter, Layer, converted, note_replaced, survey
 from accelerate_fp8.precision import FP8
 
@@ -53,7 +58,7 @@ class TorchAO(FP8):
         #: For each mesh, the sharded layers. Their scales are computed together.
         self._scaled: list[nn.ModuleList] | None = None
 
-    def check(self, accelerator: AcceleratorView) -> None:
+    def check(self, runtime: RuntimeView) -> None:
         """Create the library's configuration for this device.
 
         Raises:
@@ -68,27 +73,25 @@ class TorchAO(FP8):
                 raise MissingPluginError(
                     f"torchao cannot be imported ({error}). Install it with: pip install torchao"
                 ) from error
-        handler = accelerator.autocast_handler
+        handler = runtime.autocast_handler
         if self.dtype is None and handler is not None and handler.enabled:
             raise ConfigurationError(
                 "recipe='rowwise_with_gw_hp' runs without autocast, but AutocastKwargs enables it. "
                 "Remove AutocastKwargs and convert the model to bf16, or use recipe='rowwise'."
             )
-        shards = any("weights" in parts for parts in accelerator.backend.shards.values())
+        shards = any("weights" in parts for parts in runtime.backend.shards.values())
         if self._gathers and not shards:
             raise ConfigurationError(
                 "enable_fsdp_float8_all_gather has no effect, because the backend "
-                f"{accelerator.backend.name} does not shard weights. Leave it out, or use the "
+                f"{runtime.backend.name} does not shard weights. Leave it out, or use the "
                 "backend fsdp2."
             )
         recipe = self.recipe
         if recipe.config is None:
             if self._gathers is None:
-                accepts = accelerator.backend.supports.get("accepts", ())
+                accepts = runtime.backend.supports.get("accepts", ())
                 self._gathers = shards and "subclasses" in accepts and recipe.recipe == "tensorwise"
-            emulate = (
-                not _multiplies(accelerator.device) if recipe.emulate is None else recipe.emulate
-            )
+            emulate = not _multiplies(runtime.device) if recipe.emulate is None else recipe.emulate
             self._config = dataclasses.replace(
                 Float8LinearConfig.from_recipe_name(recipe.recipe),
                 pad_inner_dim=recipe.pad_inner_dim,
@@ -98,8 +101,8 @@ class TorchAO(FP8):
         else:
             self._config = recipe.config
         if self._config.emulate and recipe.emulate is None and recipe.config is None:
-            accelerator.warn_once(
-                f"fp8 is emulated, because {_device_name(accelerator.device)} has no fp8 matrix "
+            runtime.warn_once(
+                f"fp8 is emulated, because {_device_name(runtime.device)} has no fp8 matrix "
                 "product. Losses are the same as with fp8, but training is slower than in bf16. To "
                 "hide this warning, pass emulate=True."
             )

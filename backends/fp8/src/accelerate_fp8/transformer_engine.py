@@ -18,6 +18,7 @@ from accelerate_core.plugin import (
     ConfigurationError,
     MissingPluginError,
     PrepareError,
+    RuntimeView,
     listing,
     origin_of,
     process_global,
@@ -75,7 +76,7 @@ class TransformerEngine(FP8):
 
     # --- the library ----------------------------------------------------------------------------
 
-    def check(self, accelerator: AcceleratorView) -> None:
+    def check(self, runtime: RuntimeView) -> None:
         """Import the library, create the recipe, and check that the device supports it.
 
         Raises:
@@ -83,7 +84,7 @@ class TransformerEngine(FP8):
                 not support the recipe, or `quantized_weights` is not supported here.
             MissingPluginError: the library cannot be imported. The message says what to install.
         """
-        kind = accelerator.device.type
+        kind = runtime.device.type
         if kind not in self.devices:
             raise ConfigurationError(
                 f"Transformer Engine needs a CUDA device, but this run uses {kind!r}. torchao runs "
@@ -92,14 +93,14 @@ class TransformerEngine(FP8):
         self._te = library()
         self._recipe = make_recipe(self.recipe)
         if reason := lacking(self._te, self._recipe):
-            name = torch.cuda.get_device_name(accelerator.device) if kind == "cuda" else kind
+            name = torch.cuda.get_device_name(runtime.device) if kind == "cuda" else kind
             raise ConfigurationError(
                 f"Transformer Engine's {type(self._recipe).__name__} does not run on this device "
                 f"({name}). {reason} recipe='delayed' and 'current' need compute capability 8.9 or "
                 "higher."
             )
         if self.recipe.quantized_weights:
-            self._check_quantized(accelerator.backend)
+            self._check_quantized(runtime.backend)
 
     def _check_quantized(self, backend: Any) -> None:
         if self._recipe.delayed():

@@ -31,6 +31,7 @@ from accelerate_core.plugin import (
     GradientReducer,
     PrepareError,
     Request,
+    RuntimeView,
     SetupView,
     Sources,
     resolve_settings,
@@ -149,21 +150,21 @@ class FSDP2Backend(Backend):
 
     # --- start --------------------------------------------------------------------------------
 
-    def mesh(self, accelerator: AcceleratorView) -> DeviceMesh | None:
+    def mesh(self, runtime: RuntimeView) -> DeviceMesh | None:
         """Create the mesh.
 
         Raises:
             ConfigurationError: ring attention on the CPU, for which torch has no kernel.
         """
-        config = sizes_of(accelerator)
-        on_cpu = accelerator.device.type == "cpu"
+        config = sizes_of(runtime)
+        on_cpu = runtime.device.type == "cpu"
         if config.cp_enabled and on_cpu and not testing.ring_runs_on_cpu():
             raise ConfigurationError(
                 f"cp_size={config.cp_size} uses ring attention, which torch only supports on "
                 "accelerators. On the CPU, use sp_size (Ulysses) instead. Tests can call "
                 "accelerate_fsdp2.testing.enable_cpu_ring_attention()."
             )
-        return super().mesh(accelerator)
+        return super().mesh(runtime)
 
     def check(self, setup: SetupView) -> None:
         """Fill in the handlers of the mesh, and check them.

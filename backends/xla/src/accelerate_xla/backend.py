@@ -19,6 +19,7 @@ from accelerate_core.plugin import (
     ParallelismConfig,
     Process,
     Request,
+    RuntimeView,
     SetupView,
     Topology,
     host_group,
@@ -142,17 +143,17 @@ class XLABackend(XLACollectives, Backend):
         sizes = self._sizes(accelerator)
         return math.prod(sizes.values()) if sizes else int(accelerator.num_processes)
 
-    def mesh(self, accelerator: AcceleratorView) -> Any | None:
+    def mesh(self, runtime: RuntimeView) -> Any | None:
         """Create the shardings of the mesh. Returns None, because torch has no mesh here."""
-        sizes = self._sizes(accelerator)
+        sizes = self._sizes(runtime)
         if not sizes:
             library.refuse_after_spmd()
         elif self._sharding is None:
             mesh = library.start_spmd(sizes)
-            self._sharding = Sharding(mesh, sizes, accelerator.num_processes)
+            self._sharding = Sharding(mesh, sizes, runtime.num_processes)
         if self._compilations is None:
-            self._compilations = Compilations(accelerator.warn_once)
-            library.register_compiler(accelerator.dynamo_plugin)
+            self._compilations = Compilations(runtime.warn_once)
+            library.register_compiler(runtime.dynamo_plugin)
         return None
 
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
@@ -168,9 +169,9 @@ class XLABackend(XLACollectives, Backend):
             return None
         return host_group(ranks, accelerator.group_timeout)
 
-    def data_shard(self, accelerator: AcceleratorView) -> tuple[int, int]:
+    def data_shard(self, runtime: RuntimeView) -> tuple[int, int]:
         """Return this process and the number of processes. SPMD splits the data further."""
-        return accelerator.process_index, accelerator.num_processes
+        return runtime.process_index, runtime.num_processes
 
     loss_shard = data_shard
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, TypeVarTuple, Unpack, cast, overload
 
 import torch
@@ -19,6 +18,7 @@ from accelerate_core.accelerator.collectives import make_collectives
 from accelerate_core.accelerator.construction import check, resolve, start_process
 from accelerate_core.accelerator.preparing_verbs import PreparedVerbs
 from accelerate_core.accelerator.signature import MeshVerbs, ShowsPluginArguments
+from accelerate_core.accelerator.started import SetupAndRanks, StartedRuntime
 from accelerate_core.accelerator.tracking_verbs import TrackingVerbs
 from accelerate_core.accelerator.training_verbs import TrainingVerbs
 from accelerate_core.backend import Backend
@@ -34,10 +34,10 @@ from accelerate_core.config.handlers import (
     TorchDynamoPlugin,
 )
 from accelerate_core.config.parallelism import ParallelismConfig
-from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.config.shown import Shown
+from accelerate_core.contract.checkpointer import RunParts
 from accelerate_core.contract.hooks import wrong_answer
-from accelerate_core.contract.parts import LoaderFactory, RunParts
+from accelerate_core.contract.parts import LoaderFactory
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.process import check_consistent
@@ -65,6 +65,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class Accelerator(
+    SetupAndRanks,
     ProcessVerbs,
     MeshVerbs,
     PreparedVerbs,
@@ -183,17 +184,16 @@ class Accelerator(
         process = self._runtime
         options = self._options
         self._warn_once = WarnOnce(main=process.process_index == 0)
-        setup.precision.check(self)
+        started = StartedRuntime(setup, process, self._warn_once)
+        setup.precision.check(started)
         check_consistent(process, setup.facts())
+        started.hooks.mesh()  # all ranks create its process groups now, in the same order
+        self.scaler = setup.make_scaler(started)
         self.hooks = BoundHooks(setup.owner_methods, self)
         self._shared_hooks: SharedHooks = SharedHooks(setup.plugins, self)
-        self.hooks.mesh()  # all ranks create its process groups now, in the same order
         self.gradient_state = GradientState(**setup.accumulation.to_dict())
-        self._collectives = make_collectives(
-            self.hooks, setup, process, options, self.gradient_state
-        )
+        self._collectives = make_collectives(started, self.hooks, options, self.gradient_state)
         objects = PreparedObjects()
-        self.scaler = setup.make_scaler(self)
         loss_scaler = None
         if self.scaler is not None:
             unscale = self.hooks.unscale_gradients
@@ -227,28 +227,13 @@ class Accelerator(
             scaler=loss_scaler,
             replaced=self._prepared.replaced_parameters,
         )
-        DistributedType.register(self.distributed_type)
         self._tracking = setup.make_tracking(log_with, process)
         self._saving.attach(bind(Accelerator._run_parts, self))
+        DistributedType.register(self.distributed_type)
         if setup.unasked:
             self.warn_once(setup.unasked)
 
     # --- the setup ----------------------------------------------------------------------------
-
-    @property
-    def provenance(self) -> Mapping[str, SourcedValue]:
-        """The settings of the core, with their sources."""
-        return self._setup.provenance
-
-    @property
-    def backend(self) -> Backend:
-        """The active backend."""
-        return self._setup.backend
-
-    @property
-    def mixed_precision(self) -> str:
-        """The name of the active precision."""
-        return self._setup.mixed_precision
 
     @property
     def mixes_precision(self) -> bool:
@@ -256,11 +241,6 @@ class Accelerator(
         return self.precision.mixes
 
     native_amp = mixes_precision
-
-    @property
-    def parallelism_config(self) -> ParallelismConfig | None:
-        """The sizes of the dimensions of the device mesh, or None without a mesh."""
-        return self._setup.parallelism_config
 
     @property
     def communicator(self) -> Communicator:
@@ -271,16 +251,6 @@ class Accelerator(
     def multi_device(self) -> bool:
         """Whether more than one device is in use."""
         return self.use_distributed
-
-    @property
-    def local_process_count(self) -> int:
-        """The number of processes on this machine."""
-        return self._runtime.local_num_processes
-
-    @property
-    def group_timeout(self) -> timedelta | None:
-        """The time limit of a collective, or None for torch's default."""
-        return self._runtime.timeout
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -461,21 +431,33 @@ class Accelerator(
     def _run_parts(self) -> RunParts:
         """Return the parts of the run that a checkpointer saves and restores."""
         saving = self._saving
+        objects = self._prepared.objects
+        options = self._options
         return RunParts(
-            accelerator=self,
+            # A save in the background may outlast the script's last reference to the Accelerator.
+            hooks=self.hooks.holding(),
+            backend=self.backend,
+            precision=self.precision,
             process=self._runtime,
+            communicator=self.communicator,
+            models=objects.models,
+            optimizers=objects.optimizers,
+            schedulers=objects.schedulers,
+            loaders=objects.loaders,
+            scaler=self.scaler,
+            gradient_state=self.gradient_state,
+            cycle=self._training,
             project=lambda: saving.project,
             registered=saving.registered,
             save_hooks=saving.save_hooks,
             load_hooks=saving.load_hooks,
-            tokens=self._training.tokens,
-            update_scale=self._training.update_scale,
-            restore_positions=lambda: self.dataloader_config.restore_positions is not False,
+            restore_positions=lambda: options.dataloader_config.restore_positions is not False,
             inner_model=self._prepared.inner_model,
             whole_state=self._prepared.get_state_dict,
             plugins=[record.identity for record, _, _ in self._setup.plugins.plugins],
             shared_hooks=self._shared_hooks,
             tracking=self._tracking,
+            warn_once=self._warn_once,
             end_training=self.end_training,
         )
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from accelerate_core.accelerator.construction import Setup
+from accelerate_core.accelerator.started import StartedRuntime
 from accelerate_core.contract.hooks import wrong_answer
 from accelerate_core.contract.members import Scope
-from accelerate_core.contract.topology import Process
 from accelerate_core.data.batch import gather_samples
 from accelerate_core.distributed import collectives, tree
 from accelerate_core.distributed.communicator import Communicator
@@ -122,9 +121,15 @@ class Collectives:
 
 
 def make_collectives(
-    hooks: BoundHooks, setup: Setup, process: Process, options: PrepareOptions, state: GradientState
+    started: StartedRuntime, hooks: BoundHooks, options: PrepareOptions, state: GradientState
 ) -> Collectives:
     """Return the collectives for the data, loss and world scopes.
+
+    Args:
+        started: ranks, device and settings.
+        hooks: the hooks of the Accelerator.
+        options: how data is divided over the ranks.
+        state: tracks the last batch that a loader yielded.
 
     Raises:
         PluginError: the backend's `data_shard` or `loss_shard` did not return an
@@ -132,16 +137,16 @@ def make_collectives(
     """
 
     def shard(scope: Scope) -> tuple[int, int]:
-        answer = hooks.data_shard() if scope == "data" else hooks.loss_shard()
-        most = sys.maxsize if setup.backend.supports.get("elastic") else process.num_processes
+        answer = started.hooks.data_shard() if scope == "data" else started.hooks.loss_shard()
+        most = sys.maxsize if started.backend.supports.get("elastic") else started.num_processes
         match answer:
             case (int(index), int(count)) if 0 <= index < count <= most:
                 return index, count
         wanted = (
             "(index, count) with 0 <= index < count, and count at most the number of "
-            f"processes, {process.num_processes}"
+            f"processes, {started.num_processes}"
         )
-        raise wrong_answer(f"{scope}_shard", setup.backend.name, answer, wanted)
+        raise wrong_answer(f"{scope}_shard", started.backend.name, answer, wanted)
 
     def communicator(scope: Scope, index: int, count: int) -> Communicator:
         # A script may keep a loader, which uses these, longer than the Accelerator. A single
@@ -150,20 +155,20 @@ def make_collectives(
         return Communicator(
             rank=index,
             size=count,
-            device=process.device,
+            device=started.device,
             hooks=bound,
             scope=scope,
-            debug=bool(setup.provenance["debug"].value),
-            backend=setup.backend.name,
+            debug=bool(started.provenance["debug"].value),
+            backend=started.backend.name,
             new_group=lambda ranks: bound.new_group(ranks, "cpu"),
         )
 
     return Collectives(
-        communicator("world", process.process_index, process.num_processes),
+        communicator("world", started.process_index, started.num_processes),
         communicator("data", *shard("data")),
         communicator("loss", *shard("loss")),
         shard=shard,
         state=state,
         options=options,
-        has_mesh=setup.parallelism_config is not None,
+        has_mesh=started.parallelism_config is not None,
     )

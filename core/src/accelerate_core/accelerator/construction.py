@@ -37,7 +37,7 @@ from accelerate_core.config.schema import per_rank_fields, settings_fields
 from accelerate_core.contract.capabilities import check_declarations
 from accelerate_core.contract.parts import LoaderFactory, Tracking
 from accelerate_core.contract.topology import Topology
-from accelerate_core.contract.view import AcceleratorView
+from accelerate_core.contract.view import RuntimeView
 from accelerate_core.data.rng import check_rng_types
 from accelerate_core.distributed import process
 from accelerate_core.distributed.digest import comparable
@@ -106,13 +106,18 @@ class Setup:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name!r} is not available before on_start")
 
-    def make_scaler(self, accelerator: AcceleratorView) -> torch.amp.GradScaler | None:
+    @property
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """The `AutocastKwargs` among `kwargs_handlers`, or None."""
+        return self.options.autocast_handler
+
+    def make_scaler(self, runtime: RuntimeView) -> torch.amp.GradScaler | None:
         """Return the gradient scaler, or None if the backend owns the precision."""
         if "precision" in self.backend.owns:
             return None
         handler = self.handlers.get(GradScalerKwargs)
         options = {} if handler is None else handler.to_kwargs()
-        return self.precision.scaler(accelerator, options)
+        return self.precision.scaler(runtime, options)
 
     def make_tracking(self, log_with: Any, process: Runtime) -> Tracking:
         """Return the object that passes logged values to the trackers in `log_with`."""

@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 from accelerate_core.builtin.no_checkpointer import NoCheckpointer
 from accelerate_core.config.handlers import ProjectConfiguration
 from accelerate_core.config.provenance import SourcedValue
+from accelerate_core.contract.checkpointer import Checkpointer, RunParts
 from accelerate_core.contract.members import Stateful
-from accelerate_core.contract.parts import Checkpointer, RunParts
 from accelerate_core.errors import ConfigurationError, listing
 from accelerate_core.plugins.factory import Part
 
@@ -113,7 +113,7 @@ class Saving:
         run = self._run()
         late = run.tracking.flush_trackers(SAVE_WAIT)
         if late:
-            run.accelerator.warn_once(
+            run.warn_once(
                 f"save_state waited {SAVE_WAIT:.0f} s for the trackers, but {listing(late)} had not received "
                 "all values. If the run is killed now, that tracker may lack values from before "
                 "the checkpoint. To keep every value after a kill, add 'jsonl' to log_with.",

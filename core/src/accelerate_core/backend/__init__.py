@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from accelerate_core.contract.members import PlanEntryView, PreparePlanView, Scheduler
-    from accelerate_core.contract.view import AcceleratorView, SetupView
+    from accelerate_core.contract.view import AcceleratorView, RuntimeView, SetupView
 
 
 #: Scope of a collective -> the mesh dimensions, by their joint name, whose ranks take part: those
@@ -165,16 +165,18 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         return int(accelerator.num_processes)
 
     @owner
-    def mesh(self, accelerator: AcceleratorView) -> DeviceMesh | None:
+    def mesh(self, runtime: RuntimeView) -> DeviceMesh | None:
         """Return the device mesh, or None; called once the process group runs.
+
+        * `runtime`: the setup, the ranks and the device.
 
         Default: create the mesh of `parallelism_config` on the first call.
         """
-        config = accelerator.parallelism_config
+        config = runtime.parallelism_config
         if config is None or not dist.is_initialized():
             return None
         if self._mesh is None:
-            self._mesh = config.build_device_mesh(accelerator.device.type)
+            self._mesh = config.build_device_mesh(runtime.device.type)
             self._joint_meshes = config.flatten(self._mesh)
             world = self._mesh.size()
             parts = {scope: self._joint_meshes[name] for scope, name in _SCOPES.items()}
@@ -231,29 +233,33 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         return group
 
     @owner
-    def data_shard(self, accelerator: AcceleratorView) -> tuple[int, int]:
+    def data_shard(self, runtime: RuntimeView) -> tuple[int, int]:
         """Return (index, count): which part of the data this rank reads.
+
+        * `runtime`: the setup, the ranks and the device.
 
         Default: every rank reads its own part. On a mesh, the ranks of one tp, cp or sp group read the
         same part.
         """
-        config = accelerator.parallelism_config
+        config = runtime.parallelism_config
         if config is None:
-            return accelerator.process_index, accelerator.num_processes
-        return config.shard(accelerator.process_index, JOINT["dp"])
+            return runtime.process_index, runtime.num_processes
+        return config.shard(runtime.process_index, JOINT["dp"])
 
     @owner
-    def loss_shard(self, accelerator: AcceleratorView) -> tuple[int, int]:
+    def loss_shard(self, runtime: RuntimeView) -> tuple[int, int]:
         """Return (index, count) of this rank among the ranks over which a loss is summed.
 
         These are the ranks that hold different samples, or different parts of one sample.
 
+        * `runtime`: the setup, the ranks and the device.
+
         Default: as `data_shard`. On a mesh, the ranks of a cp or sp group count as well.
         """
-        config = accelerator.parallelism_config
+        config = runtime.parallelism_config
         if config is None:
-            return accelerator.hooks.data_shard()
-        return config.shard(accelerator.process_index, JOINT["dp_cp"])
+            return runtime.hooks.data_shard()
+        return config.shard(runtime.process_index, JOINT["dp_cp"])
 
     @owner
     def fixed_batch(self, accelerator: AcceleratorView) -> int | None:

@@ -13,7 +13,7 @@ from accelerate_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from accelerate_core.contract.members import PreparePlanView
-    from accelerate_core.contract.view import AcceleratorView
+    from accelerate_core.contract.view import AcceleratorView, RuntimeView
 
 
 class Precision:
@@ -55,11 +55,12 @@ class Precision:
         """Whether forward runs inside `autocast`."""
         return self.dtype is not None or type(self).autocast is not Precision.autocast
 
-    def check(self, accelerator: AcceleratorView) -> None:
+    def check(self, runtime: RuntimeView) -> None:
         """Raise an error if this precision cannot run on the device or with the setup.
 
-        Say in the message what the user can do instead. `accelerator` already has its device and ranks,
-        but nothing is prepared yet.
+        Say in the message what the user can do instead.
+
+        * `runtime`: the setup, the ranks and the device.
         """
 
     def prepare(self, accelerator: AcceleratorView, plan: PreparePlanView) -> None:
@@ -69,11 +70,10 @@ class Precision:
         by name; report new names with `plan.rename`.
         """
 
-    def scaler(
-        self, accelerator: AcceleratorView, options: dict[str, Any]
-    ) -> torch.amp.GradScaler | None:
+    def scaler(self, runtime: RuntimeView, options: dict[str, Any]) -> torch.amp.GradScaler | None:
         """Return a gradient scaler, or None if losses are not scaled.
 
+        * `runtime`: the setup, the ranks and the device.
         * `options`: the fields of the script's `GradScalerKwargs`.
         """
         return None
@@ -149,11 +149,9 @@ class Float16(Precision):
     needs = frozenset({"autocast", "loss_scaling"})
     dtype = torch.float16
 
-    def scaler(
-        self, accelerator: AcceleratorView, options: dict[str, Any]
-    ) -> torch.amp.GradScaler | None:
+    def scaler(self, runtime: RuntimeView, options: dict[str, Any]) -> torch.amp.GradScaler | None:
         """Return torch's scaler for the device."""
-        return torch.amp.GradScaler(accelerator.device.type, **options)
+        return torch.amp.GradScaler(runtime.device.type, **options)
 
 
 class BFloat16(Precision):
@@ -164,9 +162,9 @@ class BFloat16(Precision):
     needs = frozenset({"autocast"})
     dtype = torch.bfloat16
 
-    def check(self, accelerator: AcceleratorView) -> None:
+    def check(self, runtime: RuntimeView) -> None:
         """Raise an error for CUDA devices without bf16, even emulated."""
-        device = accelerator.device
+        device = runtime.device
         if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=True):
             raise ConfigurationError(
                 f"{torch.cuda.get_device_name(device)} lacks bfloat16; use mixed_precision='fp16' or 'no'."

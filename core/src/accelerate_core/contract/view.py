@@ -89,18 +89,20 @@ class SetupView(Protocol):
         """The settings for `torch.compile`."""
 
     @property
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """The `AutocastKwargs` among `kwargs_handlers`, or None."""
+
+    @property
     def mixed_precision(self) -> str:
         """Name of the precision."""
 
 
-class AcceleratorView(SetupView, Protocol):
-    """The members of an Accelerator that plugins may use, after its process group has started."""
-
-    # --- ranks and devices --------------------------------------------------------------------
+class RuntimeView(SetupView, Protocol):
+    """The setup, the ranks and the device, before the parts of the Accelerator exist."""
 
     @property
     def hooks(self) -> OwnerHooks:
-        """The active backend's owner hooks, bound to this Accelerator: `hooks.backward(loss, {})`."""
+        """The active backend's owner hooks, bound to this object: `hooks.backward(loss, {})`."""
 
     @property
     def num_processes(self) -> int:
@@ -130,6 +132,19 @@ class AcceleratorView(SetupView, Protocol):
     def group_timeout(self) -> timedelta | None:
         """How long a collective may take; None means torch's default."""
 
+    def warn_once(self, text: str, *, every_rank: bool = False) -> None:
+        """Warn on the main process, only once for each text.
+
+        Args:
+            every_rank: warn on every rank.
+        """
+
+
+class AcceleratorView(RuntimeView, Protocol):
+    """The members of an Accelerator that plugins may use, once it is complete."""
+
+    # --- collectives --------------------------------------------------------------------------
+
     @property
     def communicator(self) -> CommunicatorView:
         """Collectives among all ranks, on flat tensors and objects."""
@@ -150,10 +165,6 @@ class AcceleratorView(SetupView, Protocol):
         """
 
     # --- how objects are prepared -------------------------------------------------------------
-
-    @property
-    def autocast_handler(self) -> AutocastKwargs | None:
-        """The `AutocastKwargs` among `kwargs_handlers`, or None."""
 
     @property
     def upcast_outputs(self) -> bool:
@@ -230,13 +241,4 @@ class AcceleratorView(SetupView, Protocol):
 
         The backend calls this on every rank after the same step. Loaders continue in their order with
         the next global batch. Then `on_membership_change` is called.
-        """
-
-    # --- warnings -----------------------------------------------------------------------------
-
-    def warn_once(self, text: str, *, every_rank: bool = False) -> None:
-        """Warn on the main process, only once for each text.
-
-        Args:
-            every_rank: warn on every rank.
         """

@@ -10,7 +10,8 @@ from typing import Any
 
 from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.config.provenance import SourcedValue
-from accelerate_core.contract.parts import Checkpointer, LoaderFactory, Tracking, check_members
+from accelerate_core.contract.checkpointer import Checkpointer
+from accelerate_core.contract.parts import LoaderFactory, Tracking, check_members
 from accelerate_core.errors import (
     AccelerateError,
     ConfigurationError,

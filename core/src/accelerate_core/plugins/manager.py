@@ -29,8 +29,8 @@ from accelerate_core.plugins.factory import add_plugin_note
 if TYPE_CHECKING:
     import torch
 
+    from accelerate_core.contract.checkpointer import Contribution
     from accelerate_core.contract.owner_hooks import OwnerHooks
-    from accelerate_core.contract.parts import Contribution
     from accelerate_core.contract.view import AcceleratorView, SetupView
 else:
     OwnerHooks = object

@@ -48,45 +48,47 @@ class TrainingState:
     """
 
     def __init__(self, run: RunParts) -> None:
-        accelerator = run.accelerator
-        self._accelerator = accelerator
-        self._tokens = run.tokens
+        self._hooks = run.hooks
+        self._backend = run.backend
+        self._precision = run.precision
+        self._cycle = run.cycle
         self._restore_positions = run.restore_positions
         self._project = run.project
         self._plugins = run.plugins
         self._shared_hooks = run.shared_hooks
         self._tracking = run.tracking
-        hooks = accelerator.hooks
         self.process = run.process
-        self.collectives: CommunicatorView = accelerator.communicator
+        self.collectives: CommunicatorView = run.communicator
         #: Number of comparisons of the ranks' weights.
         self._compared = 0
-        self.backend = accelerator.backend.name
+        self.backend = run.backend.name
         #: The backend's `supports["gradients"]`: True, "same_layout" or False.
-        self.gives_gradients: Any = accelerator.backend.supports.get("gradients", True)
-        self.events = accelerator.gradient_state
-        self.models = accelerator.models
-        self.schedulers = accelerator.schedulers
+        self.gives_gradients: Any = run.backend.supports.get("gradients", True)
+        self.events = run.gradient_state
+        self.models = run.models
+        self._optimizers = run.optimizers
+        self.schedulers = run.schedulers
+        self._loaders = run.loaders
         self.registered = run.registered
-        self.scaler = accelerator.scaler
+        self.scaler = run.scaler
         # Hooks of the backend, with the arguments `(model, state, strict)`, `(optimizer)`,
         # `(optimizer, state)`, `(directory, options, later)` and `(directory, options)`.
         # `backend_save` returns None or a function that writes the rest later.
-        self.load_model_state = hooks.load_model_state
-        self.optimizer_state = hooks.optimizer_state
-        self.load_optimizer_state = hooks.load_optimizer_state
-        self.backend_save = hooks.save_state
-        self.backend_load = hooks.load_state
+        self.load_model_state = run.hooks.load_model_state
+        self.optimizer_state = run.hooks.optimizer_state
+        self.load_optimizer_state = run.hooks.load_optimizer_state
+        self.backend_save = run.hooks.save_state
+        self.backend_load = run.hooks.load_state
         self.save_hooks = run.save_hooks.values
         self.load_hooks = run.load_hooks.values
         #: Applies a pending update of the loss scale.
-        self.update_scale = run.update_scale
+        self.update_scale = run.cycle.update_scale
         #: Returns the model without the wrappers of the backend and `torch.compile`.
         self.inner = run.inner_model
         #: Returns the unsharded weights that `save_model` writes, on the ranks that need them.
         self.whole_model_state = run.whole_state
         #: Warns once per text, on the main process.
-        self.warn_once = accelerator.warn_once
+        self.warn_once = run.warn_once
         #: Ends the run. Preemption calls it after its save.
         self.end_training = run.end_training
 
@@ -98,12 +100,12 @@ class TrainingState:
     @property
     def owns_format(self) -> bool:
         """Whether the backend, with its current settings, writes models and optimizers itself."""
-        return "checkpoint" in self._accelerator.backend.owns
+        return "checkpoint" in self._backend.owns
 
     @property
     def optimizers(self) -> Sequence[Any]:
         """The optimizers as they were before `prepare` wrapped them."""
-        return [prepared.optimizer for prepared in self._accelerator.optimizers]
+        return [prepared.optimizer for prepared in self._optimizers]
 
     @property
     def saves_here(self) -> bool:
@@ -114,7 +116,7 @@ class TrainingState:
     @property
     def whole_on_main(self) -> bool:
         """Whether the main process holds the whole shared state and can save it alone."""
-        backend: Any = type(self._accelerator.backend)
+        backend: Any = type(self._backend)
         hooks = ("model_state", "optimizer_state", "save_state")
         return all(getattr(backend, hook) is getattr(Backend, hook) for hook in hooks)
 
@@ -142,17 +144,17 @@ class TrainingState:
         Returns None if the weights may differ: on one process, on a mesh where ranks share samples,
         or if the backend does not compute the same as one process.
         """
-        accelerator = self._accelerator
-        backend = accelerator.backend
         size = self.collectives.size
-        _, parts = accelerator.hooks.data_shard()
-        exact = backend.supports.get("exact", True) and backend.reduces_gradients != "never"
+        _, parts = self._hooks.data_shard()
+        exact = (
+            self._backend.supports.get("exact", True) and self._backend.reduces_gradients != "never"
+        )
         if size == 1 or parts != size or not exact:
             return None
         self._compared += 1
         trained = {
             id(parameter)
-            for optimizer in accelerator.optimizers
+            for optimizer in self._optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
@@ -170,7 +172,7 @@ class TrainingState:
         if found is None:
             return
         rank, name, number = found
-        self._accelerator.warn_once(
+        self.warn_once(
             f"The ranks train different models: {name!r} and {number - 1} other parameter(s) of rank "
             f"{rank} differ from those of rank 0, and the checkpoint has rank 0's. The backend is "
             f"{self.backend!r}. To stop at the step where they start to differ, set "
@@ -182,8 +184,8 @@ class TrainingState:
 
     def model_state(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return a model's state dict from the backend."""
-        state = self._accelerator.hooks.model_state(model)
-        return self._accelerator.precision.plain_state(self.inner(model), state)
+        state = self._hooks.model_state(model)
+        return self._precision.plain_state(self.inner(model), state)
 
     def contributors(self) -> list[Contributor]:
         """Return the plugins with `on_save` or `on_load`, sorted by name."""
@@ -202,30 +204,27 @@ class TrainingState:
         The result consists of plain data and tensors. Generators and `step` have the same keys as
         in Accelerate. Everything else is under "accelerate_core".
         """
-        accelerator = self._accelerator
-        devices = {accelerator.device}
+        devices = {self.process.device}
         devices.update(p.device for model in self.models for p in model.parameters())
         loaders = [
             loader.state_dict() if hasattr(loader, "state_dict") else None
-            for loader in self._accelerator.loaders
+            for loader in self._loaders
         ]
         return {
-            "step": self._accelerator.step,
+            "step": self._cycle.step,
             **rng_state.capture_rng_state(sorted(devices, key=str)),
             OWN: {
-                "cycle": self._cycle(),
+                "cycle": self._cycle_state(),
                 "loaders": loaders,
                 "trackers": self._tracking.state_dict(),
-                "generators": dict(accelerator.hooks.rng_state()),
+                "generators": dict(self._hooks.rng_state()),
             },
         }
 
     def unsaved_loader(self, own: Mapping[str, Any]) -> str:
         """Return the loader whose part of `rank_state` cannot be saved, or ""."""
         states = own.get(OWN, {}).get("loaders", ())
-        for index, (loader, state) in enumerate(
-            zip(self._accelerator.loaders, states, strict=False)
-        ):
+        for index, (loader, state) in enumerate(zip(self._loaders, states, strict=False)):
             try:
                 torch.save(state, io.BytesIO())
             except Exception:
@@ -251,11 +250,10 @@ class TrainingState:
             mesh: the mesh of the ranks that saved, as in `facts`. None if it is not known.
         """
         same_layout = self.has_layout(saved_by, mesh)
-        accelerator = self._accelerator
         rank, count = self.process.process_index, self.process.num_processes
         first, own = states[0], states.get(rank)
         if OWN not in first:
-            self._accelerator.step = int(first.get("step", 0))
+            self._cycle.step = int(first.get("step", 0))
         else:
             if saved_by != count:
                 self.warn_once(
@@ -275,10 +273,10 @@ class TrainingState:
             return
         generators = own.get(OWN, {}).get("generators")
         if generators:
-            accelerator.hooks.load_rng_state(generators)
+            self._hooks.load_rng_state(generators)
         missed = rng_state.restore_rng_state(own)
         if missed:
-            accelerator.warn_once(
+            self.warn_once(
                 f"The random state of {', '.join(missed)} could not be restored on rank {rank}.",
                 every_rank=True,
             )
@@ -287,7 +285,7 @@ class TrainingState:
         """Restore the positions of the loaders. A loader with other data starts from the beginning."""
         if not self._restore_positions():
             return
-        loaders = self._accelerator.loaders
+        loaders = self._loaders
         if len(states) != len(loaders):
             self.warn_once(
                 f"The checkpoint has the positions of {len(states)} loaders, but this run has "
@@ -314,13 +312,12 @@ class TrainingState:
         events = self.events
         return [
             optimizer
-            for optimizer in self._accelerator.optimizers
+            for optimizer in self._optimizers
             if not events.sync_gradients or optimizer.seen_backwards < events.backwards
         ]
 
     def pending_gradients(self) -> dict[int, dict[str, torch.Tensor]]:
         """Return accumulated gradients without a step yet, by model and the backend's names."""
-        accelerator = self._accelerator
         found: dict[int, dict[str, torch.Tensor]] = {}
         waiting = self.waiting()
         if not waiting:
@@ -332,7 +329,7 @@ class TrainingState:
             for parameter in group["params"]
         ]
         for index, model in enumerate(self.models):
-            named = accelerator.hooks.pending_gradients(model, parameters)
+            named = self._hooks.pending_gradients(model, parameters)
             if named:
                 found[index] = dict(named)
         return found
@@ -397,49 +394,46 @@ class TrainingState:
         """
         factor = None
         if saved_by is not None:
-            _, loss_ranks = self._accelerator.hooks.loss_shard()
-            factor = 1.0 / (loss_ranks if self._tokens.open else saved_by)
+            _, loss_ranks = self._hooks.loss_shard()
+            factor = 1.0 / (loss_ranks if self._cycle.tokens.open else saved_by)
         for model in self.models:
             for parameter in self.inner(model).parameters():
                 parameter.grad = None
-        accelerator = self._accelerator
         for found in gradients:
             self.events.backwards += 1  # so that they count as waiting for a step
             for index, named in found.items():
                 model = self.models[index]
-                accelerator.hooks.load_pending_gradients(model, named, factor)
+                self._hooks.load_pending_gradients(model, named, factor)
 
-    def _cycle(self) -> dict[str, Any]:
+    def _cycle_state(self) -> dict[str, Any]:
         return {
-            "step": self._accelerator.step,
+            "step": self._cycle.step,
             "sync_gradients": self.events.sync_gradients,
-            "items": self._tokens.state_dict(),
-            "steps_taken": [optimizer.steps_taken for optimizer in self._accelerator.optimizers],
+            "items": self._cycle.tokens.state_dict(),
+            "steps_taken": [optimizer.steps_taken for optimizer in self._optimizers],
         }
 
     def _load_cycle(
         self, state: Mapping[str, Any], all_ranks: Sequence[Mapping[str, Any]] | None
     ) -> None:
         """Restore the cycle. After a change of layout, `all_ranks` has the states of all ranks."""
-        self._accelerator.step = int(state["step"])
+        self._cycle.step = int(state["step"])
         self.events.sync_gradients = bool(state["sync_gradients"])
         items = dict(state["items"])
         if all_ranks is not None:
             counts = [float(one["items"]["local"]) for one in all_ranks]
-            index, _ = self._accelerator.hooks.loss_shard()
+            index, _ = self._hooks.loss_shard()
             items["local"] = sum(counts) if index == 0 else 0
-        self._tokens.load_state_dict(items)
+        self._cycle.tokens.load_state_dict(items)
         self.events.backwards += 1
-        for optimizer, steps in zip(
-            self._accelerator.optimizers, state["steps_taken"], strict=False
-        ):
+        for optimizer, steps in zip(self._optimizers, state["steps_taken"], strict=False):
             optimizer.steps_taken = steps
-        for optimizer in self._accelerator.optimizers:
+        for optimizer in self._optimizers:
             optimizer.seen_backwards = self.events.backwards
 
     def mesh_sizes(self) -> dict[str, int] | None:
         """Return the size of each dimension of the mesh, or None without a mesh."""
-        mesh = self._accelerator.torch_device_mesh
+        mesh = self._hooks.mesh()
         if mesh is None:
             return None
         return {str(name): int(mesh[name].size()) for name in (mesh.mesh_dim_names or ())}
@@ -448,15 +442,14 @@ class TrainingState:
 
     def facts(self) -> dict[str, Any]:
         """Return the facts about this run that go into the manifest."""
-        accelerator = self._accelerator
-        epochs = [int(getattr(loader, "iteration", 0)) for loader in self._accelerator.loaders]
-        steps = [optimizer.steps_taken for optimizer in self._accelerator.optimizers]
+        epochs = [int(getattr(loader, "iteration", 0)) for loader in self._loaders]
+        steps = [optimizer.steps_taken for optimizer in self._optimizers]
         return {
             "step": max(steps, default=0),
             "epoch": max(epochs, default=0),
             "world_size": self.collectives.size,
             "mesh": self.mesh_sizes(),
-            "mixed_precision": accelerator.mixed_precision,
+            "mixed_precision": self._precision.name,
             "written_by": {
                 "accelerate-core": importlib.metadata.version("accelerate-core"),
                 "torch": torch.__version__,
@@ -466,9 +459,9 @@ class TrainingState:
             "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
             "objects": {
                 "models": len(self.models),
-                "optimizers": len(self._accelerator.optimizers),
+                "optimizers": len(self._optimizers),
                 "schedulers": len(self.schedulers),
-                "loaders": len(self._accelerator.loaders),
+                "loaders": len(self._loaders),
                 "registered": len(self.registered),
             },
         }

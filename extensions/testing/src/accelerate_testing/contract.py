@@ -9,6 +9,7 @@ from typing import Any
 from accelerate_core import plugin
 from accelerate_core.backend import Backend
 from accelerate_core.backend.precision import Precision
+from accelerate_core.contract.checkpointer import Checkpointer, RunParts
 from accelerate_core.contract.hooks import (
     API_VERSION,
     DEPRECATED,
@@ -18,13 +19,7 @@ from accelerate_core.contract.hooks import (
     Kind,
     hooks_of_kind,
 )
-from accelerate_core.contract.parts import (
-    Checkpointer,
-    LoaderFactory,
-    PreparedLoader,
-    RunParts,
-    Tracking,
-)
+from accelerate_core.contract.parts import LoaderFactory, PreparedLoader, Tracking
 from accelerate_core.plugins.selection import Claim, Request
 from accelerate_launch.plan import LaunchPlan, Target
 from accelerate_launch.start import FunctionLauncher, Launcher

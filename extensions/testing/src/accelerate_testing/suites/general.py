@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from accelerate_core.contract.parts import Checkpointer, LoaderFactory
+from accelerate_core.contract.checkpointer import Checkpointer
+from accelerate_core.contract.parts import LoaderFactory
 from accelerate_core.errors import AccelerateError, listing
 from accelerate_core.plugins.discovery import (
     OWN_DISTRIBUTION,
