@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import socket
@@ -19,7 +18,6 @@ from support import clean_environment, run_workers
 from accelerate_core.config.files import read_config
 from accelerate_core.config.provenance import PROVENANCE_VARIABLE
 from accelerate_core.errors import ConfigurationError, RuntimeConflictError
-from accelerate_core.logging import get_logger
 from accelerate_launch import (
     LaunchPlan,
     PrepareForLaunch,
@@ -432,65 +430,6 @@ def test_local_sgd_averages_every_few_steps_and_at_the_end(tmp_path: Path, proce
     (tmp_path / "local.py").write_text(LOCAL_SGD)
     run = run_workers(tmp_path / "local.py", processes).checked()
     assert f"averaged {processes}" in run.stdout
-
-
-# --- logging --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def no_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate_core.distributed import process as runtime
-
-    monkeypatch.setattr(runtime, "_current", None)
-
-
-@pytest.mark.usefixtures("no_runtime")
-def test_logger_works_without_an_accelerator(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logger = get_logger("tests.rank", "INFO")
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    logger.info("of the main process")
-    logger.info("of every process", main_process_only=False)
-    logger.info("in order", main_process_only=False, in_order=True)
-    monkeypatch.setenv("RANK", "0")
-    logger.info("of rank %d", 0)
-    assert caplog.messages == ["of every process", "in order", "of rank 0"]
-    assert {Path(record.pathname).name for record in caplog.records} == {"test_launch.py"}
-
-
-@pytest.mark.usefixtures("no_runtime")
-def test_warning_once_logs_each_text_once(caplog: pytest.LogCaptureFixture) -> None:
-    logger = get_logger("tests.once", "INFO")
-    for number in (1, 1, 2):
-        logger.warning_once("seen %d", number)
-    assert caplog.messages == ["seen 1", "seen 2"]
-    assert {Path(record.pathname).name for record in caplog.records} == {"test_launch.py"}
-
-
-@pytest.mark.usefixtures("no_runtime")
-def test_log_records_name_the_calling_line(caplog: pytest.LogCaptureFixture) -> None:
-    logger = get_logger("tests.line", "INFO")
-
-    def told(*texts: str) -> None:
-        for text in texts:
-            logger.info(text, stacklevel=3)  # counted as in Accelerate, where 2 is this line
-
-    first = told.__code__.co_firstlineno + 5
-    logger.info("by itself")
-    logger.log(logging.INFO, "by its level", main_process_only=False)
-    logger.warning_once("once", stacklevel=2)
-    told("for", "another")
-    found = [(record.lineno - first, record.funcName) for record in caplog.records]
-    assert found == [(line, "test_log_records_name_the_calling_line") for line in (0, 1, 2, 3, 3)]
-
-
-def test_log_level_is_read_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "error")
-    assert get_logger("tests.level").logger.level == logging.ERROR
-    with pytest.raises(ConfigurationError, match="Did you mean 'WARNING'"):
-        get_logger("tests.level", "warnin")
 
 
 SPAWNED = """

@@ -29,7 +29,6 @@ from accelerate_core.contract.view import AcceleratorView as AcceleratorView
 from accelerate_core.contract.view import SetupView as SetupView
 from accelerate_core.data.prepare_loader import skip_first_batches as skip_first_batches
 from accelerate_core.distributed.process import process_global as process_global
-from accelerate_core.logging import get_logger as get_logger
 from accelerate_core.plugins.contributed import *  # noqa: F403
 from accelerate_core.plugins.selection import Claim as Claim
 from accelerate_core.plugins.selection import Request as Request

@@ -262,6 +262,7 @@ from accelerate_tensorboard import TensorBoardTracker as TensorBoardTracker
 from accelerate_tracking.profiler import ProfileKwargs as ProfileKwargs
 from accelerate_tracking.profiler import build_profiler as build_profiler
 from accelerate_tracking.profiler import profile as profile
+from accelerate_tracking.rank_logger import get_logger as get_logger
 from accelerate_tracking import GeneralTracker as GeneralTracker
 from accelerate_tracking import on_main_process as on_main_process
 from accelerate_trackio import TrackioTracker as TrackioTracker

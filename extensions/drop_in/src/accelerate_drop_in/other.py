@@ -15,7 +15,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from accelerate_core.errors import listing
-from accelerate_core.logging import get_logger
+from accelerate_tracking.rank_logger import get_logger
 
 #: Named after Accelerate's module, because scripts set log levels by that name.
 logger = get_logger("accelerate.utils.other")

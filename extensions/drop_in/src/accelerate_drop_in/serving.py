@@ -20,8 +20,8 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from accelerate_core.errors import MissingPluginError
-from accelerate_core.logging import get_logger
 from accelerate_drop_in.absent import absent, left_out
+from accelerate_tracking.rank_logger import get_logger
 
 _CONFIG, _ESTIMATE, _PARSERS = (
     f"accelerate_drop_in.commands.{name}" for name in ("config", "estimate", "parsers")
@@ -55,7 +55,7 @@ _HOMES = {
     "hooks": ("accelerate_big_model.hooks",),
     "inference": ("accelerate_drop_in.inference",),
     "launchers": ("accelerate_launch", "accelerate_drop_in.state"),
-    "logging": ("accelerate_core.logging",),
+    "logging": ("accelerate_tracking.rank_logger",),
     "optimizer": ("accelerate_drop_in.by_hand", "accelerate_drop_in.models"),
     "scheduler": ("accelerate_drop_in.by_hand",),
     "state": (

@@ -7,7 +7,14 @@ import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.plugin import (
+    ConfigurationError,
+    PartialState,
+    did_you_mean,
+    listing,
+    read_topology,
+    running,
+)
 
 LOG_LEVEL_VARIABLE = "ACCELERATE_LOG_LEVEL"
 
@@ -31,14 +38,10 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         """Log a message, as `main_process_only` and `in_order` specify."""
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
-        from accelerate_core.distributed.process import running
-
         if main_process_only or not in_order or running() is None:
             if self.isEnabledFor(level) and (not main_process_only or _rank() == 0):
                 self._emit(level, msg, args, kwargs)
             return
-        from accelerate_core.state import PartialState
-
         # Every rank takes part, even if its level hides the message, because levels may differ.
         state = PartialState()
         for turn in range(state.num_processes):
@@ -93,7 +96,4 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
 
 def _rank() -> int:
-    from accelerate_core.contract.topology import read_topology
-    from accelerate_core.distributed.process import running
-
     return (running() or read_topology(os.environ)).process_index
