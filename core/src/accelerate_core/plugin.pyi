@@ -75,8 +75,6 @@ from accelerate_core.data.steps import NOTHING as NOTHING
 from accelerate_core.data.steps import Item as Item
 from accelerate_core.data.steps import Step as Step
 from accelerate_core.distributed.communicator import Communicator as Communicator
-from accelerate_core.distributed.digest import first_difference as first_difference
-from accelerate_core.distributed.digest import weight_sums as weight_sums
 from accelerate_core.distributed.packing import Layout as Layout
 from accelerate_core.distributed.packing import layout_of as layout_of
 from accelerate_core.distributed.packing import unpack as unpack

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from accelerate_checkpoint import rng_state
+from accelerate_checkpoint.weight_sums import first_difference, weight_sums
 from accelerate_core.plugin import (
     Backend,
     CheckpointError,
@@ -22,8 +23,6 @@ from accelerate_core.plugin import (
     ProjectConfiguration,
     RunParts,
     SharedHooksView,
-    first_difference,
-    weight_sums,
 )
 
 #: Key in a rank's state for everything that Accelerate does not save.

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from accelerate_core import AcceleratorView, Claim, Request
-from accelerate_core.errors import DistributedOperationException
-from accelerate_core.plugin import first_difference, weight_sums
+from accelerate_checkpoint.weight_sums import first_difference, weight_sums
+from accelerate_core.plugin import (
+    AcceleratorView,
+    Claim,
+    DistributedOperationException,
+    Request,
+)
 
 #: The step after which all weights are compared, and the steps between later comparisons.
 _FIRST, _EVERY = 2, 10
