@@ -14,13 +14,9 @@ import torch
 from torch import nn
 
 from accelerate_compile import compile_model, compile_regions
+from accelerate_compile.recognise import is_compiled_module
 from accelerate_core import Accelerator, TorchDynamoPlugin
-from accelerate_core.builtin.compiled import (
-    canonical_key,
-    is_compiled_module,
-    strip_compiled,
-    uncompiled,
-)
+from accelerate_core.builtin.compiled import canonical_key, strip_compiled, uncompiled
 from accelerate_core.errors import ConfigurationError, PluginError
 from accelerate_drop_in.models import has_compiled_regions
 
@@ -323,7 +319,8 @@ def test_uncompiled_view_of_an_uncompiled_model_is_the_model() -> None:
 def test_checking_for_compiled_modules_does_not_import_the_compiler() -> None:
     code = (
         "import sys, torch\n"
-        "from accelerate_core.builtin.compiled import *\n"
+        "from accelerate_compile.recognise import is_compiled_module\n"
+        "from accelerate_core.builtin.compiled import strip_compiled\n"
         "m = torch.nn.Linear(2, 2)\n"
         "assert strip_compiled(m) is m and not is_compiled_module(m)\n"
         "assert 'torch._dynamo' not in sys.modules\n"

@@ -6,11 +6,8 @@ from accelerate_core.backend.precision import Precision as Precision
 from accelerate_core.booleans import env_flag as env_flag
 from accelerate_core.booleans import parse_bool as parse_bool
 from accelerate_core.builtin.compiled import is_compiled_in_place as is_compiled_in_place
-from accelerate_core.builtin.compiled import is_compiled_module as is_compiled_module
-from accelerate_core.builtin.compiled import is_torch_layer as is_torch_layer
 from accelerate_core.builtin.compiled import is_wrapped as is_wrapped
 from accelerate_core.builtin.compiled import uncompiled as uncompiled
-from accelerate_core.builtin.compiled import within_wrappers as within_wrappers
 from accelerate_core.builtin.console import console as console
 from accelerate_core.builtin.no_tracking import Nothing as Nothing
 from accelerate_core.config.enums import LoggerType as LoggerType

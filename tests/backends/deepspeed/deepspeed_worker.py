@@ -15,8 +15,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 from worker import PG_TIMEOUT, RANK, SIZE, case, run_cases, scratch
 
+from accelerate_compile.recognise import is_compiled_module
 from accelerate_core import Accelerator, ParallelismConfig
-from accelerate_core.builtin.compiled import is_compiled_module
 from accelerate_core.errors import CheckpointError, ConfigurationError, PrepareError
 from accelerate_core.utils import GradientAccumulationPlugin, TorchDynamoPlugin, set_seed
 from accelerate_deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler

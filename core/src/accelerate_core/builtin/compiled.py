@@ -1,4 +1,4 @@
-"""Recognise compiled models, and unwrap them."""
+"""Remove the compilation from models."""
 
 from __future__ import annotations
 
@@ -9,15 +9,6 @@ from typing import Any, cast
 from torch import nn
 
 _PREFIX = "_orig_mod."
-
-
-def is_compiled_module(module: object) -> bool:
-    """Return whether the whole module is compiled, by `torch.compile` or in place."""
-    return isinstance(module, nn.Module) and (
-        is_wrapped(module)
-        or is_compiled_in_place(module)
-        or is_compiled_in_place(within_wrappers(module))
-    )
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -54,25 +45,6 @@ def is_wrapped(module: object) -> bool:
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Return whether a module was compiled with `Module.compile`."""
     return getattr(module, "_compiled_call_impl", None) is not None
-
-
-def _forward_module(module: nn.Module) -> str:
-    return str(getattr(module.forward, "__module__", "") or "")
-
-
-def is_torch_layer(module: nn.Module) -> bool:
-    """Return whether a module uses the `forward` of a layer in `torch.nn`."""
-    return _forward_module(module).startswith("torch.nn.modules.")
-
-
-def within_wrappers(module: nn.Module) -> nn.Module:
-    """Return the module inside torch's own wrappers, which torch's compiler doesn't enter."""
-    while _forward_module(module).startswith("torch.") and not is_torch_layer(module):
-        children = list(module.children())
-        if len(children) != 1 or is_wrapped(module):
-            break
-        module = children[0]
-    return module
 
 
 def _strip(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:

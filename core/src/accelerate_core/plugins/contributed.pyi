@@ -61,10 +61,10 @@ from accelerate_checkpoint.weights import load_state_dict as load_state_dict
 from accelerate_checkpoint.weights import shard_state_dict as shard_state_dict
 from accelerate_clearml import ClearMLTracker as ClearMLTracker
 from accelerate_comet_ml import CometMLTracker as CometMLTracker
+from accelerate_compile.recognise import is_compiled_module as is_compiled_module
 from accelerate_compile import compile_regions as compile_regions
 from accelerate_compile import compile_regions as _compile_regions_deepspeed
 from accelerate_compile import compile_regions as _compile_regions_fsdp2
-from accelerate_core.builtin.compiled import is_compiled_module as is_compiled_module
 from accelerate_core.builtin.memory import clear_device_cache as clear_device_cache
 from accelerate_core.distributed.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from accelerate_core.distributed.tree import TensorInformation as TensorInformation

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate_compile.recognise import is_compiled_module, is_torch_layer, within_wrappers
 from accelerate_core.plugin import (
     AcceleratorView,
     Claim,
@@ -27,13 +28,10 @@ from accelerate_core.plugin import (
     did_you_mean,
     hookimpl,
     is_compiled_in_place,
-    is_compiled_module,
-    is_torch_layer,
     is_wrapped,
     listing,
     resolve_compiler,
     uncompiled,
-    within_wrappers,
 )
 
 __all__ = ["TorchCompiler", "compile_model", "compile_regions"]

@@ -18,12 +18,8 @@ from accelerate_big_model.tensors import (
     has_offloaded_params,
     non_persistent_buffers,
 )
-from accelerate_core.builtin.compiled import (
-    is_compiled_module,
-    strip_compiled,
-    uncompiled,
-    within_wrappers,
-)
+from accelerate_compile.recognise import is_compiled_module, within_wrappers
+from accelerate_core.builtin.compiled import strip_compiled, uncompiled
 from accelerate_core.distributed.process import current_user
 from accelerate_core.distributed.tree import convert_to_fp32, send_to_device
 from accelerate_core.training.forward import unwrap_forward
