@@ -68,6 +68,7 @@ from accelerate_core.data.loader import DataLoaderShard as DataLoaderShard
 from accelerate_core.data.loader import LoaderOptions as LoaderOptions
 from accelerate_core.data.prepare_loader import prepare_loader as prepare_loader
 from accelerate_core.data.rng import GENERATORS as GENERATORS
+from accelerate_core.data.sources import ReadSource as ReadSource
 from accelerate_core.data.steps import NOTHING as NOTHING
 from accelerate_core.data.steps import Item as Item
 from accelerate_core.data.steps import Step as Step

@@ -30,8 +30,8 @@ from accelerate_core.data.order import SeedableRandomSampler, order_sampler
 from accelerate_core.data.resumable import swapped
 from accelerate_core.data.rng import RankedWorkerInit, check_rng_types, share_from_main
 from accelerate_core.data.shard import BatchSamplerShard, ItemShard, IterableDatasetShard
-from accelerate_core.data.sources import DispatchedSource, IndexedSource, IndexStream, ReadSource
-from accelerate_core.data.steps import Item, StepReader, check_split
+from accelerate_core.data.sources import BatchSource, IndexedSource, IndexStream, ReadSource
+from accelerate_core.data.steps import StepReader, check_split
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError, MissingPluginError, warn
 from accelerate_core.plugins.catalog import pip_command
@@ -79,9 +79,9 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
         base = _as_stateful(base)
     if config.use_seedable_sampler:
         _make_seedable(base, config.data_seed, order_comm)
-    dispatch = _dispatch_function(config.dispatch_batches, base, count, options.comm)
+    make_dispatched = _source_of_dispatch(config.dispatch_batches, base, count, options.comm)
     sampler = order_sampler(base)
-    if dispatch is None and (count > 1 or order_comm is not None):
+    if make_dispatched is None and (count > 1 or order_comm is not None):
         _give_generator(base, sampler, order_comm)
     batch_size = _batch_size(base)
     if config.split_batches and count > 1 and (batch_size is not None or _has_batch_sampler(base)):
@@ -89,18 +89,21 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
     if options.fixed_batch is not None and batch_size is not None:
         own = batch_size // count if config.split_batches else batch_size
         check_fixed_batch(own, options.fixed_batch, count)
+    index = options.process_index
     view = _copy(base)  # keeps the attributes that this rank's part replaces
     steps = StepReader(
         count, config.split_batches, config.even_batches, _drops_last(base), batch_size=batch_size
     )
-    if dispatch is not None:
+    if make_dispatched is not None:
         steps.slice_fn = options.slice_fn_for_dispatch
         steps.evenly = options.fixed_batch is None
         if isinstance(base, DataLoader):
             _replace(base, generator=None)  # only the order may be drawn from it
-        dispatched = _dispatched_source(base, steps, options, dispatch)
+        reading = ReadSource(base, steps.per_step, steps, index, _indexed(base, _plan_of(base)))
+        dispatched = make_dispatched(
+            reading, options.comm, _part_of_each_rank(options), config.read_ahead
+        )
         return DataLoaderDispatcher(base, dispatched, view, loader, options, batch_size)
-    index = options.process_index
     steps.wanted = [index]
     source = _own_source(base, steps, index)
     workers = getattr(base, "num_workers", 0)
@@ -274,10 +277,10 @@ def _is_sharded_already(loader: Any, count: int) -> bool:
     return True
 
 
-def _dispatch_function(
+def _source_of_dispatch(
     asked: bool | None, loader: Any, count: int, comm: Communicator | None
-) -> Callable[..., Iterator[Item]] | None:
-    """Return the function that sends what rank 0 reads to all ranks; None if each rank reads."""
+) -> Callable[..., BatchSource] | None:
+    """Return the class of sources that rank 0 reads for all ranks; None if each rank reads."""
     if count == 1:
         return None
     can = comm is not None and comm.size > 1
@@ -289,7 +292,7 @@ def _dispatch_function(
     if not can or not (_is_iterable(loader) if asked is None else asked):
         return None
     try:
-        dispatch: Callable[..., Iterator[Item]] = exported("dispatch_steps")
+        source: Callable[..., BatchSource] = exported("DispatchedSource")
     except MissingPluginError as error:
         reason = "dispatch_batches=True" if asked else "An iterable dataset on several processes"
         raise MissingPluginError(
@@ -297,7 +300,7 @@ def _dispatch_function(
             f"part. Install it with: {pip_command('dispatch')}. With dispatch_batches=False each "
             "rank reads the whole dataset and keeps its part."
         ) from error
-    return dispatch
+    return source
 
 
 def _make_seedable(loader: Any, data_seed: int | None, comm: Communicator | None) -> None:
@@ -365,20 +368,13 @@ def _indexed(loader: Any, plan: Any) -> IndexStream | None:
     return stream if _replace(loader, **{_order_name(loader): stream}) else None
 
 
-def _dispatched_source(
-    base: Any, steps: StepReader, options: LoaderOptions, dispatch: Callable[..., Iterator[Item]]
-) -> DispatchedSource:
+def _part_of_each_rank(options: LoaderOptions) -> list[int]:
+    """Return, for each rank of the communicator, the index of its part of a step."""
     comm = options.comm
     assert comm is not None
-    index = options.process_index
-    shards = list(range(comm.size))
-    if comm.size != steps.num_processes or index != comm.rank:
-        shards = comm.gather_object(index)
-    stream = _indexed(base, _plan_of(base))
-    ahead = options.config.read_ahead
-    return DispatchedSource(
-        base, steps.per_step, steps, index, dispatch, stream, comm, shards, ahead
-    )
+    if comm.size == options.num_processes and comm.rank == options.process_index:
+        return list(range(comm.size))
+    return comm.gather_object(options.process_index)
 
 
 def _own_source(base: Any, steps: StepReader, index: int) -> IndexedSource | ReadSource:

@@ -1,23 +1,19 @@
-"""The three ways a prepared loader gets its batches."""
+"""The ways a prepared loader gets its batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
 from operator import length_hint
-from typing import Any
-
-import torch
-from torch.utils.data import DataLoader
+from typing import Any, Protocol
 
 from accelerate_core.data.batch import batch_size_of
 from accelerate_core.data.order import Wrapper, iterate_from
 from accelerate_core.data.resumable import ResumableReader
 from accelerate_core.data.shard import ItemShard, IterableDatasetShard
 from accelerate_core.data.steps import NOTHING, Item, Read, Step, StepReader, steps_of
-from accelerate_core.distributed.communicator import Communicator
 
 _END: Any = object()
 
@@ -95,6 +91,29 @@ class IndexIterator(Iterator[Any]):
         return batch
 
 
+class BatchSource(Protocol):
+    """Opens the data of a prepared loader."""
+
+    #: Batches of the single-process loader in one global step.
+    per_step: int
+
+    @property
+    def filler(self) -> Any:
+        """The object that pads the end of the epoch, according to its `even_batches`."""
+
+    def length(self) -> int:
+        """Return the number of batches of an epoch; `TypeError` if it is unknown."""
+
+    def start(self, batches: int, draw: bool, state: Any = None) -> Iterator[Item]:
+        """Start an iteration.
+
+        Args:
+            batches: where to begin, in batches of the single-process loader.
+            draw: whether to draw the order before this returns.
+            state: the dataset's own state; it takes precedence over `batches`.
+        """
+
+
 @dataclass(eq=False)
 class IndexedSource:
     """A map-style loader that reads the indices of an `IndexStream`, without reading data early.
@@ -103,8 +122,6 @@ class IndexedSource:
         base: a copy of the user's loader.
         stream: this rank's indices.
         per_step: batches of the single-process loader in one global step.
-
-    `filler` is the object that pads the end of the epoch, according to its `even_batches`.
     """
 
     base: Any
@@ -116,17 +133,9 @@ class IndexedSource:
         return self.stream.plan
 
     def length(self) -> int:
-        """Return the number of batches of an epoch; `TypeError` if it is unknown."""
         return len(self.stream)
 
     def start(self, batches: int, draw: bool, state: Any = None) -> Iterator[Item]:
-        """Start an iteration.
-
-        Args:
-            batches: where to begin, in batches of the single-process loader.
-            draw: whether to draw the order before this returns.
-            state: the dataset's own state; it takes precedence over `batches`.
-        """
         self.stream.start = batches
         iterator = iter(self.base)
         index = self.stream.latest
@@ -153,19 +162,19 @@ class IndexedSource:
 class ReadSource:
     """A loader whose last batch is only known by reading on, so it is read one global step ahead.
 
-    It has the methods of an `IndexedSource`.
-
     Args:
         base: a copy of the user's loader.
         per_step: batches of the single-process loader in one global step.
         steps: arranges the batches of `base` in global steps.
         part: the index of this rank's part of a step.
+        stream: the indices that `base` reads; None if it reads none.
     """
 
     base: Any
     per_step: int
     steps: StepReader
     part: int
+    stream: IndexStream | None = None
 
     def __post_init__(self) -> None:
         dataset = getattr(self.base, "dataset", None)
@@ -180,78 +189,29 @@ class ReadSource:
         return steps_of(len(self.base), self.steps, self.part)
 
     def start(self, batches: int, draw: bool, state: Any = None) -> Iterator[Item]:
-        reading, skip = self._open(batches, state)
-        return self._items(self.steps.steps(reading, skip))
+        return self._items(self.steps_from(batches, state))
 
-    def _open(self, batches: int, state: Any) -> tuple[Iterator[Read], int]:
-        """Open the loader, and return its batches and how many of them to skip."""
-        if state is not None:
-            return self.reader.batches(state), 0
-        skip = batches * self.steps.per_step // self.per_step
-        if self.shard is not None and not getattr(self.base, "num_workers", 0):
+    def steps_from(self, batches: int, state: Any = None) -> Iterator[Step]:
+        """Open the loader, and return its global steps. See `BatchSource.start` for the arguments."""
+        if self.stream is not None:
+            reading, skip = self._open_indices(self.stream, batches)
+        elif state is not None:
+            reading, skip = self.reader.batches(state), 0
+        elif self.shard is not None and not getattr(self.base, "num_workers", 0):
             # A single reading process can count samples, whatever the number of ranks was.
             self.shard.skip = batches * self.shard.batch_size
-            skip = 0
-        return self.reader.batches(), skip
+            reading, skip = self.reader.batches(), 0
+        else:
+            skip = batches * self.steps.per_step // self.per_step
+            reading = self.reader.batches()
+        return self.steps.steps(reading, skip)
 
-    def _items(self, steps: Iterator[Step]) -> Iterator[Item]:
-        for step in steps:
-            part = step.parts[self.part]
-            if part is not NOTHING:
-                yield part, step.last[self.part], step.real, step.state
-
-
-@dataclass(eq=False)
-class DispatchedSource(ReadSource):
-    """A loader that rank 0 reads for all ranks. Only rank 0 knows the loader's state.
-
-    Args:
-        dispatch: `dispatch_steps` of accelerate-dispatch.
-        stream: the indices that the loader follows; None if it follows none.
-        comm: the ranks.
-        shard_of_rank: the index of each rank's part of a step.
-        read_ahead: read the next step on a thread.
-    """
-
-    dispatch: Callable[..., Iterator[Item]]
-    stream: IndexStream | None
-    comm: Communicator
-    shard_of_rank: Sequence[int]
-    read_ahead: bool
-
-    @cached_property
-    def _group(self) -> Any:
-        """A process group for the messages only; all ranks create it at the first iteration."""
-        return self.comm.open_group()
-
-    def start(self, batches: int, draw: bool, state: Any = None) -> Iterator[Item]:
-        group = self._group
-        steps: Iterator[Step] | Exception | None = None
-        if self.comm.rank == 0:
-            try:
-                reading, skip = self._open(batches, state)
-                steps = self.steps.steps(reading, skip)
-            except Exception as error:  # sent in place of the first step, which the others wait for
-                steps = error
-        elif isinstance(self.base, DataLoader):
-            torch.empty((), dtype=torch.int64).random_()  # as the iterator of rank 0 does
-        return self.dispatch(
-            steps,
-            comm=self.comm,
-            shard_of_rank=self.shard_of_rank,
-            group=group,
-            read_ahead=self.read_ahead,
-        )
-
-    def _open(self, batches: int, state: Any) -> tuple[Iterator[Read], int]:
+    def _open_indices(self, stream: IndexStream, batches: int) -> tuple[Iterator[Read], int]:
         """Open the loader, and return its batches and how many of them to skip.
 
-        If the loader reads indices, they begin at the requested batch, after the batches from the
-        start of the epoch that padding needs.
+        They begin at the requested batch, after the batches from the start of the epoch that padding
+        needs.
         """
-        stream = self.stream
-        if stream is None:
-            return super()._open(batches, state)
         stream.start = batches
         stream.head = self.per_step if self.steps.fills else 0
         skip = min(stream.head, length_hint(stream, stream.head)) if batches else 0
@@ -259,3 +219,9 @@ class DispatchedSource(ReadSource):
         if stream.latest is not None:
             stream.latest.draw()  # before anyone observes whether reading draws random numbers
         return items, skip
+
+    def _items(self, steps: Iterator[Step]) -> Iterator[Item]:
+        for step in steps:
+            part = step.parts[self.part]
+            if part is not NOTHING:
+                yield part, step.last[self.part], step.real, step.state

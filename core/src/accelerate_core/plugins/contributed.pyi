@@ -87,7 +87,7 @@ from accelerate_deepspeed.settings import DeepSpeedSequenceParallelConfig as Dee
 from accelerate_deepspeed.settings import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from accelerate_deepspeed.zero import GatheredParameters as GatheredParameters
 from accelerate_dispatch import DispatchError as DispatchError
-from accelerate_dispatch import dispatch_steps as dispatch_steps
+from accelerate_dispatch import DispatchedSource as DispatchedSource
 from accelerate_drop_in.by_hand import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from accelerate_drop_in.by_hand import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
 from accelerate_drop_in.config import write_basic_config as write_basic_config

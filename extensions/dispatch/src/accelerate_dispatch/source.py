@@ -1,0 +1,65 @@
+"""The source of batches of a dispatched loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from accelerate_core.plugin import Communicator, Item, ReadSource, Step
+from accelerate_dispatch.dispatch import dispatch_steps
+from accelerate_dispatch.transport import SOURCE
+
+
+@dataclass(eq=False)
+class DispatchedSource:
+    """A loader that rank 0 reads for all ranks. Only rank 0 knows the loader's state.
+
+    Args:
+        reading: reads the loader in global steps.
+        comm: the ranks.
+        shard_of_rank: the index of each rank's part of a step.
+        read_ahead: read the next step on a thread.
+    """
+
+    reading: ReadSource
+    comm: Communicator
+    shard_of_rank: Sequence[int]
+    read_ahead: bool
+
+    def __post_init__(self) -> None:
+        self.per_step = self.reading.per_step
+        self.filler = self.reading.filler
+
+    @cached_property
+    def _group(self) -> dist.ProcessGroup | None:
+        """A process group for the messages only; all ranks create it at the first iteration."""
+        return self.comm.open_group()
+
+    def length(self) -> int:
+        """Return the number of batches of an epoch; `TypeError` if it is unknown."""
+        return self.reading.length()
+
+    def start(self, batches: int, draw: bool, state: Any = None) -> Iterator[Item]:
+        """Start an iteration at a batch of the single-process loader, or at the dataset's own state."""
+        group = self._group
+        steps: Iterator[Step] | Exception | None = None
+        if self.comm.rank == SOURCE:
+            try:
+                steps = self.reading.steps_from(batches, state)
+            except Exception as error:  # sent in place of the first step, which the others wait for
+                steps = error
+        elif isinstance(self.reading.base, DataLoader):
+            torch.empty((), dtype=torch.int64).random_()  # as the iterator of rank 0 does
+        return dispatch_steps(
+            steps,
+            comm=self.comm,
+            shard_of_rank=self.shard_of_rank,
+            group=group,
+            read_ahead=self.read_ahead,
+        )
