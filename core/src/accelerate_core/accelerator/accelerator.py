@@ -207,8 +207,8 @@ class Accelerator(
             objects=objects,
             options=options,
             process=process,
-            world=self._collectives.comm,
-            data=self._collectives.data_comm,
+            world=self._collectives.world,
+            data=self._collectives.data,
             gradient_state=self.gradient_state,
             loss_scaler=loss_scaler,
             make_loader=None if loader_factory is None else bind(loader_factory.make_loader, self),
@@ -216,12 +216,12 @@ class Accelerator(
             warn_once=self._warn_once,
         )
         self._training = TrainingLoop(
-            self.hooks,
-            setup.backend,
-            self.gradient_state,
-            self._collectives.loss_comm,
-            distributed=process.num_processes > 1,
-            defers_sync=self.hooks.is_overridden("no_sync"),
+            hooks=self.hooks,
+            backend=setup.backend,
+            state=self.gradient_state,
+            comm=self._collectives.loss,
+            distributed=self.use_distributed,
+            defers_sync=self.use_distributed and self.hooks.is_overridden("no_sync"),
             models=objects.models,
             optimizers=objects.optimizers,
             scaler=loss_scaler,
@@ -245,7 +245,7 @@ class Accelerator(
     @property
     def communicator(self) -> Communicator:
         """Collectives among all ranks, on flat tensors and objects."""
-        return self._collectives.comm
+        return self._collectives.world
 
     @property
     def multi_device(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from accelerate_core.prepare.prepared import PrepareOptions
 from accelerate_core.training.gradient_state import GradientState
 
 
+@dataclass(eq=False)
 class Collectives:
     """Collectives on nested structures.
 
@@ -31,47 +33,37 @@ class Collectives:
         shard: asks the backend for this process's index in a scope, and the scope's size.
     """
 
-    def __init__(
-        self,
-        world: Communicator,
-        data: Communicator,
-        loss: Communicator,
-        *,
-        state: GradientState,
-        options: PrepareOptions,
-        has_mesh: bool,
-        shard: Callable[[Scope], tuple[int, int]],
-    ) -> None:
-        self.comm = world
-        self.data_comm = data
-        self.loss_comm = loss
-        self.flag_tensor: torch.Tensor | None = None
-        self._state = state
-        self._options = options
-        self._has_mesh = has_mesh
-        self._shard = shard
+    world: Communicator
+    data: Communicator
+    loss: Communicator
+    state: GradientState
+    options: PrepareOptions
+    has_mesh: bool
+    shard: Callable[[Scope], tuple[int, int]]
+    #: This process's flag for `check_trigger`.
+    flag_tensor: torch.Tensor | None = None
 
     def resize(self) -> None:
         """Ask the backend again for the sizes of the data and the loss scope."""
-        for comm in (self.data_comm, self.loss_comm):
-            comm.rank, comm.size = self._shard(comm.scope)
+        for comm in (self.data, self.loss):
+            comm.rank, comm.size = self.shard(comm.scope)
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate each tensor of a nested structure over the ranks, along dimension 0."""
-        return collectives.gather(self._joined(tensor), self.data_comm)
+        return collectives.gather(self._joined(tensor), self.data)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather the results of a batch, without samples that were repeated to fill the last batch."""
-        comm = self.data_comm
+        comm = self.data
         input_data = self._joined(input_data)
         leaves = tree.flatten(input_data)
         as_objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        real, whole = self._state.metrics_cut()
-        if not real and comm.size == 1 and self._state.end_of_dataloader:
-            real = max(self._state.remainder, 0)  # a short last batch, in case it was repeated
+        real, whole = self.state.metrics_cut()
+        if not real and comm.size == 1 and self.state.end_of_dataloader:
+            real = max(self.state.remainder, 0)  # a short last batch, in case it was repeated
         if as_objects:
             return gather_samples(input_data, real, whole, comm)
-        if comm.size > 1 and not self._options.dataloader_config.even_batches:
+        if comm.size > 1 and not self.options.dataloader_config.even_batches:
             # Sizes may differ at any step, because ranks reach their last batch at different steps.
             return collectives.gather_uneven(input_data, comm)
         gathered = collectives.gather(input_data, comm)
@@ -87,31 +79,29 @@ class Collectives:
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine each tensor of a nested structure over the ranks. All ranks get the result."""
-        return collectives.reduce(self._joined(tensor), reduction, comm=self.loss_comm)
+        return collectives.reduce(self._joined(tensor), reduction, comm=self.loss)
 
     def pad_across_processes(
         self, tensor: Any, dim: int | Sequence[int] = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
         """Pad each tensor to the largest size on any rank along `dim`, so that it can be gathered."""
-        return collectives.pad_across_processes(
-            tensor, dim, pad_index, pad_first, comm=self.data_comm
-        )
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first, comm=self.data)
 
     def set_trigger(self) -> None:
         """Set this process's flag for `check_trigger`."""
-        self.flag_tensor = torch.ones(1, dtype=torch.int32, device=self.comm.device)
+        self.flag_tensor = torch.ones(1, dtype=torch.int32, device=self.world.device)
 
     def check_trigger(self) -> bool:
         """Return whether any process has set its flag, and reset the flag on all processes."""
         mine = self.flag_tensor
         if mine is None:
-            mine = torch.zeros(1, dtype=torch.int32, device=self.comm.device)
+            mine = torch.zeros(1, dtype=torch.int32, device=self.world.device)
         self.flag_tensor = None
-        return bool(self.comm.reduce(mine, "max").item())
+        return bool(self.world.reduce(mine, "max").item())
 
     def _joined(self, data: Any) -> Any:
         """Convert distributed tensors, such as a loss over sharded logits, to full tensors."""
-        if not self._has_mesh:
+        if not self.has_mesh:
             return data  # only a mesh has distributed tensors
         from torch.distributed.tensor import DTensor
 

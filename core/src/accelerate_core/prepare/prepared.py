@@ -91,6 +91,7 @@ class PreparedObjects:
         return id(obj) in map(id, held)
 
 
+@dataclass(kw_only=True, eq=False)
 class Prepared:
     """The prepared objects of one Accelerator, and how to prepare one.
 
@@ -112,43 +113,28 @@ class Prepared:
         warn_once: warns once per text, on the main process.
     """
 
-    def __init__(
-        self,
-        *,
-        hooks: BoundHooks,
-        shared_hooks: SharedHooks,
-        backend: Backend,
-        precision: Precision,
-        prepare_precision: Callable[[PreparePlan], None],
-        objects: PreparedObjects,
-        options: PrepareOptions,
-        process: Process,
-        world: Communicator,
-        data: Communicator,
-        gradient_state: GradientState,
-        loss_scaler: LossScaler | None,
-        make_loader: Callable[[Any], PreparedLoader | None] | None,
-        loader_plugin: Part | None,
-        warn_once: Callable[[str], None],
-    ) -> None:
-        self.hooks = hooks
-        self.shared_hooks = shared_hooks
-        self.backend = backend
-        self.precision = precision
-        self.prepare_precision = prepare_precision
-        self.objects = objects
-        self.options = options
-        self.process = process
-        self._world = world
-        self._data = data
-        self._gradient_state = gradient_state
-        self._loss_scaler = loss_scaler
-        self._make_loader = make_loader
-        self._loader_plugin = loader_plugin
-        self._warn_once = warn_once
-        self._step_listeners = shared_hooks.implementations("on_step_end")
-        #: Parameters that were replaced: old -> (prepared model, name).
-        self.replaced_parameters = WeakIdKeyDictionary()
+    hooks: BoundHooks
+    shared_hooks: SharedHooks
+    backend: Backend
+    precision: Precision
+    prepare_precision: Callable[[PreparePlan], None]
+    objects: PreparedObjects
+    options: PrepareOptions
+    process: Process
+    world: Communicator
+    data: Communicator
+    gradient_state: GradientState
+    loss_scaler: LossScaler | None
+    make_loader: Callable[[Any], PreparedLoader | None] | None
+    loader_plugin: Part | None
+    warn_once: Callable[[str], None]
+    #: Parameters that were replaced: old -> (prepared model, name).
+    replaced_parameters: WeakIdKeyDictionary = field(
+        default_factory=WeakIdKeyDictionary, init=False
+    )
+
+    def __post_init__(self) -> None:
+        self._step_listeners = self.shared_hooks.implementations("on_step_end")
 
     def forget(self) -> None:
         """Forget everything that was prepared."""
@@ -199,12 +185,12 @@ class Prepared:
         options = self.options
         on_device = options.device_placement if device_placement is None else device_placement
         prepared: Any = None
-        if self._make_loader is not None and slice_fn_for_dispatch is None:
-            prepared = self._make_loader(data_loader)
-        if prepared is None or self._loader_plugin is None:
+        if self.make_loader is not None and slice_fn_for_dispatch is None:
+            prepared = self.make_loader(data_loader)
+        if prepared is None or self.loader_plugin is None:
             prepared = self._core_loader(data_loader, on_device, slice_fn_for_dispatch)
         else:
-            prepared = ExternalLoader(prepared, self._loader_plugin.record, self._gradient_state)
+            prepared = ExternalLoader(prepared, self.loader_plugin.record, self.gradient_state)
             prepared.put_on_device = on_device
             prepared.even_batches = options.dataloader_config.even_batches
         self.objects.loaders.append(prepared)
@@ -228,9 +214,9 @@ class Prepared:
             put_on_device=on_device,
             rng_types=self.options.rng_types,
             slice_fn_for_dispatch=slice_fn,
-            comm=self._data,
-            order_comm=self._world,
-            gradient_state=self._gradient_state,
+            comm=self.data,
+            order_comm=self.world,
+            gradient_state=self.gradient_state,
             feed=self._feed(config.non_blocking) if on_device else None,
             feed_always=self._feeds_itself(),
             fixed_batch=fixed,
@@ -288,16 +274,16 @@ class Prepared:
             return optimizer
         return AcceleratedOptimizer(
             optimizer,
-            gradient_state=self._gradient_state,
+            gradient_state=self.gradient_state,
             hooks=self.hooks.holding(),
-            loss_scaler=self._loss_scaler,
+            loss_scaler=self.loss_scaler,
             after_step=self._announce_step if self._step_listeners else None,
             skips=self._skip_watch(),
         )
 
     def _skip_watch(self) -> SkipWatch | None:
         """Return what watches skipped steps; None if skipping steps is normal, as with a loss scale."""
-        scales = self._loss_scaler is not None or "precision" in self.backend.owns
+        scales = self.loss_scaler is not None or "precision" in self.backend.owns
         return None if scales else SkipWatch(self.backend.name)
 
     def _announce_step(self, optimizer: Any) -> None:
@@ -320,7 +306,7 @@ class Prepared:
         return AcceleratedScheduler(
             scheduler,
             optimizers,
-            gradient_state=self._gradient_state,
+            gradient_state=self.gradient_state,
             num_processes=count if rule.value == "per_process" else 1,
             step_with_optimizer=follows,
             split_batches=self.options.dataloader_config.split_batches,
@@ -383,7 +369,7 @@ class Prepared:
         if self.process.num_processes == 1:
             return stack
         if not self.backend.supports.get("join", False):
-            self._warn_once(
+            self.warn_once(
                 f"join_uneven_inputs has no effect: backend {self.backend.name!r} does not support it."
             )
             return stack

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from accelerate_core.contract.owner_hooks import OwnerHooks
 
 
+@dataclass(eq=False, kw_only=True)
 class TrainingLoop:
     """One training step: accumulation, backward, clipping and mixed precision.
 
@@ -38,50 +39,40 @@ class TrainingLoop:
         state: the position in the accumulation cycle.
         comm: the communicator of the ranks over which a loss is summed.
         distributed: whether ranks share gradients.
-        defers_sync: whether a backward under the backend's `no_sync` skips work.
+        defers_sync: whether there is something to skip in a backward under the backend's `no_sync`.
         models: the prepared models; the list grows.
         optimizers: the prepared optimizers; the list grows.
         scaler: scales losses; None if they are not scaled.
         replaced: parameters that `prepare` replaced -> (prepared model, name).
     """
 
-    def __init__(
-        self,
-        hooks: OwnerHooks,
-        backend: BackendView,
-        state: GradientState,
-        comm: CommunicatorView,
-        *,
-        distributed: bool,
-        defers_sync: bool,
-        models: Sequence[torch.nn.Module],
-        optimizers: Sequence[AcceleratedOptimizer],
-        scaler: LossScaler | None,
-        replaced: Mapping[torch.Tensor, tuple[Any, str]],
-    ) -> None:
-        self._hooks = hooks
-        self._backend_name = backend.name
-        self.distributed = distributed
-        self.defers_sync = distributed and defers_sync
+    hooks: OwnerHooks
+    backend: BackendView
+    state: GradientState
+    comm: CommunicatorView
+    distributed: bool
+    defers_sync: bool
+    models: Sequence[torch.nn.Module]
+    optimizers: Sequence[AcceleratedOptimizer]
+    scaler: LossScaler | None
+    replaced: Mapping[torch.Tensor, tuple[Any, str]]
+    #: Micro-batches seen in the current accumulation cycle.
+    step: int = field(default=0, init=False)
+    #: Whether `accumulate` was entered, and whether a micro-batch inside a cycle was checked for misuse.
+    entered: bool = field(default=False, init=False)
+    watched: bool = field(default=False, init=False)
+    _clipped: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        backend = self.backend
         self._divides_loss = "accumulation" not in backend.owns
-        self.models = models
-        self.optimizers = optimizers
-        self.state = state
-        #: Micro-batches seen in the current accumulation cycle.
-        self.step = 0
-        #: Whether `accumulate` was entered, and whether a micro-batch inside a cycle was checked for misuse.
-        self.entered = False
-        self._replaced = replaced
-        self._clipped = False
-        self.watched = False
         refusal = None
         if not (self._divides_loss or backend.supports.get("num_items", False)):
             refusal = (
                 f"Backend {backend.name!r} accumulates gradients itself and cannot count items. "
                 "Remove num_items, and make each loss a mean."
             )
-        self.tokens = TokenCount(comm, hooks.scale_gradients, refusal)
-        self.scaler = scaler
+        self.tokens = TokenCount(self.comm, self.hooks.scale_gradients, refusal)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -105,17 +96,17 @@ class TrainingLoop:
         if not self.distributed:
             return nullcontext()
         if len(models) == 1:
-            return self._hooks.no_sync(models[0])
+            return self.hooks.no_sync(models[0])
         stack = ExitStack()
         for model in models:
-            stack.enter_context(self._hooks.no_sync(model))
+            stack.enter_context(self.hooks.no_sync(model))
         return stack
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward synchronises even if forward ran under `no_sync`."""
         if not self.distributed:
             return nullcontext()
-        return self._hooks.trigger_sync_in_backward(model)
+        return self.hooks.trigger_sync_in_backward(model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Divide the loss by the accumulation steps, scale it, and run backward."""
@@ -136,9 +127,9 @@ class TrainingLoop:
         if self.scaler is not None:
             if self.scaler.stepped:
                 self.scaler.update_scale()
-            loss = self._hooks.scale_loss(loss)
+            loss = self.hooks.scale_loss(loss)
         try:
-            self._hooks.backward(loss, kwargs)
+            self.hooks.backward(loss, kwargs)
         except Exception:
             _check_loss(loss, kwargs)
             raise
@@ -173,7 +164,7 @@ class TrainingLoop:
 
     def autocast(self, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
         """Return the autocast context; it has no effect without mixed precision."""
-        return self._hooks.autocast(None, handler)
+        return self.hooks.autocast(None, handler)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale gradients, once per step; this has no effect without a scaler."""
@@ -196,7 +187,7 @@ class TrainingLoop:
             largest = max_norm * scale
         except TypeError:
             raise _no_number("clip_grad_norm_", "max_norm", max_norm) from None
-        norm = self._hooks.clip_grad(tensors, largest, norm_type, None)
+        norm = self.hooks.clip_grad(tensors, largest, norm_type, None)
         return norm if norm is None or scale == 1.0 else norm / scale
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -206,7 +197,7 @@ class TrainingLoop:
             largest = clip_value * scale
         except TypeError:
             raise _no_number("clip_grad_value_", "clip_value", clip_value) from None
-        self._hooks.clip_grad(tensors, None, 2.0, largest)
+        self.hooks.clip_grad(tensors, None, 2.0, largest)
 
     def _clippable(self, parameters: Any) -> tuple[list[torch.Tensor], float]:
         """Return the parameters, and the scale of their gradients.
@@ -222,7 +213,7 @@ class TrainingLoop:
         tensors = [parameters] if single else list(parameters)
         if not self._clipped:
             self._clipped = True
-            refuse_replaced(tensors, self._replaced)
+            refuse_replaced(tensors, self.replaced)
         if self.scaler is None:
             return tensors, 1.0
         if not self.state.sync_gradients:
@@ -258,14 +249,14 @@ class TrainingLoop:
             )
 
         def divide(loss: torch.Tensor) -> torch.Tensor:
-            return self._hooks.scale_loss(self._divided(loss))
+            return self.hooks.scale_loss(self._divided(loss))
 
         step = ScheduleStep(training, self.state.sync_gradients, divide, self.tokens.open)
         chosen = self.models[0] if model is None else model
-        result = self._hooks.run_schedule(chosen, batch, step)
+        result = self.hooks.run_schedule(chosen, batch, step)
         if not isinstance(result, ScheduleResult) or getattr(result.loss, "ndim", None) != 0:
             wanted = "a ScheduleResult with a 0-d loss"
-            raise wrong_answer("run_schedule", self._backend_name, result, wanted)
+            raise wrong_answer("run_schedule", self.backend.name, result, wanted)
         return result
 
     def maybe_context_parallel(
@@ -275,7 +266,7 @@ class TrainingLoop:
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[Any]:
         """Return a context in which buffers are sharded along the sequence, if the mesh can."""
-        return self._hooks.context_parallel(buffers, buffer_seq_dims, no_restore_buffers)
+        return self.hooks.context_parallel(buffers, buffer_seq_dims, no_restore_buffers)
 
 
 def _no_number(method: str, argument: str, value: object) -> ConfigurationError:

@@ -10,6 +10,7 @@ precision formats in range.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from accelerate_core.errors import ConfigurationError
 Count = int | float | torch.Tensor
 
 
+@dataclass(eq=False)
 class TokenCount:
     """Counts the items of one accumulation cycle.
 
@@ -34,22 +36,18 @@ class TokenCount:
         applied: whether the gradients have been multiplied by `factor`.
     """
 
-    def __init__(
-        self,
-        comm: CommunicatorView,
-        scale_gradients: Callable[[Sequence[torch.nn.Module], torch.Tensor], None],
-        refusal: str | None = None,
-    ) -> None:
-        self._comm = comm
-        self._scale_gradients = scale_gradients
-        self._refusal = refusal
-        self.open = False
-        self.applied = False
-        self.factor: torch.Tensor | None = None
-        self._models: Sequence[torch.nn.Module] = ()
-        self._local: Count = 0
-        self._divisor: torch.Tensor | None = None
-        self._next_divisor: torch.Tensor | None = None
+    comm: CommunicatorView
+    scale_gradients: Callable[[Sequence[torch.nn.Module], torch.Tensor], None]
+    refusal: str | None = None
+    open: bool = field(default=False, init=False)
+    applied: bool = field(default=False, init=False)
+    factor: torch.Tensor | None = field(default=None, init=False)
+    _models: Sequence[torch.nn.Module] = field(default=(), init=False)
+    _local: Count = field(default=0, init=False)
+    _divisor: torch.Tensor | None = field(default=None, init=False)
+    _next_divisor: torch.Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
         self._powers = torch.tensor([2.0**power for power in range(-30, 127)])
 
     def begin(
@@ -67,8 +65,8 @@ class TokenCount:
             ConfigurationError: only some micro-batches of a cycle have a number, it is negative or
                 not a number, or the backend cannot count.
         """
-        if items is not None and self._refusal is not None:
-            raise ConfigurationError(self._refusal)
+        if items is not None and self.refusal is not None:
+            raise ConfigurationError(self.refusal)
         self._add(items, first)
         self._models = models
         if items is not None and last:
@@ -125,7 +123,7 @@ class TokenCount:
 
     def _compute_factor(self) -> None:
         """Sum the counts of the ranks, without reading a value back to the host."""
-        comm = self._comm
+        comm = self.comm
         # Not every device supports float64, and not every device with float64 says so.
         exact = torch.float64 if comm.device.type in ("cpu", "cuda") else torch.float32
         local = torch.as_tensor(self._local, dtype=exact, device=comm.device).reshape(1)
@@ -145,5 +143,5 @@ class TokenCount:
     def apply(self) -> None:
         """Multiply the gradients by the factor, once per cycle and as soon as it is known."""
         if not self.applied and self.factor is not None:
-            self._scale_gradients(self._models, self.factor)
+            self.scale_gradients(self._models, self.factor)
             self.applied = True

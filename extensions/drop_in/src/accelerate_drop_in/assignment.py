@@ -153,7 +153,7 @@ def _set_debug(state: Any, value: Any) -> None:
     runtime.debug = value
     if user is not None:
         parts = user._collectives
-        for one in (parts.comm, parts.data_comm, parts.loss_comm):
+        for one in (parts.world, parts.data, parts.loss):
             one.debug = value
 
 
