@@ -25,6 +25,7 @@ from accelerate_core.plugin import (
     AcceleratorView,
     Backend,
     PreparePlanView,
+    RuntimeView,
     option,
     process_global,
     settings,
@@ -361,7 +362,7 @@ class Replicas(Backend):
     reduces_gradients = "backward"
     supports: ClassVar[Mapping[str, Any]] = {"elastic": True}
 
-    def mesh(self, accelerator: AcceleratorView) -> None:
+    def mesh(self, runtime: RuntimeView) -> None:
         host, port = os.environ["REPLICA_STORE"].split(":")
         self.store = dist.TCPStore(host, int(port), None, False, timedelta(seconds=30))
         self.me = int(os.environ["REPLICA"])
@@ -383,7 +384,7 @@ class Replicas(Backend):
         options = (members.index(self.me), len(members), timedelta(seconds=20))
         self.group = dist.ProcessGroupGloo(store, *options)
 
-    def data_shard(self, accelerator: AcceleratorView) -> tuple[int, int]:
+    def data_shard(self, runtime: RuntimeView) -> tuple[int, int]:
         return self.members.index(self.me), len(self.members)
 
     def prepare_objects(self, accelerator: AcceleratorView, plan: PreparePlanView) -> None:

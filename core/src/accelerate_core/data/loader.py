@@ -21,7 +21,7 @@ from accelerate_core.data.order import SeedableRandomSampler, draw_as_one, order
 from accelerate_core.data.position import OrderState, Position
 from accelerate_core.data.resumable import swapped
 from accelerate_core.data.rng import find_generator, synchronize_rng_states
-from accelerate_core.data.sources import BatchSource
+from accelerate_core.data.sources import BatchSource, IndexedSource
 from accelerate_core.data.steps import Item, check_rank
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError, warn

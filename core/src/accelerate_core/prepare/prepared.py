@@ -226,7 +226,7 @@ class Prepared:
     def reshare(self) -> None:
         """Divide the rest of the data of all loaders over the current ranks."""
         for loader in self.objects.loaders:
-            reshare(loader, self._data.rank, self._data.size)
+            reshare(loader, self.data.rank, self.data.size)
 
     def _feeds_itself(self) -> bool:
         """Whether the backend has its own `feed_device`, which is called even if no move is needed."""
