@@ -43,18 +43,22 @@ def read(
         CheckpointError: the placement of a gradient over `tp` cannot be saved.
     """
     wanted = {id(parameter) for parameter in parameters}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(one): name for name, one in _gathered(model, groups).items()}
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None and id(parameter) in wanted:
-            found[f"{_SHARDED}:{name}"] = local(parameter.grad)
+        grad = parameter.grad
+        if grad is None or id(parameter) not in wanted:
+            continue
+        found[f"{_SHARDED}:{name}"] = local(grad)
+        if isinstance(grad, DTensor) and grad.placements != parameter.placements:  # type: ignore[attr-defined]
+            found[f"{_PLACEMENTS}:{name}"] = _numbers_of(grad.placements, name)
     for number, group in enumerate(groups):
         held = [one for one in group.fsdp_params if id(one.sharded_param) in wanted]
         for one in held:
             whole = unreduced(one)
             if whole is None:
                 continue
-            name = names[id(one.sharded_param)]
+            name = names[id(one)]
             found[f"{_WHOLE}:{name}"] = local(whole)
             if isinstance(whole, DTensor):
                 found[f"{_PLACEMENTS}:{name}"] = _numbers_of(whole.placements, name)
@@ -80,21 +84,28 @@ def write(
         CheckpointError: another mesh saved the gradients, and they were already sharded.
     """
     _make_unsharded_parameters(model, groups)
-    named = dict(model.named_parameters())
-    held = {id(one.sharded_param): one for group in groups for one in group.fsdp_params}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    gathered = _gathered(model, groups)
+    by_parameter = {id(one.sharded_param): one for one in gathered.values()}
     for key, value in gradients.items():
         kind, name = key.split(":", 1)
         if kind == _PLACEMENTS:
             continue
+        placements = gradients.get(f"{_PLACEMENTS}:{name}")
         if kind == _WHOLE:
-            parameter = held[id(named[name])]
+            parameter = gathered.get(name) or by_parameter[id(named[name])]
             value = value.to(local(parameter.sharded_param).device)
-            if factor is None:
-                value = _laid_out(parameter, value, gradients.get(f"{_PLACEMENTS}:{name}"))
-            else:
+            if factor is None and placements is not None:
+                value = _laid_out(parameter._unsharded_param, value, placements)
+            elif factor is not None:
                 value = _from_another_mesh(parameter, name, value * factor)
             _add(parameter, value)
-        elif factor is not None and kind == _SHARDED and value.shape == named[name].shape:
+        elif (
+            factor is not None
+            and kind == _SHARDED
+            and placements is None
+            and value.shape == named[name].shape
+        ):
             # One rank saved the whole gradient, which is already the mean over ranks.
             sharded = named[name]
             part = _part_of(sharded, value.to(local(sharded).device) * factor)
@@ -112,7 +123,30 @@ def write(
             group._partial_reduce_output = value.to(group.device)
         else:
             sharded = named[name]
-            sharded.grad = _like(sharded, value.to(local(sharded).device))
+            value = value.to(local(sharded).device)
+            if placements is None:
+                sharded.grad = _like(sharded, value)
+            else:
+                sharded.grad = _laid_out(sharded, value, placements)
+
+
+def _gathered(model: nn.Module, groups: Sequence[Any]) -> dict[str, Any]:
+    """Return FSDP's parameters by name.
+
+    If a tie was made after `fully_shard`, as Transformers does, FSDP gathers the parameter once for
+    each of its names, and each of them has its own gradient.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    modules = {module: name for name, module in model.named_modules()}
+    found: dict[str, Any] = {}
+    for group in groups:
+        for one in group.fsdp_params:
+            name = names[id(one.sharded_param)]
+            if name in found:
+                info = one._module_info
+                name = f"{modules[info.module]}.{info.param_name}".lstrip(".")
+            found[name] = one
+    return found
 
 
 def _add(parameter: Any, value: torch.Tensor) -> None:
@@ -125,10 +159,8 @@ def _add(parameter: Any, value: torch.Tensor) -> None:
         parameter._unsharded_param.grad = value
 
 
-def _laid_out(parameter: Any, value: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor:
-    if numbers is None:
-        return value
-    like = parameter._unsharded_param
+def _laid_out(like: Any, value: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Return a gradient on the mesh of `like`, with the saved placements."""
     return DTensor.from_local(
         value,
         like.device_mesh,

@@ -34,9 +34,19 @@ from accelerate_core.plugin import (
     RuntimeView,
     SetupView,
     Sources,
+    listing,
     resolve_settings,
 )
-from accelerate_fsdp2 import accumulated, sequence, states, tensor_parallel, testing, units, weights
+from accelerate_fsdp2 import (
+    accumulated,
+    adopted,
+    sequence,
+    states,
+    tensor_parallel,
+    testing,
+    units,
+    weights,
+)
 from accelerate_fsdp2.gradients import (
     Layouts,
     average,
@@ -113,6 +123,10 @@ class FSDP2Backend(Backend):
         self._references: list[weakref.ref[ShardedModel]] = []
         #: Names of parameters whose gradients are partial sums on each rank of `tp`.
         self._added_names: _OfModels[list[str]] = weakref.WeakKeyDictionary()
+        #: How each model was spread over ranks before `prepare`, if it was.
+        self._adopted: _OfModels[adopted.Layout] = weakref.WeakKeyDictionary()
+        #: The records of models without `fully_shard`, which have no state to attach them to.
+        self._kept: _OfModels[ShardedModel] = weakref.WeakKeyDictionary()
         self._layouts = Layouts()
         #: Whether there are several copies of each shard (HSDP).
         self._replicates = False
@@ -228,20 +242,25 @@ class FSDP2Backend(Backend):
     def tensor_parallel(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
         """Give all ranks the same weights, then split layers over `tp`.
 
+        A model that is already sharded is only checked.
+
         Raises:
-            PrepareError: the model is already a DistributedDataParallel.
+            PrepareError: the model is already a DistributedDataParallel, or sharded in another way
+                than `parallelism_config` says.
         """
-        if isinstance(model, FSDPModule):
-            return model
         if isinstance(model, DistributedDataParallel):
             raise PrepareError(
                 "The model is already a DistributedDataParallel. Pass its .module instead."
             )
         config = sizes_of(accelerator)
+        layout = adopted.layout_of(model)
+        if layout is not None:
+            adopted.check_layout(model, layout, config)
+            self._adopted[model] = layout
         self._refuse_shared(model)
         self._align_generators(accelerator)
         self._make_weights_consistent(accelerator, model)
-        if config.tp_enabled:
+        if config.tp_enabled and layout is None:
             handler = config.tp_handler
             self._added_names[model] = tensor_parallel.parallelise(
                 model, mesh_of(accelerator)["tp"], handler.plan
@@ -295,8 +314,13 @@ class FSDP2Backend(Backend):
         group = self.scope_group("world")
         weights.check_models(model, group)
         meta = accelerator.communicator.gather_object(weights.on_meta(model))
-        if meta[0]:
+        if all(meta) or (meta[0] and model not in self._adopted):
             self._sources[model] = None
+        elif any(meta) and model in self._adopted:
+            raise PrepareError(
+                f"{type(model).__name__} is already sharded, but some ranks have it on the meta "
+                "device. Load its weights on all ranks, or on none and call load_state."
+            )
         elif any(meta):
             held = weights.take_off(model)
             self._sources[model] = held if accelerator.is_main_process else "rank 0"
@@ -304,7 +328,7 @@ class FSDP2Backend(Backend):
             weights.check_alike(model, group)
             weights.move_if_needed(model, accelerator.device)
         else:
-            if accelerator.device.type != "cpu":
+            if accelerator.device.type != "cpu" and model not in self._adopted:
                 model.to(accelerator.device)
             weights.broadcast_whole(model, group)
 
@@ -329,12 +353,15 @@ class FSDP2Backend(Backend):
         self, accelerator: AcceleratorView, model: nn.Module, evaluation_mode: bool
     ) -> nn.Module:
         """Shard the units and then the model, and fill the shards of a model that was on meta."""
-        if isinstance(model, FSDPModule):
-            return model
         sizes = sizes_of(accelerator)
-        if sizes is not None and (sizes.cp_enabled or sizes.sp_enabled):
+        if sizes.cp_enabled or sizes.sp_enabled:
             sequence.refuse_recurrent(model)
-        mesh = self._shard_mesh(accelerator)
+        layout = self._adopted.get(model)
+        if layout is not None and (
+            layout.fully_sharded or self._shard_mesh(accelerator).size() == 1
+        ):
+            return self._adopt(accelerator, model, layout)
+        mesh = adopted.shard_mesh(model, self._shard_mesh(accelerator), sizes)
         reshard: Any = self.options.reshard_after_forward
         shards = mesh.size(mesh.ndim - 1)
         if not isinstance(reshard, bool | None) and shards % reshard:
@@ -376,6 +403,37 @@ class FSDP2Backend(Backend):
             units.prefetch_forward([group[0] for group in groups], model)
         for method in self._methods(model):
             register_fsdp_forward_method(model, method)
+        return model
+
+    def _adopt(
+        self, accelerator: AcceleratorView, model: nn.Module, layout: adopted.Layout
+    ) -> nn.Module:
+        """Record a model that was sharded before `prepare`, without sharding it again."""
+        if layout.fully_sharded and not isinstance(model, FSDPModule):
+            raise PrepareError(
+                f"fully_shard was applied to parts of {type(model).__name__}, but not to the model "
+                "itself. Call fully_shard(model) after its parts."
+            )
+        if ignored := adopted.ignored_options(self.options):
+            accelerator.warn_once(
+                f"{type(model).__name__} was sharded before prepare, so these options of the fsdp2 "
+                f"backend have no effect: {listing(ignored)}. Set them where the model is sharded."
+            )
+        if model in self._sources:
+            self._materialise(accelerator, model)
+        whole = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        self._replicates = sizes_of(accelerator).dp_replicate_enabled
+        if layout.fully_sharded:
+            sharded = self._remember(model, whole)
+            for group in sharded.groups:  # Transformers replaces parameters while it loads them
+                for parameter in group.fsdp_params:
+                    parameter.reset_sharded_param()
+            for method in self._methods(model):
+                register_fsdp_forward_method(model, method)
+        else:
+            sharded = self._remember(model)
+            self._kept[model] = sharded
+            sharded.summed_by_model = adopted.summed_by_transformers(model)
         return model
 
     def use_reducer(
@@ -473,7 +531,8 @@ class FSDP2Backend(Backend):
 
     def _remember(self, model: Any, *kept: Sequence[nn.Parameter]) -> ShardedModel:
         sharded = ShardedModel(model, *kept)
-        model._get_fsdp_state()._accelerate_sharded_model = sharded  # kept as long as the model
+        if isinstance(model, FSDPModule):  # kept as long as the model
+            model._get_fsdp_state()._accelerate_sharded_model = sharded  # type: ignore[attr-defined]
         self._layouts.forget()
         self._references = [one for one in self._references if one() is not None]
         self._references.append(weakref.ref(sharded))
@@ -528,7 +587,13 @@ class FSDP2Backend(Backend):
         for sharded in models:
             if sharded.added:
                 before.update(sharded.added_gradients())
+        earlier = {parameter: parameter.grad for one in models for parameter in one.summed_by_model}
+        for parameter in earlier:
+            parameter.grad = None
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        for parameter, grad in earlier.items():
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
         if before:
             add_up(before, mesh_of(accelerator)["tp"].get_group())
         for sharded in models:

@@ -37,6 +37,9 @@ class ShardedModel:
         self.groups: list[Any] = list(groups_of(model))
         self.whole = list(whole)
         self.added = list(added)
+        #: Parameters whose `grad` a hook of the model sums over the ranks of `tp` in each backward. It
+        #: would sum what earlier micro-batches left there once more.
+        self.summed_by_model: list[nn.Parameter] = []
         #: Whether a backward reduces gradients. `set_requires_gradient_sync` has the same meaning.
         self.synced = True
         #: Whether there are unreduced gradients.

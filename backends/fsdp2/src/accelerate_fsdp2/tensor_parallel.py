@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -77,8 +77,6 @@ def parallelise(model: nn.Module, mesh: DeviceMesh, given: Mapping[str, Any] | N
         if style == _ADDED
         for own, _ in modules[name].named_parameters()
     ]
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return added  # already split, for example by Transformers
     styles = {name: _style(pattern, style) for name, pattern, style in matches}
     styled = {name: style for name, style in styles.items() if style is not None}
     for name, style in styled.items():

@@ -153,11 +153,15 @@ def local_part(
                 f"Cannot determine a rank's part of a tensor with placement {placement}."
             )
     # A strided shard splits what later mesh dimensions have already split.
+    at = mesh.get_coordinate() if rank == dist.get_rank() else None
     for number, dim in [*plain, *strided]:
         parts = torch.chunk(tensor, mesh.size(number), dim)
-        name = names[number]
-        joint = ("dp_shard", "cp", "sp") if name == "dp_shard_cp" else (name,)
-        index, _ = config.shard(rank, joint)
+        if at is not None:
+            index = at[number]
+        else:
+            name = names[number]
+            joint = ("dp_shard", "cp", "sp") if name == "dp_shard_cp" else (name,)
+            index, _ = config.shard(rank, joint)
         tensor = parts[index] if index < len(parts) else tensor.narrow(dim, 0, 0)
     return tensor
 

@@ -1,0 +1,218 @@
+"""Models that were sharded before `prepare`: by Transformers, `fully_shard` or `parallelize_module`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from accelerate_core.plugin import ParallelismConfig, PrepareError
+from accelerate_fsdp2.gradients import groups_of
+
+#: The ranks of one dimension that this rank belongs to, in order.
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread over ranks: the ranks in each dimension that contain this rank.
+
+    Attributes:
+        dp_replicate: ranks that hold copies of this rank's shards.
+        dp_shard: ranks over which `fully_shard` splits parameters.
+        tp: ranks over which layers are split.
+        fully_sharded: whether `fully_shard` was applied.
+    """
+
+    dp_replicate: Ranks
+    dp_shard: Ranks
+    tp: Ranks
+    fully_sharded: bool
+
+    def __str__(self) -> str:
+        sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        shown = [f"{name} {len(ranks)}" for name, ranks in sizes.items() if len(ranks) > 1]
+        return " x ".join(shown or ["dp_shard 1"])
+
+    def as_config(self) -> str:
+        """Return the `ParallelismConfig` with these sizes, as source code."""
+        sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        given = [f"{name}_size={len(ranks)}" for name, ranks in sizes.items() if len(ranks) > 1]
+        return f"ParallelismConfig({', '.join(given)})"
+
+
+def layout_of(model: nn.Module) -> Layout | None:
+    """Return the layout of a model that is already sharded, or None if it is not.
+
+    Raises:
+        PrepareError: parts of the model are sharded over different ranks, as with expert parallelism.
+    """
+    here = (dist.get_rank(),) if dist.is_initialized() else (0,)
+    replicas: dict[Ranks, None] = {}
+    shards: dict[Ranks, None] = {}
+    for group in groups_of(model):
+        info = group.mesh_info
+        for dimension, found in (
+            (info.replicate_mesh_dim, replicas),
+            (info.shard_mesh_dim, shards),
+        ):
+            ranks = here if dimension is None else _ranks(info.mesh, dimension)
+            found[ranks] = None
+    fully_sharded = bool(shards)
+    split: dict[Ranks, None] = {}
+    distributed = False
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            distributed = True
+            mesh = parameter.device_mesh
+            for dimension in range(mesh.ndim):
+                ranks = _ranks(mesh, dimension)
+                if len(ranks) > 1 and ranks not in replicas and ranks not in shards:
+                    split[ranks] = None
+    if not distributed and not fully_sharded:
+        return None
+    for found in (replicas, shards, split):
+        if len(found) > 1:
+            groups = " and ".join(str(list(ranks)) for ranks in found)
+            raise PrepareError(
+                f"Parts of {type(model).__name__} are sharded over different ranks: {groups}. This "
+                "backend trains models with one mesh for all layers. Expert parallelism is not "
+                "supported."
+            )
+    return Layout(
+        dp_replicate=next(iter(replicas), here),
+        dp_shard=next(iter(shards), here),
+        tp=next(iter(split), here),
+        fully_sharded=fully_sharded,
+    )
+
+
+def _ranks(mesh: DeviceMesh, dimension: int) -> Ranks:
+    return tuple(dist.get_process_group_ranks(mesh.get_group(dimension)))
+
+
+def check_layout(model: nn.Module, layout: Layout, config: ParallelismConfig) -> None:
+    """Compare a model's layout with the mesh of the Accelerator.
+
+    Data parallel dimensions are only compared if `fully_shard` was applied. Otherwise, the backend
+    applies it.
+
+    Raises:
+        PrepareError: they differ. The message has both.
+    """
+    wanted = _wanted(config)
+    compared = ["tp"]
+    if layout.fully_sharded:
+        compared = ["dp_replicate", "dp_shard", "tp"]
+    different = [name for name in compared if getattr(layout, name) != getattr(wanted, name)]
+    if not different:
+        return
+    kind = type(model).__name__
+    if all(len(getattr(layout, n)) == len(getattr(wanted, n)) for n in different):
+        name = different[0]
+        raise PrepareError(
+            f"{kind} is already sharded as {layout}, and so is parallelism_config, but over other "
+            f"ranks: this rank shares {name} with {list(getattr(layout, name))} in the model, and "
+            f"with {list(getattr(wanted, name))} in the Accelerator. Shard the model on "
+            "accelerator.torch_device_mesh, or order the dimensions of your mesh as dp_replicate, "
+            "dp_shard, tp."
+        )
+    raise PrepareError(
+        f"{kind} is already sharded as {layout}, but parallelism_config of the Accelerator is "
+        f"{config.arithmetic()}. A sharded model cannot be sharded again. Pass "
+        f"parallelism_config={layout.as_config()} to the Accelerator, or shard the model as "
+        "parallelism_config says."
+    )
+
+
+def _wanted(config: ParallelismConfig) -> Layout:
+    """Return the layout of models that the backend shards itself."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    at = config.coordinates(rank)
+
+    def along(*names: str) -> Ranks:
+        return tuple(
+            other
+            for other in range(config.total_size)
+            if all(
+                name in names or index == at[name]
+                for name, index in config.coordinates(other).items()
+            )
+        )
+
+    return Layout(
+        along("dp_replicate"), along("dp_shard", "cp", "sp"), along("tp"), fully_sharded=True
+    )
+
+
+def shard_mesh(model: nn.Module, own: DeviceMesh, config: ParallelismConfig) -> DeviceMesh:
+    """Return the mesh on which `fully_shard` splits a model whose layers are already split.
+
+    torch requires both meshes to be parts of one mesh. That is the Accelerator's, or the one on which
+    the layers were split.
+
+    Args:
+        own: the part of the Accelerator's mesh over which it shards models.
+
+    Raises:
+        PrepareError: the mesh of the layers has no dimension over these ranks.
+    """
+    split = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
+    if split is None:
+        return own
+    root = split.device_mesh._get_root_mesh()
+    if root == own._get_root_mesh():
+        return own
+    wanted = _wanted(config)
+    needed = [wanted.dp_shard]
+    if config.dp_replicate_enabled:
+        needed = [wanted.dp_replicate, wanted.dp_shard]
+    names = root.mesh_dim_names or ()
+    by_ranks = {_ranks(root, number): name for number, name in enumerate(names)}
+    if not all(ranks in by_ranks for ranks in needed):
+        raise PrepareError(
+            f"The layers of {type(model).__name__} are split on the mesh {root}, which has no "
+            f"dimension over the ranks {list(wanted.dp_shard)}, over which parallelism_config "
+            f"({config.arithmetic()}) shards it. Split the layers on "
+            "accelerator.torch_device_mesh['tp'], or on a part of a mesh that has both dimensions."
+        )
+    chosen = tuple(by_ranks[ranks] for ranks in needed)
+    return root[chosen] if len(chosen) > 1 else root[chosen[0]]
+
+
+#: Options that only have an effect when the backend applies `fully_shard`, with their defaults.
+_APPLIED_WHEN_SHARDING: dict[str, Any] = {
+    "auto_wrap_policy": None,
+    "reshard_after_forward": None,
+    "mixed_precision_policy": None,
+    "cpu_offload": None,
+    "ignored_modules": None,
+    "activation_checkpointing": None,
+}
+
+
+def ignored_options(options: Any) -> list[str]:
+    """Return the names of options that were set, but have no effect on a model sharded earlier."""
+    return [
+        name
+        for name, default in _APPLIED_WHEN_SHARDING.items()
+        if getattr(options, name) not in (default, False)
+    ]
+
+
+def summed_by_transformers(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters whose gradients Transformers sums over the ranks of `tp` with hooks."""
+    plan = getattr(model, "tp_plan", None) or {}
+    styled = [name for name, style in plan.items() if style == "replicated_with_grad_allreduce"]
+    if not styled:
+        return []
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if re.sub(r"\.\d+(?=\.|$)", ".*", name).rpartition(".")[0] in styled
+    ]
