@@ -240,6 +240,14 @@ class TestSimple(LauncherSuite):
     plugin = "simple"
 
 
+class TestKubernetes(LauncherSuite):
+    plugin = "kubernetes"
+    environ = {
+        "ACCELERATE_KUBERNETES_IMAGE": "registry.example/train:1",
+        "ACCELERATE_KUBERNETES_OUTPUT": "job.yaml",  # without kubectl and a cluster
+    }
+
+
 #: Settings with which trackers need no account and no network.
 _OFFLINE = {
     "WANDB_MODE": "offline",

@@ -632,6 +632,13 @@ starts("launcher", "ranks", "TakesAnotherPort", "sys.argv[2] = '0'")
 starts("launcher", "ranks", "StartsTwoAtMost", "sys.argv[1] = str(min(int(sys.argv[1]), 2))")
 starts("launcher", "ranks", "DropsVariables", DROP_VARIABLES)
 starts("launcher", "ranks", "WorksElsewhere", "os.chdir('/')")
+AT_MOST_EIGHT = "sys.argv[1] = str(min(int(sys.argv[1]), 8))"
+SUCCEEDS = "start.signal.signal(start.signal.SIGINT, lambda *_: sys.exit(0))"
+ONE = "whole = start.main; start.main = lambda *words: min(1, whole(*words))"
+starts("launcher", "many_ranks", "StartsEightAtMost", AT_MOST_EIGHT)
+starts("launcher", "interrupted", "TakesCtrlCForSuccess", SUCCEEDS)
+starts("launcher", "preempted", "LosesTheStatus", ONE)
+starts("launcher", "preempted", "DoesNotWaitForSaving", "start.signal.signal = lambda *_: None")
 starts("launcher", "one_process", "KeepsTheOutput", "os.dup2(os.open(os.devnull, os.O_WRONLY), 1)")
 
 
@@ -650,6 +657,41 @@ for one in ranks:
     one.kill()
 sys.exit(code)
 """
+
+
+#: Collects the lines of its ranks, and shows them when all have ended.
+LINES = """
+import os, subprocess, sys
+count, command = int(sys.argv[1]), sys.argv[4:]
+ranks = [
+    subprocess.Popen(
+        command, env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )
+    for rank in range(count)
+]
+lines = [line for one in ranks for line in one.communicate()[0].splitlines()]
+"""
+
+
+@caught_by("launcher", "output")
+class SortsTheOutput(Other):
+    code = LINES + "print('\\n'.join(sorted(lines)))"
+
+
+@caught_by("launcher", "output")
+class LosesTheLastLine(Other):
+    code = LINES + "print('\\n'.join(lines[:-1]))"
+
+
+@caught_by("launcher", "output")
+class CutsLines(Other):
+    code = LINES + "print('\\n'.join(line[:25] for line in lines))"
+
+
+@passes("launcher", "output")
+class ShowsTheOutputAtTheEnd(Other):
+    code = LINES + "print('\\n'.join(f'[prefix] {line}' for line in lines))"
 
 
 @caught_by("launcher", "targets")

@@ -71,7 +71,7 @@ def test_misspelt_option_is_refused_with_a_suggestion(kind: str, key: str, right
 
 def test_option_of_another_kind_is_refused() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"no check of a launcher reads\. It reads no options"
+        ConfigurationError, match=r"no check of a launcher reads\. It reads 'most_ranks'"
     ):
         suite("launcher", options={"prints": True})
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from accelerate_core.plugin import ConfigurationError
 from accelerate_kubernetes.settings import KubernetesLaunch
 from accelerate_launch import LaunchPlan
@@ -233,6 +231,8 @@ def _config(plan: LaunchPlan) -> str:
     path = plan.environment.get(_CONFIG_VARIABLE)
     if path is None:
         return ""
+    import yaml
+
     values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     kept = {key: value for key, value in values.items() if key not in _NOT_IN_PODS}
     return yaml.safe_dump(kept, sort_keys=False) if kept else ""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from typing import Any
-
-import yaml
 
 from accelerate_core.plugin import ConfigurationError
 from accelerate_kubernetes.job import describe
@@ -15,8 +12,6 @@ from accelerate_kubernetes.settings import KubernetesLaunch
 from accelerate_launch import LaunchPlan
 
 _SUBMIT = "accelerate_kubernetes.submit"
-#: Long values stay on one line.
-_WIDTH = 10_000
 
 
 class KubernetesLauncher:
@@ -41,10 +36,9 @@ class KubernetesLauncher:
         Raises:
             ConfigurationError: a setting is missing or invalid.
         """
-        documents = manifests(describe(plan, self.settings))
-        return yaml.dump_all(
-            documents, Dumper=_Dumper, sort_keys=False, explicit_start=True, width=_WIDTH
-        )
+        from accelerate_kubernetes.text import as_yaml  # PyYAML is only needed for this launcher
+
+        return as_yaml(manifests(describe(plan, self.settings)))
 
     def launch_command(self, plan: LaunchPlan) -> list[str]:
         """Return the command that submits the job, or that writes it to a file.
@@ -64,21 +58,3 @@ class KubernetesLauncher:
             )
         context = self.settings.context
         return [*command, *(["--context", context] if context is not None else []), text]
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes lists indented, texts of several lines as blocks, and no anchors."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> Any:
-        return super().increase_indent(flow, False)
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    style = "|" if "\n" in text else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _text)

@@ -36,7 +36,7 @@ OPTIONS = {
     "backend": ("prints",),
     "precision": ("tolerance", "optimizer", "one_model", "prints"),
     "tracker": ("read", "read_config", "init", "elsewhere", "overwrites", "resumes", "prints"),
-    "launcher": (),
+    "launcher": ("most_ranks",),
     "extension": ("changes_training", "not_saved", "ranks_differ", "prints"),
     "checkpointer": ("target", "one_process", "damage", "prints"),
     "loaders": ("make", "prints"),

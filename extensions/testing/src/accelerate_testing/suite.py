@@ -175,7 +175,11 @@ class TrackerSuite(_Suite):
 
 
 class LauncherSuite(_Suite):
-    """The suite of a launcher, which starts two processes on this machine, as programs or functions."""
+    """The suite of a launcher, which starts processes on this machine, as programs or functions.
+
+    `options`:
+        most_ranks: the largest number of processes that a check starts; 64 by default.
+    """
 
     kind = "launcher"
 

@@ -166,6 +166,8 @@ def _another(cls: type[Any], field: SettingField) -> Any:
     candidates: list[Any] = []
     if kind is bool:
         candidates = [not default]
+    elif field.choices:
+        candidates = list(field.choices)
     elif kind is int:
         candidates = [*range((default or 0) + 1, (default or 0) + 4), 1, 2, 0]
     elif kind is float:

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -42,6 +43,37 @@ import os, sys, time
 open(os.path.join(sys.argv[1], os.environ.get("RANK", "0") + ".waits"), "w").close()
 time.sleep(100)
 """
+_SAVING = """
+import os, signal, sys, time
+rank = os.environ.get("RANK", "0")
+
+def save(number, frame):
+    time.sleep(1.5)
+    open(os.path.join(sys.argv[1], rank + ".saved"), "w").close()
+    sys.exit(75)
+
+signal.signal(signal.SIGTERM, save)
+open(os.path.join(sys.argv[1], rank + ".waits"), "w").close()
+time.sleep(100)
+"""
+#: Each line is one write, as a rank's own log would be.
+_WRITING = """
+import os, sys, time
+rank = os.environ.get("RANK", "0")
+for number in range(int(sys.argv[1])):
+    for out in (sys.stdout, sys.stderr):
+        out.write(f"<{rank} writes line {number} of {out.name}>\\n")
+        out.flush()
+    time.sleep(0.002)
+"""
+_LINES = 100
+_COUNTED = """
+import os, sys
+name = "-".join(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+open(os.path.join(sys.argv[1], name + ".counted"), "a").write("once")
+"""
+#: More processes than any of the other checks starts, as on a large machine.
+MOST_RANKS = 64
 _TRAINING = """
 import torch
 from accelerate_core import Accelerator
@@ -126,6 +158,8 @@ def _run(
     command = choose_launcher(plan).launch_command(plan)
     words = isinstance(command, list) and all(isinstance(word, str) for word in command)
     assert words, f"launch_command returned {command!r}, not a list of strings"
+    if getattr(ctx.found, "elsewhere", False):
+        ctx.skip("its processes run on other machines")
     environ = child_environment(plan, clean_environment(OF_THE_USER="untouched", **more))
     others = [name for name, value in environ.items() if not isinstance(value, str)]
     ctx.equal(others, [], "variables that are not strings")
@@ -298,23 +332,90 @@ def failure(ctx: CheckContext) -> str:
 @check("launcher", alone=True)
 def terminated(ctx: CheckContext) -> str:
     """SIGTERM, with which a cluster ends a job, ends the launch and all of its ranks."""
-    plan: Any = _plan(ctx, _WAITING, str(ctx.folder), counts=(2, 1))
+    run = _signalled(ctx, _WAITING, signal.SIGTERM, ctx.scratch("terminated"))
+    assert not run.timed_out, "the launch keeps running after SIGTERM"
+    ctx.equal(run.returncode != 0, True, "the launch fails after SIGTERM")
+    return f"status {run.returncode} after {run.seconds:.1f} s"
+
+
+@check("launcher", alone=True)
+def interrupted(ctx: CheckContext) -> str:
+    """SIGINT, as from Ctrl-C, ends the launch and all of its ranks."""
+    run = _signalled(ctx, _WAITING, signal.SIGINT, ctx.scratch("interrupted"))
+    assert not run.timed_out, "the launch keeps running after SIGINT"
+    ctx.equal(run.returncode != 0, True, "the launch fails after SIGINT")
+    return f"status {run.returncode} after {run.seconds:.1f} s"
+
+
+@check("launcher", alone=True)
+def preempted(ctx: CheckContext) -> str:
+    """SIGTERM reaches every rank, the launch waits while they save, and returns their status 75."""
+    folder = ctx.scratch("saving")
+    run = _signalled(ctx, _SAVING, signal.SIGTERM, folder)
+    assert not run.timed_out, f"the launch does not end after its ranks: {run.story}"
+    started, saved = (len(list(folder.glob(f"*.{what}"))) for what in ("waits", "saved"))
+    ctx.equal(saved, started, "ranks that could save after SIGTERM")
+    # Schedulers start a run again if they see this status.
+    ctx.equal(run.returncode, 75, "exit status of a launch whose ranks ended with 75")
+    return f"{saved} ranks saved"
+
+
+@check("launcher", alone=True)
+def output(ctx: CheckContext) -> str:
+    """Every line of every rank is shown once, whole, and in the rank's order."""
+    plan = _plan(ctx, _WRITING, str(_LINES), counts=(2, 1))
+    if plan is None:
+        ctx.skip("it accepts neither one process nor two")
+    run = _run(ctx, plan, 90)
+    assert run.ok, f"the launch failed: {run.story}"
+    # A launcher may put a prefix before each line, or show both streams on one.
+    written = re.findall(r"<(\d+) writes line (\d+) of <(\w+)>>", run.stdout + run.stderr)
+    for rank in map(str, range(plan.num_processes)):
+        for name in ("stdout", "stderr"):
+            numbers = [int(number) for one, number, out in written if (one, out) == (rank, name)]
+            whole = list(range(_LINES))
+            ctx.equal(len(numbers), _LINES, f"lines of rank {rank} on {name}")
+            assert numbers == whole, f"the lines of rank {rank} on {name} are not in order"
+    return f"{len(written)} lines of {plan.num_processes} ranks"
+
+
+@check("launcher", alone=True)
+def many_ranks(ctx: CheckContext) -> str:
+    """A launch of 64 processes starts every rank once. The option `most_ranks` sets a lower number."""
+    count = int(ctx.options.get("most_ranks", MOST_RANKS))
+    plan = _plan(ctx, _COUNTED, str(ctx.folder), counts=(count,))
+    if plan is None:
+        ctx.skip(f"it does not accept {count} processes")
+    run = _run(ctx, plan, 150)
+    assert run.ok, f"the launch failed: {run.story}"
+    found = {path.stem: path.read_text() for path in ctx.folder.glob("*.counted")}
+    expected = {f"{rank}-{rank}-{count}": "once" for rank in range(count)}
+    missing = len(expected.keys() - found.keys())
+    assert not missing, f"{missing} of {count} ranks did not run with their own variables"
+    ctx.equal(found, expected, "ranks that ran, and how often")
+    return f"{count} ranks in {run.seconds:.1f} s"
+
+
+def _signalled(
+    ctx: CheckContext, script: str, number: signal.Signals, folder: Path
+) -> CompletedRun:
+    """Start a script with an empty folder, and send the launch a signal once all ranks wait."""
+    folder.mkdir()
+    plan: Any = _plan(ctx, script, str(folder), counts=(2, 1))
     if plan is None:
         ctx.skip("it accepts neither one process nor two")
     before = _children()
     told: list[psutil.Process] = []
 
     def send() -> None:
-        if not told and len(list(ctx.folder.glob("*.waits"))) == plan.num_processes:
+        if not told and len(list(folder.glob("*.waits"))) == plan.num_processes:
             told.extend(_children() - before)
             for one in told:
-                one.send_signal(signal.SIGTERM)
+                one.send_signal(number)
 
     run = _run(ctx, plan, 60, send)
     assert told, f"the ranks did not start: {run.story}"
-    assert not run.timed_out, "the launch keeps running after SIGTERM"
-    ctx.equal(run.returncode != 0, True, "the launch fails after SIGTERM")
-    return f"status {run.returncode} after {run.seconds:.1f} s"
+    return run
 
 
 def _children() -> set[psutil.Process]:
