@@ -426,6 +426,51 @@ class SkewsOneRank(TallyExtension):
         shrink(optimizer, 1.0 + 0.001 * accelerator.process_index)
 
 
+class Averages(TallyExtension):
+    """Averages gradients itself, correctly."""
+
+    @hookimpl
+    def reduce_gradients(self, accelerator, model):
+        return self
+
+    def all_reduce(self, gradients, bucket, group):
+        torch.distributed.all_reduce(gradients, group=group)
+        return gradients / group.size()
+
+    def reduce_scatter(self, output, gradients, bucket, group): ...
+
+
+@passes("extension", "two_processes")
+class AveragesItself(Averages): ...
+
+
+@caught_by("extension", "two_processes")
+class AddsGradientsUp(Averages):
+    def all_reduce(self, gradients, bucket, group):
+        return super().all_reduce(gradients, bucket, group) * group.size()
+
+
+@caught_by("extension", "two_processes")
+class ForgetsToReduce(Averages):
+    def all_reduce(self, gradients, bucket, group):
+        return gradients
+
+
+@caught_by("extension", "one_process")
+class ReplacesTheRate(TallyExtension):
+    @hookimpl
+    def prepare_objects(self, plan):
+        for optimizer in plan.values("optimizer"):
+            optimizer.param_groups[0]["lr"] *= 2
+
+
+@caught_by("extension", "one_process")
+class LosesTheOptimizersGroups(TallyExtension):
+    @hookimpl
+    def prepare_objects(self, plan):
+        plan.each("optimizer", lambda one, _: torch.optim.SGD(one.param_groups[0]["params"], 0.1))
+
+
 @passes("extension", "once_more", "two_processes")
 class HasOneWorker(TallyExtension):
     worker = None

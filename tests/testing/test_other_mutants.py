@@ -84,6 +84,25 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     return found
 
 
+def table() -> str:
+    """Return the table of the README: which check catches which mutants."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for how, kind, checks, name in WRITTEN:
+        for check in re.findall(r"\"(\w+)\"", checks) if how == "caught_by" else ():
+            rows.setdefault((kind, check), []).append(name)
+    lines = ["| kind | check | mutants that it catches |", "|---|---|---|"]
+    lines += [
+        f"| {kind} | `{check}` | {', '.join(names)} |"
+        for (kind, check), names in sorted(rows.items())
+    ]
+    return "\n".join(lines)
+
+
+def test_readme_has_the_table_of_all_mutants() -> None:
+    readme = Path(__file__).with_name("mutants") / "README.md"
+    assert table() in readme.read_text()
+
+
 def test_table_covers_most_checks() -> None:
     caught = [check for _, check, state in CASES if state == "failed"]
     assert len(caught) >= 30

@@ -27,7 +27,7 @@ def _begin(ctx: CheckContext) -> Trainer:
     return trainer
 
 
-@check("extension", alone=True, hooks="convert on_start on_step_end")
+@check("extension", alone=True, hooks="convert on_start prepare_objects on_step_end")
 def one_process(ctx: CheckContext) -> str:
     """A run with it has the same losses and random numbers as one without it (options: changes_training)."""
     trainer = _begin(ctx)
@@ -97,14 +97,23 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-@check("extension", hooks=f"convert on_start on_step_end on_save on_load {STEP}")
+@check(
+    "extension",
+    hooks=f"convert on_start reduce_gradients prepare_objects on_step_end on_save on_load {STEP}",
+)
 def two_processes(ctx: CheckContext) -> str:
-    """Two processes train, save and load with it, and have the same model each time."""
+    """Two processes train, save and load with it, and have the same model each time.
+
+    They have the losses of a run without it (options: changes_training).
+    """
     trainer = _begin(ctx)
     accelerator = trainer.accelerator
-    mine, _ = trainer.batches(2)
+    mine, whole = trainer.batches(3)
     apart = ctx.options.get("ranks_differ", False)
-    ctx.alike(accelerator, trainer.train(mine), "losses")
+    losses = trainer.train(mine)
+    ctx.alike(accelerator, losses, "losses")
+    if not ctx.options.get("changes_training", False):
+        ctx.close(losses, plain_training(whole)[0], "losses")
     if not apart:
         trainer.same_everywhere("the trained model (options: ranks_differ)")
     path = accelerator.save_state(str(ctx.scratch("extension_ranks")))
