@@ -18,6 +18,8 @@ class Rank:
     actor: Any
     place: Place
     ending: Ending | None = None
+    #: For how many seconds its actor has not been reachable.
+    unanswered: float = 0.0
 
 
 def number_ranks(actors: Sequence[Any], places: Sequence[Place], here: str) -> list[Rank]:

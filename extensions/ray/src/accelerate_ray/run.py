@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RuntimeEnvSetupError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RuntimeEnvSetupError,
+)
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -30,6 +36,11 @@ from accelerate_ray.ranks import Rank, number_ranks, shared_devices
 _GRACE = 15.0
 #: Seconds in which Ray notices that a node is gone.
 _NOTICE = 40.0
+#: Ray may report that an actor is dead this many seconds before it reports that its node is.
+_DECISION = 5.0
+#: Seconds before an actor or the cluster is asked again.
+_PAUSE = 0.2
+_SILENT = "its node on {host} does not answer."
 #: Seconds that one call for news waits.
 _NEWS = 5.0
 #: A node may die while ranks are placed on it. Placing is tried this many times.
@@ -278,9 +289,18 @@ class Attempt:
                 rank = waiting.pop(answer)
                 try:
                     news: News = ray.get(answer)
+                except ActorUnavailableError:  # Ray finds out whether the node has died
+                    if rank.unanswered < _NOTICE:
+                        rank.unanswered += _PAUSE
+                        time.sleep(_PAUSE)
+                        waiting[rank.actor.news.remote(_NEWS)] = rank
+                    else:
+                        outcome.lost[rank.number] = _SILENT.format(host=rank.place.host)
+                    continue
                 except RayActorError as error:
                     outcome.lost[rank.number] = self._why_lost(rank, error)
                     continue
+                rank.unanswered = 0.0
                 self._output.show(rank.number, rank.local_rank, news.lines)
                 rank.ending = news.ending
                 if news.ending is None:
@@ -292,7 +312,7 @@ class Attempt:
                 for rank in waiting.values():
                     rank.actor.stop.remote(_GRACE)
         for rank in waiting.values():
-            outcome.lost.setdefault(rank.number, f"its node on {rank.place.host} does not answer.")
+            outcome.lost.setdefault(rank.number, _SILENT.format(host=rank.place.host))
         return outcome
 
     def _pass_signals_on(self) -> None:
@@ -307,6 +327,9 @@ class Attempt:
 
     def _why_lost(self, rank: Rank, error: RayActorError) -> str:
         place = rank.place
+        last = time.monotonic() + _DECISION
+        while is_alive(place.node) and time.monotonic() < last:
+            time.sleep(_PAUSE)
         if not is_alive(place.node):
             return f"its node {place.node[:8]} on {place.host} died."
         return f"its actor on {place.host} ended: {_reason(error)}"
