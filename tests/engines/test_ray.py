@@ -23,6 +23,8 @@ import torch
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install --group ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 from support import clean_environment  # noqa: E402
+from table import Row  # noqa: E402
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
 
 from accelerate_core import notebook_launcher  # noqa: E402
 from accelerate_testing import LauncherSuite  # noqa: E402
@@ -30,16 +32,17 @@ from accelerate_testing import LauncherSuite  # noqa: E402
 HERE = Path(__file__).parent
 DIGITS = HERE / "ray_digits.py"
 MEMORY = 80 * 2**20
-#: Without this, Ray would use the token of the user for some of its processes.
-NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}
+#: Without the first, Ray would use the token of the user for some of its processes. Without the second,
+#: its workers would wait for all other programs of this machine.
+RAY_VARIABLES = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def without_token() -> Iterator[None]:
+def ray_variables() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, text in NO_TOKEN.items():
+        for name, text in RAY_VARIABLES.items():
             patch.setenv(name, text)
         yield
 
@@ -67,7 +70,7 @@ class Nodes:
 
 
 @pytest.fixture(scope="module")
-def started(without_token: None) -> Iterator[Nodes]:
+def started(ray_variables: None) -> Iterator[Nodes]:
     nodes = Nodes()
     yield nodes
     nodes.cluster.shutdown()
@@ -96,14 +99,14 @@ class Launch:
                 stdout=out,
                 stderr=err,
                 cwd=folder,
-                env=clean_environment(**NO_TOKEN, **(environ or {})),
+                env=clean_environment(**RAY_VARIABLES, **(environ or {})),
             )
 
     @property
     def story(self) -> str:
         return f"{self.out.read_text()}\n{self.err.read_text()}"
 
-    def wait_for(self, text: str, limit: float = 60) -> None:
+    def wait_for(self, text: str, limit: float = 120) -> None:
         """Wait until the output contains a text."""
         last = time.monotonic() + limit
         while text not in self.story:
@@ -111,7 +114,7 @@ class Launch:
             assert self.process.poll() is None, f"ended before {text!r}:\n{self.story}"
             time.sleep(0.1)
 
-    def end(self, limit: float = 120) -> int:
+    def end(self, limit: float = 180) -> int:
         """Return the exit status."""
         try:
             return self.process.wait(limit)
@@ -329,7 +332,7 @@ def test_stopped_launch_leaves_nothing_behind(
     run.wait_for("[rank 0] step 3")
     assert len(processes_of(DIGITS)) == 2
     run.process.send_signal(number)
-    assert run.end(30) == status, run.story
+    assert run.end(60) == status, run.story
     assert "Restarting" not in run.story
     assert gone(DIGITS), processes_of(DIGITS)
     assert free_cpus(nodes.address) == 2
@@ -342,7 +345,7 @@ def test_preempted_run_saves_and_is_not_restarted(
     run = launch(*options, DIGITS, tmp_path, 0.1)
     run.wait_for("[rank 0] step 3")
     run.process.terminate()
-    assert run.end(30) == 75, run.story
+    assert run.end(60) == 75, run.story
     again = launch(*options, DIGITS, tmp_path, 0)
     assert again.end() == 0, again.story
     assert re.search(r"continues at step [34]", again.out.read_text()), again.story
@@ -370,7 +373,7 @@ def test_notebook_launcher_returns_the_values(
     words = notebook_launcher(report_rank, ("hello",), num_processes=2, launcher="ray")
     assert words == [("hello", 0, 2), ("hello", 1, 2)]
     assert not ray.is_initialized()
-    with pytest.raises(torch.distributed.elastic.multiprocessing.errors.ChildFailedError) as error:
+    with pytest.raises(ChildFailedError) as error:
         notebook_launcher(give_up, num_processes=2, launcher="ray")
     text = str(error.value)
     assert text.startswith("Rank 1 failed: exit status 1"), text
@@ -394,7 +397,7 @@ PORT = 6399
 
 
 @pytest.fixture(scope="module")
-def head(without_token: None) -> Iterator[str]:
+def head(ray_variables: None) -> Iterator[str]:
     """A cluster that `ray start` has started, with a job server and two GPUs that don't exist."""
     ray_command = [sys.executable, "-m", "ray.scripts.scripts"]
     start = [*ray_command, "start", "--head", f"--port={PORT}", "--num-cpus=3", "--num-gpus=2"]
@@ -417,7 +420,7 @@ def test_ranks_of_a_node_see_all_of_its_gpus(head: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accelerate_core", "launch", "--launcher", "ray"]
     done = subprocess.run(
         [*command, "--ray_address", head, str(path)],
-        env=clean_environment(**NO_TOKEN),
+        env=clean_environment(**RAY_VARIABLES),
         capture_output=True,
         text=True,
         timeout=90,
@@ -427,44 +430,98 @@ def test_ranks_of_a_node_see_all_of_its_gpus(head: str, tmp_path: Path) -> None:
     assert seen == ["0 0,1 2", "1 0,1 2"]  # without --num_processes: one rank per GPU
 
 
+LAUNCH = f"{sys.executable} -m accelerate_core launch --launcher ray --cpu"
+SUBMIT = f"{sys.executable} -m ray.scripts.scripts job submit --address http://127.0.0.1:8299"
+
+
+def shell(command: str, folder: Path, head: str) -> subprocess.CompletedProcess[str]:
+    """Run a command on the head node."""
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=clean_environment(RAY_ADDRESS=head, **RAY_VARIABLES),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
 def test_submitted_job(head: str, tmp_path: Path) -> None:
     script(tmp_path, REPORT.replace("import json", "import json, beside"))
     (tmp_path / "beside.py").write_text("")
-    submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit"]
-    submit += ["--address", "http://127.0.0.1:8299", "--working-dir", ".", "--"]
-    launch = [sys.executable, "-m", "accelerate_core", "launch", "--launcher", "ray", "--cpu"]
-    done = subprocess.run(
-        [*submit, *launch, "--num_processes", "2", "script.py"],
-        cwd=tmp_path,
-        env=clean_environment(**NO_TOKEN),
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    command = f"{SUBMIT} --working-dir . -- {LAUNCH} --num_processes 2 script.py"
+    done = shell(command, tmp_path, head)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "succeeded" in done.stdout
     for rank in range(2):
         assert re.search(rf'\[rank {rank}\] REPORT .*"sum": 2.0', done.stdout), done.stdout
 
 
-def test_failed_job(head: str, tmp_path: Path) -> None:
-    script(tmp_path, "raise SystemExit('this rank gives up')")
-    submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit"]
-    submit += ["--address", "http://127.0.0.1:8299", "--working-dir", ".", "--"]
-    launch = [sys.executable, "-m", "accelerate_core", "launch", "--launcher", "ray", "--cpu"]
-    done = subprocess.run(
-        [*submit, *launch, "--num_processes", "1", "script.py"],
-        cwd=tmp_path,
-        env=clean_environment(**NO_TOKEN),
-        capture_output=True,
-        text=True,
-        timeout=150,
+NOTEBOOK = """
+import sys
+sys.path.insert(0, {engines!r})
+from accelerate_core import notebook_launcher
+
+def train(folder, kill, fail):
+    from argparse import Namespace
+    from pathlib import Path
+    sys.path.insert(0, {engines!r})
+    import train_digits
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    train_digits.main(Namespace(folder=Path(folder), kill=kill, fail=fail, preempt=False, pace=0.0))
+
+flags = [name in sys.argv for name in ("--kill", "--fail")]
+notebook_launcher(train, (sys.argv[1], *flags), num_processes=2, launcher="ray", max_restarts=1)
+"""
+TRAIN = HERE / "train_digits.py"
+#: What starts the run -> its command. "{run}" is a folder and the options of the script.
+WAYS = {
+    "`launch --launcher ray`": f"{LAUNCH} --num_processes 2 --max_restarts 1 {TRAIN} {{run}}",
+    "`ray job submit`, with `launch` inside": f"{SUBMIT} -- {LAUNCH} --num_processes 2 --max_restarts 1"
+    f" {TRAIN} {{run}}",
+    '`notebook_launcher(launcher="ray")`': f"{sys.executable} notebook.py {{run}}",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_killed_digits_end_as_a_run_without_a_break(
+    way: str, head: str, tmp_path: Path, table_row: Callable[[Row], None]
+) -> None:
+    (tmp_path / "notebook.py").write_text(NOTEBOOK.format(engines=str(HERE)))
+    plain = LAUNCH.replace("--launcher ray", "--num_processes 2")
+    done = shell(f"{plain} {TRAIN} {tmp_path / 'whole'}", tmp_path, head)
+    assert done.returncode == 0, done.stderr
+    begun = time.time()
+    failed = shell(
+        WAYS[way].replace("--max_restarts 1", "").format(run=f"{tmp_path / 'failing'} --fail"),
+        tmp_path,
+        head,
     )
-    assert done.returncode == 1
-    assert "[rank 0] this rank gives up" in done.stdout + done.stderr
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    assert "this rank fails on purpose" in failed.stdout + failed.stderr
+    first = min(float(file.read_text()) for file in (tmp_path / "failing").glob("first.*"))
+    killed = shell(WAYS[way].format(run=f"{tmp_path / 'killed'} --kill"), tmp_path, head)
+    assert killed.returncode == 0, killed.stdout + killed.stderr
+    whole, resumed = (
+        json.loads((tmp_path / run / "result.json").read_text()) for run in ("whole", "killed")
+    )
+    assert resumed["resumed"] == 40
+    assert resumed == {**whole, "resumed": 40}
+    text = "restarts, continues at step 40"
+    table_row(Row(way, 2, first - begun, failed.returncode, text, resumed["correct"]))
+
+
+@pytest.mark.parametrize("page", ["how_to/ray.md", "how_to/ray_tune.md"])
+def test_guide_runs_as_printed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE.parent / "examples"))
+    from test_guides import test_page_runs_as_printed
+
+    (tmp_path / "page").mkdir()
+    (tmp_path / "home").mkdir()
+    test_page_runs_as_printed(page, tmp_path / "page", tmp_path / "home")
 
 
 @pytest.mark.usefixtures("head")
 class TestSuite(LauncherSuite):
     plugin = "ray"
-    environ = {"RAY_ADDRESS": f"127.0.0.1:{PORT}", "ACCELERATE_RAY_GPUS": "0", **NO_TOKEN}
+    environ = {"RAY_ADDRESS": f"127.0.0.1:{PORT}", "ACCELERATE_RAY_GPUS": "0", **RAY_VARIABLES}
