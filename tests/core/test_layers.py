@@ -97,6 +97,7 @@ PLUGINS = (
     "extensions/tracking",
     "extensions/compile",
     "extensions/dispatch",
+    "extensions/big_model",
     "extensions/kubernetes",
 )
 
@@ -139,6 +140,101 @@ def test_plugins_import_only_public_names() -> None:
         ("accelerate_core.plugin", "Backend"),
         ("accelerate_tracking", "GeneralTracker"),
     } <= found
+
+
+#: Extensions that work on the core itself, and the modules behind `accelerate_core.plugin` that they import:
+#: accelerate-launch resolves settings and selects launchers, accelerate-testing checks what the core selects
+#: and calls, and accelerate-drop-in serves the core's objects under Accelerate's names.
+INSIDERS = {
+    "launch": (
+        "accelerator",
+        "accelerator.compatibility",
+        "backend",
+        "booleans",
+        "builtin.console",
+        "builtin.no_checkpointer",
+        "config.core",
+        "config.files",
+        "config.handlers",
+        "config.lookup",
+        "config.parallelism",
+        "config.provenance",
+        "config.schema",
+        "contract.capabilities",
+        "contract.hooks",
+        "contract.topology",
+        "distributed.collectives",
+        "distributed.process",
+        "errors",
+        "failures",
+        "plugins",
+        "plugins.discovery",
+        "plugins.factory",
+        "plugins.selection",
+    ),
+    "testing": (
+        "backend.precision",
+        "config.handlers",
+        "config.provenance",
+        "config.schema",
+        "contract.capabilities",
+        "contract.hooks",
+        "distributed",
+        "distributed.collectives",
+        "plugins",
+        "plugins.discovery",
+        "plugins.manager",
+        "plugins.selection",
+    ),
+    "drop_in": (
+        "booleans",
+        "builtin.compiled",
+        "builtin.memory",
+        "config",
+        "config.enums",
+        "config.files",
+        "config.handlers",
+        "config.lookup",
+        "config.provenance",
+        "config.schema",
+        "contract.topology",
+        "data",
+        "data.device_feed",
+        "data.loader",
+        "data.order",
+        "data.prepare_loader",
+        "data.resumable",
+        "data.rng",
+        "data.shard",
+        "data.sources",
+        "data.steps",
+        "distributed",
+        "distributed.communicator",
+        "distributed.process",
+        "distributed.torch_collectives",
+        "distributed.tree",
+        "errors",
+        "plugins",
+        "plugins.catalog",
+        "plugins.discovery",
+        "state",
+        "training",
+        "training.forward",
+        "training.optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("extension", INSIDERS)
+def test_extensions_import_no_other_modules_of_the_core(extension: str) -> None:
+    found = set()
+    for path in ROOT.glob(f"extensions/{extension}/src/**/*.py"):
+        for module in re.findall(
+            r"^\s*(?:from|import) accelerate_core\.([\w.]+)", path.read_text(), re.M
+        ):
+            found.add(module)
+    assert len(found) > 5
+    assert found - {"plugin", "utils"} - set(INSIDERS[extension]) == set()
 
 
 def test_every_name_in_the_plugin_module_is_documented() -> None:

@@ -9,6 +9,7 @@ from accelerate_core.builtin.compiled import is_compiled_in_place as is_compiled
 from accelerate_core.builtin.compiled import is_wrapped as is_wrapped
 from accelerate_core.builtin.compiled import uncompiled as uncompiled
 from accelerate_core.builtin.console import console as console
+from accelerate_core.builtin.memory import clear_device_cache as clear_device_cache
 from accelerate_core.builtin.no_tracking import Nothing as Nothing
 from accelerate_core.config.enums import LoggerType as LoggerType
 from accelerate_core.config.files import read_config as read_config
@@ -109,6 +110,7 @@ from accelerate_core.failures import is_failure as is_failure
 from accelerate_core.plugins.catalog import pip_command as pip_command
 from accelerate_core.plugins.discovery import PluginRecord as PluginRecord
 from accelerate_core.plugins.discovery import check_api_version as check_api_version
+from accelerate_core.plugins.discovery import disabled_names as disabled_names
 from accelerate_core.plugins.discovery import exported as exported
 from accelerate_core.plugins.discovery import find as find
 from accelerate_core.plugins.discovery import installed as installed

@@ -171,8 +171,7 @@ class FSDP2Backend(Backend):
             ConfigurationError: ring attention on the CPU, for which torch has no kernel.
         """
         config = sizes_of(runtime)
-        on_cpu = runtime.device.type == "cpu"
-        if config.cp_enabled and on_cpu and not testing.ring_runs_on_cpu():
+        if config.cp_enabled and runtime.device.type == "cpu" and not testing.ring_runs_on_cpu():
             raise ConfigurationError(
                 f"cp_size={config.cp_size} uses ring attention, which torch only supports on "
                 "accelerators. On the CPU, use sp_size (Ulysses) instead. Tests can call "

@@ -20,8 +20,8 @@ from accelerate_big_model.tensors import (
     torch_dtype,
     within,
 )
-from accelerate_checkpoint.weights import convert_file_size_to_int
-from accelerate_core.errors import ConfigurationError, did_you_mean, warn
+from accelerate_checkpoint import convert_file_size_to_int
+from accelerate_core.plugin import ConfigurationError, did_you_mean, warn
 
 #: Index of an accelerator, `"mps"`, `"cpu"` or `"disk"`.
 DeviceName: TypeAlias = int | str

@@ -52,8 +52,8 @@ from accelerate_big_model.tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
-from accelerate_checkpoint.weights import as_device, device_of
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_checkpoint import as_device, device_of
+from accelerate_core.plugin import ConfigurationError, did_you_mean, listing
 
 
 def cpu_offload(

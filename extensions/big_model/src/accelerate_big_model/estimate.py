@@ -16,9 +16,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accelerate_big_model import STRATEGIES
-from accelerate_core.builtin.console import console
-from accelerate_core.errors import ConfigurationError, PluginError, did_you_mean, listing
-from accelerate_core.plugins.discovery import disabled_names, installed
+from accelerate_core.plugin import (
+    ConfigurationError,
+    PluginError,
+    console,
+    did_you_mean,
+    disabled_names,
+    installed,
+    listing,
+)
 
 if TYPE_CHECKING:
     from accelerate_big_model.device_map import DeviceName, Plan

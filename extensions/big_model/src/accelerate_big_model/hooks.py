@@ -27,9 +27,8 @@ from accelerate_big_model.tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
-from accelerate_checkpoint.weights import as_device
-from accelerate_core.builtin.memory import clear_device_cache
-from accelerate_core.distributed.tree import send_to_device
+from accelerate_checkpoint import as_device
+from accelerate_core.plugin import clear_device_cache, send_to_device
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

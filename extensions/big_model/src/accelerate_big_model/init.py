@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accelerate_big_model.tensors import Device, rebuilt
-from accelerate_checkpoint.weights import as_device
-from accelerate_core.booleans import env_flag
+from accelerate_checkpoint import as_device
+from accelerate_core.plugin import env_flag
 
 
 @contextmanager

@@ -36,9 +36,8 @@ from accelerate_big_model.tensors import (
     set_module_tensor_to_device,
     torch_dtype,
 )
-from accelerate_checkpoint.progress import byte_bar
-from accelerate_checkpoint.weights import as_device, checkpoint_files, device_of, iter_state_dict
-from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_mean
+from accelerate_checkpoint import as_device, byte_bar, checkpoint_files, device_of, iter_state_dict
+from accelerate_core.plugin import CheckpointError, ConfigurationError, did_you_mean
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from accelerate_checkpoint.weights import iter_state_dict
-from accelerate_core.errors import CheckpointError
+from accelerate_checkpoint import iter_state_dict
+from accelerate_core.plugin import CheckpointError
 
 #: See https://github.com/huggingface/safetensors#format. torch has no dtypes for less than a byte.
 _DTYPES = {

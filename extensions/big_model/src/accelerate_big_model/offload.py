@@ -17,8 +17,8 @@ from accelerate_big_model.tensors import (
     set_module_tensor_to_device,
     torch_dtype,
 )
-from accelerate_checkpoint.weights import as_device
-from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_mean
+from accelerate_checkpoint import as_device
+from accelerate_core.plugin import CheckpointError, ConfigurationError, did_you_mean
 
 INDEX_NAME = "index.json"
 #: The class that opens the file, for each key under which an index entry may name one.

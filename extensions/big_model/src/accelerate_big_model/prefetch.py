@@ -18,7 +18,7 @@ from accelerate_big_model.device_map import free_memory
 from accelerate_big_model.mapped import read_in
 from accelerate_big_model.offload import OffloadedWeightsLoader, whole_map
 from accelerate_big_model.tensors import TiedMap, offload_hook
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import CheckpointError
 
 Ready = tuple[dict[str, torch.Tensor], Any]
 #: Devices whose layers use weights directly in host memory.

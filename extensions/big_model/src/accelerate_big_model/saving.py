@@ -9,8 +9,8 @@ from torch import nn
 
 from accelerate_big_model.offload import MAPPED, OffloadedWeightsLoader, mapped_key, whole_map
 from accelerate_big_model.tensors import joined, offload_hook
-from accelerate_checkpoint.weights import checkpoint_files
-from accelerate_core.errors import ConfigurationError
+from accelerate_checkpoint import checkpoint_files
+from accelerate_core.plugin import ConfigurationError
 
 
 class OffloadedState:

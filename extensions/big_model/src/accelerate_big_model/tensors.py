@@ -9,10 +9,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from accelerate_checkpoint.weights import as_device, device_of
-from accelerate_core.builtin.memory import clear_device_cache
-from accelerate_core.distributed.tree import flatten
-from accelerate_core.errors import ConfigurationError, did_you_mean, warn
+from accelerate_checkpoint import as_device, device_of
+from accelerate_core.plugin import (
+    ConfigurationError,
+    clear_device_cache,
+    did_you_mean,
+    flatten,
+    warn,
+)
 
 Device: TypeAlias = int | str | torch.device
 #: The copies of each shared weight by device, under the address of its storage.

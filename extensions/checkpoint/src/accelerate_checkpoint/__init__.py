@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from accelerate_checkpoint.preemption import Preempted as Preempted
     from accelerate_checkpoint.preemption import Preemption as Preemption
     from accelerate_checkpoint.preemption import read_signals as read_signals
+    from accelerate_checkpoint.progress import byte_bar as byte_bar
     from accelerate_checkpoint.rng_state import capture_rng_state as capture_rng_state
     from accelerate_checkpoint.rng_state import restore_rng_state as restore_rng_state
     from accelerate_checkpoint.shards import SafeReader as SafeReader
@@ -35,6 +36,11 @@ if TYPE_CHECKING:
     from accelerate_checkpoint.tensor_shards import TensorShardReader as TensorShardReader
     from accelerate_checkpoint.tensor_shards import TensorShardWriter as TensorShardWriter
     from accelerate_checkpoint.training_state import TrainingState as TrainingState
+    from accelerate_checkpoint.weights import as_device as as_device
+    from accelerate_checkpoint.weights import checkpoint_files as checkpoint_files
+    from accelerate_checkpoint.weights import convert_file_size_to_int as convert_file_size_to_int
+    from accelerate_checkpoint.weights import device_of as device_of
+    from accelerate_checkpoint.weights import iter_state_dict as iter_state_dict
 
 #: Module -> names exported from it. A module is imported on first use, so commands don't load torch.
 _EXPORTS = {
@@ -51,10 +57,18 @@ _EXPORTS = {
     "accelerate_checkpoint.merging": ("merge_weights",),
     "accelerate_checkpoint.model": ("load_weights", "save_object", "save_weights"),
     "accelerate_checkpoint.preemption": ("Preempted", "Preemption", "read_signals"),
+    "accelerate_checkpoint.progress": ("byte_bar",),
     "accelerate_checkpoint.rng_state": ("capture_rng_state", "restore_rng_state"),
     "accelerate_checkpoint.shards": ("SafeReader", "read_metadata"),
     "accelerate_checkpoint.storage": ("Storage", "is_save", "join"),
     "accelerate_checkpoint.training_state": ("TrainingState",),
+    "accelerate_checkpoint.weights": (
+        "as_device",
+        "checkpoint_files",
+        "convert_file_size_to_int",
+        "device_of",
+        "iter_state_dict",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accelerate_core.contract.hooks import HOOKS
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.plugin import ConfigurationError, did_you_mean, listing
 
 if TYPE_CHECKING:
     from accelerate_testing.context import CheckContext

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from accelerate_testing.results import Skip
 
 if TYPE_CHECKING:
-    from accelerate_core.accelerator import Accelerator
+    from accelerate_core.plugin import Accelerator
 
 #: Prefixes of the variables with which a launcher describes the ranks.
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
@@ -58,7 +58,7 @@ class CheckContext:
             Skip: this machine has no device on which the plugin runs, or no backend for several
                 processes.
         """
-        from accelerate_core.accelerator import Accelerator
+        from accelerate_core.plugin import Accelerator
 
         on_cpu, missing = self.placement
         if missing:
@@ -89,9 +89,7 @@ class CheckContext:
         Args:
             arguments: what its class gets before the settings.
         """
-        from accelerate_core.config.lookup import Sources
-        from accelerate_core.plugins.discovery import find
-        from accelerate_core.plugins.factory import PluginFactory
+        from accelerate_core.plugin import PluginFactory, Sources, find
 
         factory = PluginFactory(Sources.of(dict(os.environ)))
         record = find(self.kind, self.name, source="the conformance suite")
@@ -99,8 +97,7 @@ class CheckContext:
 
     def need_several(self) -> None:
         """Skip the check if no installed backend runs several processes."""
-        from accelerate_core.contract.topology import Topology
-        from accelerate_core.plugins.selection import Request, select
+        from accelerate_core.plugin import Request, Topology, select
 
         request = Request({}, {}, Topology(0, 2, 0, 2, "as checked"))
         if (error := select("backend", request).error) is not None:
@@ -124,7 +121,7 @@ class CheckContext:
         """The plugin's class."""
         if not isinstance(self.plugin, str):
             return self.plugin
-        from accelerate_core.plugins.discovery import find
+        from accelerate_core.plugin import find
 
         return find(self.kind, self.plugin, source="the conformance suite").load()
 

@@ -7,9 +7,6 @@ import inspect
 from typing import Any
 
 from accelerate_core import plugin
-from accelerate_core.backend import Backend
-from accelerate_core.backend.precision import Precision
-from accelerate_core.contract.checkpointer import Checkpointer, RunParts
 from accelerate_core.contract.hooks import (
     API_VERSION,
     DEPRECATED,
@@ -19,8 +16,17 @@ from accelerate_core.contract.hooks import (
     Kind,
     hooks_of_kind,
 )
-from accelerate_core.contract.parts import LoaderFactory, PreparedLoader, Tracking
-from accelerate_core.plugins.selection import Claim, Request
+from accelerate_core.plugin import (
+    Backend,
+    Checkpointer,
+    Claim,
+    LoaderFactory,
+    Precision,
+    PreparedLoader,
+    Request,
+    RunParts,
+    Tracking,
+)
 from accelerate_launch.plan import LaunchPlan, Target
 from accelerate_launch.start import FunctionLauncher, Launcher
 from accelerate_tracking import GeneralTracker

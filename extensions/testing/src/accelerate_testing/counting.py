@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accelerate_core.distributed.tree import flatten
+from accelerate_core.plugin import flatten
 
 __all__ = ["Communication", "count_communication"]
 

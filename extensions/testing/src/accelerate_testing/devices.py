@@ -8,12 +8,15 @@ from typing import Any, cast
 
 import torch
 
-from accelerate_core.backend import Backend
-from accelerate_core.backend.precision import Precision
-from accelerate_core.config.lookup import Sources
-from accelerate_core.errors import AccelerateError, listing
-from accelerate_core.plugins.discovery import find
-from accelerate_core.plugins.factory import PluginFactory
+from accelerate_core.plugin import (
+    AccelerateError,
+    Backend,
+    PluginFactory,
+    Precision,
+    Sources,
+    find,
+    listing,
+)
 
 
 def placement_of(plugin: Any, asked: str = "", brought: bool = False) -> tuple[bool, str]:

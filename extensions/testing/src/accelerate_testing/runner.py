@@ -14,8 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.errors import AccelerateError, ConfigurationError, did_you_mean, listing, warn
-from accelerate_core.plugins.discovery import PluginRecord, find, installed
+from accelerate_core.plugin import (
+    AccelerateError,
+    ConfigurationError,
+    PluginRecord,
+    did_you_mean,
+    find,
+    installed,
+    listing,
+    warn,
+)
 from accelerate_testing import fake_device
 from accelerate_testing.checks import (
     SUITE_KINDS,

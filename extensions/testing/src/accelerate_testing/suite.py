@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError
 from accelerate_testing.checks import Check, check_options, checks_of
 from accelerate_testing.progress import SAY_EVERY, Progress, Tail
 from accelerate_testing.results import Result

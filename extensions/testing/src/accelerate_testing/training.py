@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate_core.accelerator import Accelerator
+from accelerate_core.plugin import Accelerator
 from accelerate_testing.context import CheckContext
 
 #: Samples in the batch of one rank.

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelerate_core.builtin.console import console
+from accelerate_core.plugin import console
 from accelerate_launch.commands.tables import print_table, print_terms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from accelerate_core.plugins.discovery import PluginRecord
+    from accelerate_core.plugin import PluginRecord
     from accelerate_testing.results import Result
 
 _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}

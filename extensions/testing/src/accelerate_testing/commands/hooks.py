@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from accelerate_core.errors import ConfigurationError, did_you_mean
+from accelerate_core.plugin import ConfigurationError, did_you_mean
 from accelerate_launch.commands.tables import print_table
 from accelerate_launch.hook_trace import VARIABLE, HookCount
 from accelerate_launch.planning import find_config, make_plan

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError
 
 __all__ = [
     "DEVICES",

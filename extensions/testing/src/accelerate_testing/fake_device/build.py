@@ -18,7 +18,7 @@ import torch
 from torch.torch_version import TorchVersion
 from torch.utils import cpp_extension
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError
 
 _SOURCE = Path(__file__).with_name("device.cpp")
 _MODULE = "accelerate_fake_device"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import backend_registration
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError
 from accelerate_testing.fake_device import NAME, build
 
 #: The name of its collectives in torch.distributed.

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import yaml
 
-from accelerate_core.contract.hooks import API_VERSION
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.plugin import API_VERSION, ConfigurationError, did_you_mean, installed, listing
 from accelerate_core.plugins import catalog
-from accelerate_core.plugins.discovery import installed
 
 TEMPLATE_KINDS = ("backend", "precision", "tracker", "launcher", "extension")
 #: Names with a meaning of their own, and words of the templates.

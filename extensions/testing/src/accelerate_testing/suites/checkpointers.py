@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from accelerate_checkpoint import load_weights
-from accelerate_core.errors import CheckpointError, ConfigurationError
+from accelerate_core.plugin import CheckpointError, ConfigurationError, find
 from accelerate_core.plugins import catalog
-from accelerate_core.plugins.discovery import find
 from accelerate_core.utils import ProjectConfiguration
 from accelerate_testing.checks import check
 from accelerate_testing.context import CheckContext, leaves, raised

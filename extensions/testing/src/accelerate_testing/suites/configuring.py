@@ -11,12 +11,17 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate_core.config.files import read_config
-from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.config.schema import SettingField, settings_fields
 from accelerate_core.contract.capabilities import SUPPORTS, check_declarations
-from accelerate_core.errors import ConfigurationError, RuntimeConflictError, listing
-from accelerate_core.plugins.discovery import installed
+from accelerate_core.plugin import (
+    ConfigurationError,
+    RuntimeConflictError,
+    Sources,
+    installed,
+    listing,
+    read_config,
+    resolve_settings,
+)
 from accelerate_core.utils import ProjectConfiguration
 from accelerate_launch.contributed import contributed_options
 from accelerate_launch.functions import patch_environment

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core.distributed.tree import flatten
+from accelerate_core.plugin import flatten
 from accelerate_testing.checks import SAVE, STEP, check
 from accelerate_testing.context import CheckContext
 from accelerate_testing.training import Trainer, draw, plain_training, seed

@@ -10,10 +10,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from accelerate_core.backend.precision import Precision
 from accelerate_core.contract.capabilities import ACCEPTED_BY_DEFAULT
-from accelerate_core.contract.hooks import API_VERSION
-from accelerate_core.errors import listing
+from accelerate_core.plugin import API_VERSION, Precision, listing
 from accelerate_core.plugins.discovery import Installed, PluginRecord
 from accelerate_testing.checks import STEP, check
 from accelerate_testing.context import CheckContext

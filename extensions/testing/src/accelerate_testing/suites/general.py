@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from accelerate_core.contract.checkpointer import Checkpointer
-from accelerate_core.contract.parts import LoaderFactory
-from accelerate_core.errors import AccelerateError, listing
+from accelerate_core.plugin import AccelerateError, Checkpointer, LoaderFactory, listing
 from accelerate_core.plugins.discovery import (
     OWN_DISTRIBUTION,
     PluginRecord,
@@ -166,8 +164,7 @@ def _check_form(kind: str, plugin: Any, record: PluginRecord) -> None:
                 f"{record.target} has no method {method!r}"
             )
         return
-    from accelerate_core.backend import Backend
-    from accelerate_core.backend.precision import Precision
+    from accelerate_core.plugin import Backend, Precision
     from accelerate_tracking import GeneralTracker
 
     base = {"backend": Backend, "precision": Precision, "tracker": GeneralTracker}.get(kind, object)
@@ -193,8 +190,7 @@ def api_version(ctx: CheckContext) -> str | None:
 @check("backend", "precision", "extension", alone=True)
 def hooks(ctx: CheckContext) -> str:
     """Its hooks exist in the contract, with the arguments that they have there."""
-    from accelerate_core.backend import Backend
-    from accelerate_core.backend.precision import Precision
+    from accelerate_core.plugin import Backend, Precision
     from accelerate_core.plugins.manager import ActivePlugins
 
     record = _record_of(ctx)
@@ -231,7 +227,7 @@ def attributes(ctx: CheckContext) -> str:
 def selection(ctx: CheckContext) -> str | None:
     """Its name and its triggers select it, without a tie, and false triggers don't."""
     from accelerate_core.config.provenance import SourcedValue
-    from accelerate_core.contract.topology import Topology
+    from accelerate_core.plugin import Topology
     from accelerate_core.plugins.selection import Request, select, trigger_hits
 
     record = _record_of(ctx)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate_core.accelerator import Accelerator
+from accelerate_core.plugin import Accelerator
 from accelerate_testing.checks import check
 from accelerate_testing.context import CheckContext
 from accelerate_testing.suites.leaving import Lives

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from accelerate_checkpoint.manifest import MANIFEST
-from accelerate_core.errors import CheckpointError
+from accelerate_core.plugin import CheckpointError
 from accelerate_testing.checks import SAVE, check
 from accelerate_testing.context import CheckContext, raised
 from accelerate_testing.training import Net, ResumableTrainer, Trainer, adam, held_threads, sgd

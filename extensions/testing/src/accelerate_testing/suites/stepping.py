@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate_core.backend.precision import BFloat16, Float16, Precision
 from accelerate_core.config.handlers import AutocastKwargs, GradScalerKwargs
 from accelerate_core.contract.capabilities import lacking
-from accelerate_core.errors import AccelerateError, ConfigurationError, listing
+from accelerate_core.plugin import AccelerateError, ConfigurationError, listing
 from accelerate_testing.checks import STEP, check
 from accelerate_testing.context import CheckContext, raised
 from accelerate_testing.counting import count_communication

@@ -11,7 +11,7 @@ from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.errors import listing
+from accelerate_core.plugin import listing
 from accelerate_testing.checks import check
 from accelerate_testing.context import CheckContext
 from accelerate_testing.suites.leaving import Lives
