@@ -15,7 +15,11 @@ _SUBMIT = "accelerate_kubernetes.submit"
 
 
 class KubernetesLauncher:
-    """Submits a launch as a job to a Kubernetes cluster."""
+    """Submits a launch as a job to a Kubernetes cluster.
+
+    Args:
+        settings: the image, the resources and the other settings of the job.
+    """
 
     name = "kubernetes"
     api_version = (1, 0)
