@@ -46,7 +46,13 @@ class DispatchedSource:
         return self.reading.length()
 
     def start(self, batches: int, draw: bool, state: Any = None) -> Iterator[Item]:
-        """Start an iteration at a batch of the single-process loader, or at the dataset's own state."""
+        """Start an iteration.
+
+        Args:
+            batches: where to begin, in batches of the single-process loader.
+            draw: not used: rank 0 draws the order when it reads.
+            state: the dataset's own state; it takes precedence over `batches`.
+        """
         group = self._group
         steps: Iterator[Step] | Exception | None = None
         if self.comm.rank == SOURCE:
