@@ -19,6 +19,8 @@ SITE = Path(os.environ.get("SITE", Path(__file__).parents[2] / "build" / "site")
 #: Folder for screenshots of all pages, if it is set.
 SHOTS = os.environ.get("SITE_SHOTS")
 PAGES = sorted({path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html")} - {"404.html"})
+#: Pages are tested in this many parts, so that a busy machine reaches no time limit.
+PARTS = 4
 #: By how many pixels the page is wider than the screen.
 WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 #: Headings of tables that are cut off.
@@ -73,12 +75,15 @@ def opened(browser: Browser, width: int, scheme: Any) -> tuple[Page, list[str]]:
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440])
-def test_every_page_fits_and_can_be_read(browser: Browser, width: int, scheme: str) -> None:
+def test_every_page_fits_and_can_be_read(
+    browser: Browser, width: int, scheme: str, part: int
+) -> None:
     page, said = opened(browser, width, scheme)
     axe, wrong = Axe(), []
-    for name in PAGES:
+    for name in PAGES[part::PARTS]:
         page.goto((SITE / name).as_uri())
         if (wider := page.evaluate(WIDER)) > 0:
             said.append(f"wider than the screen by {wider} px")

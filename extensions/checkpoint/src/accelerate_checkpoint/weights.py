@@ -91,7 +91,11 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
 
 def iter_state_dict(checkpoint_file: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and CPU tensors of a weight file, with about one tensor in memory at a time."""
+    """Yield names and CPU tensors of a weight file, with about one tensor in memory at a time.
+
+    Raises:
+        CheckpointError: the file contains something other than a state dict.
+    """
     path = Path(checkpoint_file)
     if path.suffix == ".safetensors":
         from safetensors import safe_open
