@@ -138,6 +138,8 @@ def refused(error: type[Exception], text: str, *names: str, **arguments: Any) ->
 def failing_reducer_is_named() -> None:
     error = refused(ValueError, "no way to send this", "failing", backend="fsdp2")
     assert "hook 'reduce_scatter' of plugin failing" in error.__notes__[0]
+    error = refused(ValueError, "no way to send this", "failing")
+    assert "hook 'all_reduce' of plugin failing" in error.__notes__[0]
     refused(PluginError, r"The reducer of incomplete .* has no 'all_reduce'", "incomplete")
 
 
