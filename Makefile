@@ -19,7 +19,7 @@ JOBS ?= 2
 EXAMPLES := --hypothesis-profile=ci
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(EXAMPLES)
 
-.PHONY: help quickstart test conformance faults engines megatron fp8 test-xla clients clients-recorded soak lint format docs site site-check dist release matrix drop-in bench downstream gpu clean
+.PHONY: help quickstart test conformance faults engines skypilot megatron fp8 test-xla clients clients-recorded soak lint format docs site site-check dist release matrix drop-in bench downstream gpu clean
 
 help:
 	@echo "make quickstart   train on two processes, on real data"
@@ -43,6 +43,7 @@ help:
 	@echo "make drop-in      build the wheel named accelerate into dist"
 	@echo "make bench        compare with Accelerate and Lightning Fabric"
 	@echo "make downstream   test the released plugins with the core of this tree"
+	@echo "make skypilot     check task files with SkyPilot itself, in an environment of its own"
 	@echo "make soak         all tests in one run, including the long ones"
 
 # Install torch first and with the constraints, because a plain "torch" pulls in gigabytes of CUDA.
@@ -118,6 +119,14 @@ engines: $(VENV)/dev.stamp
 	$(PIP) install -c constraints.txt --group ray
 	$(BIN)/python tests/engines/needed.py --install
 	$(BIN)/python -m pytest -m "not soak" $(ENGINES) --engines-report docs/clusters.md $(ARGS)
+
+# SkyPilot needs an older click than the command line.
+SKYPILOT_PIP := PIP_NO_COMPILE=1 $(VENV)/skypilot/bin/python -m pip --disable-pip-version-check -q
+skypilot: $(VENV)/dev.stamp
+	$(PYTHON) -m venv $(VENV)/skypilot
+	$(SKYPILOT_PIP) install -U "pip>=25.1"
+	$(SKYPILOT_PIP) install --group skypilot
+	$(BIN)/python -m pytest tests/launch/test_skypilot.py $(ARGS)
 
 # Separate environments on top of the main one. `ours` has the drop-in's wheel, named accelerate. `theirs`
 # has Hugging Face Accelerate, which is only needed to record its results. `-4.57` has an older transformers.

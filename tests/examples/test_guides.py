@@ -42,6 +42,7 @@ NOT_RUN = {
     "it needs Docker": {"how_to/docker.md"},
     "it needs a Ray cluster": {"how_to/ray.md"},
     "it needs a cluster": {"how_to/kubernetes.md"},
+    "it rents machines": {"how_to/skypilot.md"},
     "mypy reads all of torch": {"how_to/type_checking.md"},
 }
 

@@ -47,14 +47,37 @@ def _file_option(function: C) -> C:
 @click.group("config", invoke_without_command=True, context_settings=CONTEXT)
 @_file_option
 @click.option("--yes", "-y", is_flag=True, help="Use the suggested values without asking.")
+@click.option(
+    "--to",
+    "format",
+    type=click.Choice(["skypilot"]),
+    help="Convert the config file to a task file of SkyPilot, without asking.",
+)
+@click.option(
+    "--accelerator", metavar="NAME", help="With --to: accelerators of each machine: H100:8."
+)
+@click.option(
+    "--command", "run", metavar="TEXT", default="train.py", help="With --to: script and arguments."
+)
+@click.option("--output", metavar="FILE", help="With --to: the file to write; default: print it.")
 @click.pass_context
-def command(ctx: click.Context, config_file: str | None, yes: bool) -> None:
+def command(
+    ctx: click.Context,
+    config_file: str | None,
+    yes: bool,
+    format: str | None,
+    accelerator: str | None,
+    run: str,
+    output: str | None,
+) -> None:
     """Ask a few questions about this machine, and write a config file.
 
     Only questions that the installed plugins need are asked. Without a terminal, the answers are
     read from standard input, one per line. An empty line accepts the suggested answer.
     """
-    if ctx.invoked_subcommand is None:
+    if format is not None:
+        _convert(config_file, accelerator, run, output)
+    elif ctx.invoked_subcommand is None:
         _write(_path(config_file), ask_everything(os.environ, ask=not yes))
 
 
@@ -186,6 +209,25 @@ def update_command(config_file: str | None) -> None:
     click.echo(f"Saved the old file as {kept}.{left}")
 
 
+def _convert(
+    config_file: str | None, accelerator: str | None, run: str, output: str | None
+) -> None:
+    from accelerate_launch.skypilot import task_file
+
+    config = read_config(_path(config_file))
+    name = output or "task.yaml"
+    environ = _environ_of_files()
+    text = task_file(config, environ, accelerator=accelerator, command=run, name=name)
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    try:
+        Path(output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"Cannot write {output}: {error.strerror}.") from None
+    click.echo(f"Written: {output}")
+
+
 def _path(named: str | None) -> Path:
     return Path(named or os.environ.get(CONFIG_VARIABLE) or default_config_path(os.environ))
 
@@ -209,8 +251,13 @@ def _store(path: Path, text: str) -> None:
 
 def _check(config: ConfigFile) -> None:
     """Check a file alone, without the environment's settings or a surrounding scheduler."""
+    decide({}, _environ_of_files(), config)
+
+
+def _environ_of_files() -> dict[str, str]:
+    """Return the environment without settings and without the variables of a scheduler."""
     kept = ("PATH", "HOME", "XDG_CACHE_HOME", "PYTHONPATH", "ACCELERATE_DISABLED_PLUGINS")
-    decide({}, {name: text for name, text in os.environ.items() if name in kept}, config)
+    return {name: text for name, text in os.environ.items() if name in kept}
 
 
 def _check_deeply(config: ConfigFile) -> None:
