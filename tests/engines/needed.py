@@ -26,9 +26,10 @@ PROGRAMS = {
     "procps": "ps",
     "util-linux": "nsenter",
 }
-#: Intel MPI from the package index, outside of the environment: it would hide the other `mpirun`.
-INTEL = Path(__file__).parents[2] / "build" / "impi"
-INTEL_PACKAGE = "impi-rt>=2021.16"
+_BUILD = Path(__file__).parents[2] / "build"
+#: MPIs from the package index, outside of the environment: there, they would hide the other `mpirun`.
+INTEL, NEW_MPICH = _BUILD / "impi", _BUILD / "mpich"
+WHEELS = {INTEL: "impi-rt>=2021.16", NEW_MPICH: "mpich>=5"}
 
 
 def has_program(name: str) -> bool:
@@ -76,9 +77,10 @@ def install() -> None:
         finally:
             if ours:
                 policy.unlink()
-    if not (INTEL / "bin" / "mpirun").exists():
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        subprocess.run([*pip, "--target", str(INTEL), INTEL_PACKAGE], check=True)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    for folder, package in WHEELS.items():
+        if not (folder / "bin" / "mpirun").exists():
+            subprocess.run([*pip, "--target", str(folder), package], check=True)
 
 
 def main() -> int:
@@ -91,8 +93,9 @@ def main() -> int:
         print(f"Missing programs. On Debian, as root: apt-get install {' '.join(packages)}")
     if rights:
         print(f"Machines cannot be simulated: {rights}")
-    if not (INTEL / "bin" / "mpirun").exists():
-        print(f"Intel MPI is not installed: pip install --target {INTEL} '{INTEL_PACKAGE}'")
+    for folder, package in WHEELS.items():
+        if not (folder / "bin" / "mpirun").exists():
+            print(f"An MPI is missing: pip install --target {folder} '{package}'")
     return 1 if packages or rights else 0
 
 

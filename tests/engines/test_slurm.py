@@ -322,15 +322,15 @@ def test_run_continues_on_the_remaining_node(
 
 @pytest.mark.parametrize("signal", ["TERM", "KILL"])
 def test_cancelled_job_leaves_no_process(slurm: SlurmCluster, folder: Path, signal: str) -> None:
-    job = slurm.submit(f"#!/bin/bash\n{train('run --pace 0.5')}\n", "-N2", cwd=folder)
+    job = slurm.submit(f"#!/bin/bash\n{train(f'{folder}/run --pace 0.5')}\n", "-N2", cwd=folder)
     wait_for_step(folder / "run", 1, 5)
     options = ["--signal=KILL", "--full"] if signal == "KILL" else []
     slurm.run("scancel", *options, job, cwd=folder)
     assert slurm.wait_for_job(job) in ("CANCELLED", "FAILED")
     until = time.monotonic() + 20
-    while slurm.machines.processes(str(ways.TRAIN)) and time.monotonic() < until:
+    while slurm.machines.processes(str(folder)) and time.monotonic() < until:
         time.sleep(0.2)
-    assert slurm.machines.processes(str(ways.TRAIN)) == []
+    assert slurm.machines.processes(str(folder)) == []
 
 
 def test_interrupted_srun_leaves_no_process(slurm: SlurmCluster, folder: Path) -> None:
@@ -340,7 +340,7 @@ def test_interrupted_srun_leaves_no_process(slurm: SlurmCluster, folder: Path) -
         "--ntasks-per-node=1",
         *LAUNCH.split(),
         ways.TRAIN,
-        "run",
+        folder / "run",
         "--pace",
         "0.5",
     ]
@@ -350,6 +350,6 @@ def test_interrupted_srun_leaves_no_process(slurm: SlurmCluster, folder: Path) -
         process.terminate()  # nsenter passes the signal on to srun
         process.communicate(timeout=60)
     until = time.monotonic() + 20
-    while slurm.machines.processes(str(ways.TRAIN)) and time.monotonic() < until:
+    while slurm.machines.processes(str(folder)) and time.monotonic() < until:
         time.sleep(0.2)
-    assert slurm.machines.processes(str(ways.TRAIN)) == []
+    assert slurm.machines.processes(str(folder)) == []

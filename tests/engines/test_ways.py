@@ -104,8 +104,8 @@ def test_run_over_ssh_resumes_after_a_kill(
     name: str, ssh: SshHosts, tmp_path: Path, reference, table_row: Callable[[Row], None]
 ) -> None:
     way = {**ways.MPI, **ways.SSH}[name]
-    if "Intel" in name and not ways.INTEL.is_dir():
-        pytest.skip("Intel MPI is not installed (make engines)")
+    if way.needs is not None and not way.needs.is_dir():
+        pytest.skip(f"{way.needs} is missing (make engines)")
     row = check_way(ssh.machines, name, way, tmp_path, run_environment(), reference)
     table_row(row)
     assert ssh.machines.processes(str(tmp_path)) == []

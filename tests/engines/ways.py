@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from needed import INTEL
+from needed import INTEL, NEW_MPICH
 
 TRAIN = Path(__file__).with_name("train_digits.py")
 #: Environment variables that ssh does not pass on.
@@ -21,12 +21,14 @@ class Way:
         ranks: the number of ranks of the run.
         restarts: whether the command itself restarts killed ranks. If not, it is run again.
         files: files in the working directory.
+        needs: a folder that `make engines` installs.
     """
 
     command: str
     ranks: int = 2
     restarts: bool = False
     files: tuple[tuple[str, str], ...] = ()
+    needs: Path | None = None
 
     def shell(self, arguments: str, folder: Path) -> str:
         """Return the shell command, and write its files."""
@@ -34,6 +36,7 @@ class Way:
             (folder / name).write_text(text)
         remote = _REMOTE.format(cwd=folder)
         fields = {"train": f"{TRAIN} {arguments}", "remote": remote, "intel": INTEL / "bin"}
+        fields["mpich"] = NEW_MPICH / "bin"
         text = self.command
         for name, value in fields.items():
             text = text.replace(f"{{{name}}}", str(value))
@@ -78,9 +81,15 @@ MPI = {
     "`mpirun` of MPICH": Way(
         "mpirun.mpich -n 2 -f hosts -ppn 1 -genv MASTER_ADDR n1 python {train}", files=_COLONS
     ),
+    "`mpirun` of MPICH 5": Way(
+        "PATH={mpich}:$PATH mpirun -n 2 -f hosts -ppn 1 -genv MASTER_ADDR n1 python {train}",
+        files=_COLONS,
+        needs=NEW_MPICH,
+    ),
     "`mpirun` of Intel MPI": Way(
         "PATH={intel}:$PATH mpirun -n 2 -f hosts -ppn 1 -genv MASTER_ADDR n1 python {train}",
         files=_COLONS,
+        needs=INTEL,
     ),
     "`launch --mpirun_hostfile`, Open MPI": Way(
         "accelerate-core launch --num_processes 2 --mpirun_hostfile hosts {train}", files=_COLONS
@@ -93,6 +102,7 @@ MPI = {
     "`launch --mpirun_hostfile`, Intel MPI": Way(
         "PATH={intel}:$PATH accelerate-core launch --num_processes 2 --mpirun_hostfile hosts {train}",
         files=_SLOTS,
+        needs=INTEL,
     ),
 }
 
