@@ -385,7 +385,7 @@ def test_saved_position_resumes_on_another_number_of_ranks(worlds, split):
     def steps(loaders):
         for batches in zip(*loaders, strict=True):
             flat = [sample for batch in batches for sample in batch.tolist()]
-            yield flat[: loaders[0]._served.real]
+            yield flat[: loaders[0]._latest.real]
 
     first = ranks(before)
     iterator = steps(first)

@@ -135,7 +135,7 @@ def test_prepared_loaders_report_their_end_and_padding(size, kind):
             if kind != "foreign" or not split or even:
                 assert len(loader) == len(got), (kind, case, rank)
             ranks.append(got)
-            tails.append(loader._served.real)
+            tails.append(loader._latest.real)
         if world > 1:
             check(case, ranks, tails)
         else:
@@ -210,7 +210,7 @@ def test_dataset_items_that_are_whole_batches_are_dealt():
     data = [torch.arange(i, i + 3) for i in range(0, 15, 3)]
     loaders = [prepare_data_loader(DataLoader(data, batch_size=None), None, 2, r) for r in (0, 1)]
     assert [[batch[0].item() for batch in loader] for loader in loaders] == [[0, 6, 12], [3, 9, 0]]
-    assert [loader._served.real for loader in loaders] == [3, 3]
+    assert [loader._latest.real for loader in loaders] == [3, 3]
 
 
 def test_workers_report_which_steps_are_padded():
@@ -228,7 +228,7 @@ def test_workers_report_which_steps_are_padded():
     ]
     for batches in zip(*loaders, strict=True):
         together = list(chain.from_iterable(batch.tolist() for batch in batches))
-        kept += together[: loaders[0]._served.real]
+        kept += together[: loaders[0]._latest.real]
     assert sorted(kept) == list(range(20))
 
 

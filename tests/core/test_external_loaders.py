@@ -30,11 +30,11 @@ class Made:
         for batch in self.state.serve(self, self.start, 2):
             yield batch
             raise ArithmeticError("boom")
-    def start(self, served):
+    def start(self, info):
         for number, batch in enumerate(self.loader):
             if number == 1 and os.environ["FAULT"] == "reading":
                 raise ArithmeticError("boom")
-            served.last = number == len(self.loader) - 1
+            info.last = number == len(self.loader) - 1
             yield batch
     def set_epoch(self, epoch):
         raise ArithmeticError("boom")

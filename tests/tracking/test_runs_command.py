@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from accelerate_launch.cli import cli
 from accelerate_tracking import TrackerHub
-from accelerate_tracking.runs import read_run, sparkline
+from accelerate_tracking.recorded_runs import read_run, sparkline
 
 
 def show(*arguments: object) -> Result:

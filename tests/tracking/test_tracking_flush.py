@@ -16,7 +16,7 @@ from support import collect_warnings
 from accelerate_core import Accelerator
 from accelerate_core.accelerator import saving
 from accelerate_tracking import GeneralTracker, TrackerHub, tracker_threads
-from accelerate_tracking.runs import read_run
+from accelerate_tracking.recorded_runs import read_run
 
 
 class Buffered(GeneralTracker):

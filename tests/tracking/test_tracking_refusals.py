@@ -18,7 +18,7 @@ import pytest
 
 from accelerate_core.errors import ConfigurationError, TrackerError
 from accelerate_tracking import GeneralTracker, TrackerHub, each, tracker_threads
-from accelerate_tracking.runs import read_run
+from accelerate_tracking.recorded_runs import read_run
 
 
 class Picky(GeneralTracker):

@@ -33,13 +33,13 @@ from accelerate_megatron import checkpoint, library, models
 from accelerate_megatron.data import IndexedLoader, MegatronLMDummyDataLoader, place_loaders
 from accelerate_megatron.engine import Engine, build_optimizer
 from accelerate_megatron.make_models import (
-    Made,
+    LocalChunks,
     Run,
     assign,
-    built,
-    made_by_provider,
+    call_provider,
+    convert_or_keep,
     multiplied,
-    wrapped,
+    wrap,
 )
 from accelerate_megatron.module import GPT, CausalLMOutput, MegatronModel
 from accelerate_megatron.schedule import run
@@ -224,7 +224,7 @@ class MegatronBackend(Backend):
             return obj
         if models.is_config(obj):
             return models.of_config(obj, self._seed)
-        return self._wrapped(accelerator, made_by_provider(obj, self._run(accelerator)))
+        return self._wrapped(accelerator, call_provider(obj, self._run(accelerator)))
 
     def prepare(self, accelerator: AcceleratorView, plan: Any) -> None:
         """Convert models, add megatron's data parallelism, and create its optimizers."""
@@ -232,10 +232,10 @@ class MegatronBackend(Backend):
         jobs = assign(plan, self.engines)
         for job in jobs:
             if job.entry is not None and not isinstance(job.entry.value, MegatronModel):
-                made = built(job.entry.value, self._run(accelerator))
-                job.entry.value = self._wrapped(accelerator, made)
+                local = convert_or_keep(job.entry.value, self._run(accelerator))
+                job.entry.value = self._wrapped(accelerator, local)
                 job.engine = job.entry.value.engine
-                job.names = made.names
+                job.names = local.names
         for job in jobs:
             if job.optimizer is None:
                 continue
@@ -304,8 +304,8 @@ class MegatronBackend(Backend):
         dtype = halves.get(accelerator.mixed_precision, torch.float32)
         return Run(accelerator, self.plugin, self.sizes, dtype)
 
-    def _wrapped(self, accelerator: AcceleratorView, made: Made) -> MegatronModel:
-        model = wrapped(made, self._run(accelerator))
+    def _wrapped(self, accelerator: AcceleratorView, local: LocalChunks) -> MegatronModel:
+        model = wrap(local, self._run(accelerator))
         self.engines.append(model.engine)
         if self.plugin.forward_runs_step:
             model.run_step = partial(self._forward, accelerator, weakref.ref(model))

@@ -24,7 +24,7 @@ from accelerate_megatron.split_checks import check_model
 
 
 @dataclass
-class Made:
+class LocalChunks:
     """This rank's part of a model, before data parallelism is added.
 
     Attributes:
@@ -75,14 +75,14 @@ class Run:
         }
 
 
-def built(model: nn.Module, run: Run) -> Made:
+def convert_or_keep(model: nn.Module, run: Run) -> LocalChunks:
     """Convert a Transformers model, or use any other module if the run doesn't split models.
 
     Raises:
         PrepareError: the model would have to be split, but cannot be converted.
     """
     if models.is_convertible(model):
-        return converted(model, run)
+        return convert(model, run)
     if cuts(run.sizes):
         raise PrepareError(
             f"{type(model).__name__} cannot be split over tp {run.sizes.tp} x pp {run.sizes.pp} x ep "
@@ -91,10 +91,10 @@ def built(model: nn.Module, run: Run) -> Made:
             "vp_stage=None) that returns a model of megatron-core."
         )
     names = {name: name for name, _ in model.named_parameters()}
-    return Made([model], run.sizes, plain=True, names=names, training=model.training)
+    return LocalChunks([model], run.sizes, plain=True, names=names, training=model.training)
 
 
-def converted(model: nn.Module, run: Run) -> Made:
+def convert(model: nn.Module, run: Run) -> LocalChunks:
     """Create this rank's chunks of a Transformers model, with its weights.
 
     Raises:
@@ -154,7 +154,9 @@ def converted(model: nn.Module, run: Run) -> Made:
         )
     for name, parameter in models.parameters_of(chunks):
         parameter.requires_grad_(trained.get(name, True))
-    return Made(chunks, sizes, conversion, model.to("meta"), names=names, training=model.training)
+    return LocalChunks(
+        chunks, sizes, conversion, model.to("meta"), names=names, training=model.training
+    )
 
 
 def _check_alike(model: nn.Module) -> None:
@@ -199,7 +201,7 @@ def _trained(model: nn.Module, names: Mapping[str, str]) -> dict[str, bool]:
     return trained
 
 
-def made_by_provider(provider: Callable[..., Any], run: Run) -> Made:
+def call_provider(provider: Callable[..., Any], run: Run) -> LocalChunks:
     """Call the user's provider for each of this rank's chunks.
 
     Raises:
@@ -222,7 +224,7 @@ def made_by_provider(provider: Callable[..., Any], run: Run) -> Made:
             )
         _resolve_config(chunk.config, options)
     check_model(vars(chunks[0].config), sizes)
-    return Made(chunks, sizes)
+    return LocalChunks(chunks, sizes)
 
 
 #: Options that are set in a provider's config. All others must already match the plugin.
@@ -273,13 +275,13 @@ def make_chunks(provider: Callable[..., Any], sizes: Sizes) -> list[nn.Module]:
     return found
 
 
-def wrapped(made: Made, run: Run) -> MegatronModel:
+def wrap(local: LocalChunks, run: Run) -> MegatronModel:
     """Move a model's chunks to the device, convert their precision, and add data parallelism."""
     half_module = imported("transformer.module").Float16Module
     data = imported("distributed")
-    config = _plain_config(run.of(None)[1]) if made.plain else made.modules[0].config
+    config = _plain_config(run.of(None)[1]) if local.plain else local.modules[0].config
     defaults = imported("tensor_parallel").set_defaults_if_not_set_tensor_model_parallel_attributes
-    for chunk in made.modules:
+    for chunk in local.modules:
         for parameter in chunk.parameters():
             defaults(parameter)
             if is_expert(parameter):  # megatron marks a bias as shared between tensor ranks
@@ -288,7 +290,7 @@ def wrapped(made: Made, run: Run) -> MegatronModel:
     if config.hidden_dropout or config.attention_dropout:
         _check_generators(run.sizes)
     half = config.bf16 or config.fp16
-    inner = [half_module(config, chunk) if half else chunk for chunk in made.modules]
+    inner = [half_module(config, chunk) if half else chunk for chunk in local.modules]
     settings = data.DistributedDataParallelConfig(
         grad_reduce_in_fp32=half, **run.plugin.ddp_options()
     )
@@ -298,27 +300,27 @@ def wrapped(made: Made, run: Run) -> MegatronModel:
     ]
     for chunk in chunks:  # schedules read these attributes
         chunk.model_type = imported("enums").ModelType.encoder_or_decoder
-        if made.plain:
+        if local.plain:
             chunk.set_input_tensor = _no_input
     group = imported("parallel_state").get_data_parallel_group()
     first = dist.get_process_group_ranks(group)[0]
-    for module, chunk in zip(made.modules, chunks, strict=True):
+    for module, chunk in zip(local.modules, chunks, strict=True):
         chunk.broadcast_params()
         for buffer in module.buffers():  # megatron only broadcasts parameters
             dist.broadcast(buffer.detach(), first, group)
-    engine = Engine(made.modules, chunks, config, made.sizes, made.plain)
-    if made.plain:
+    engine = Engine(local.modules, chunks, config, local.sizes, local.plain)
+    if local.plain:
         model = MegatronModel(engine)
-        model.training = made.training  # submodules keep their own modes
+        model.training = local.training  # submodules keep their own modes
         return model
-    if made.conversion is None:
-        engine.vocab_size = int(getattr(made.modules[-1], "vocab_size", 0))
+    if local.conversion is None:
+        engine.vocab_size = int(getattr(local.modules[-1], "vocab_size", 0))
         return GPT(engine)
     rank = imported("parallel_state").get_tensor_model_parallel_rank()
-    engine.vocab_size = made.conversion.vocab_size
-    padding = made.conversion.padded(rank)
-    converted = GPT(engine, padding=padding, skeleton=made.skeleton, conversion=made.conversion)
-    return converted.train(made.training)
+    engine.vocab_size = local.conversion.vocab_size
+    padding = local.conversion.padded(rank)
+    converted = GPT(engine, padding=padding, skeleton=local.skeleton, conversion=local.conversion)
+    return converted.train(local.training)
 
 
 def _no_input(_: Any) -> None:

@@ -14,9 +14,9 @@ from accelerate_core import failures
 from accelerate_core.accelerator.assignment import Assignable
 from accelerate_core.accelerator.checkpoint_verbs import CheckpointVerbs
 from accelerate_core.accelerator.collective_verbs import CollectiveVerbs
-from accelerate_core.accelerator.collectives import make_collectives
 from accelerate_core.accelerator.construction import check, resolve, start_process
 from accelerate_core.accelerator.preparing_verbs import PreparedVerbs
+from accelerate_core.accelerator.scoped_collectives import make_collectives
 from accelerate_core.accelerator.signature import MeshVerbs, ShowsPluginArguments
 from accelerate_core.accelerator.started import SetupAndRanks, StartedRuntime
 from accelerate_core.accelerator.tracking_verbs import TrackingVerbs
@@ -473,7 +473,7 @@ class Accelerator(
 
     def _plugin_attribute(self, name: str, owner: str) -> Any:
         """Return an attribute that an active plugin provides, or the value that reports its absence."""
-        served = self._shared_hooks.served_attributes()
-        if name in served:
-            return served[name]
-        return absent_attribute(name, owner, [*dir(self), *served])
+        provided = self._shared_hooks.provided_attributes()
+        if name in provided:
+            return provided[name]
+        return absent_attribute(name, owner, [*dir(self), *provided])

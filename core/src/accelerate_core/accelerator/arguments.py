@@ -124,17 +124,20 @@ def refuse_unclaimed(handlers: Mapping[type, Any], active: Sequence[Any]) -> Non
         if isinstance(getattr(plugin, "Settings", None), type):
             classes += (plugin.Settings,)
     plugins = [one for one in installed().plugins if _package(one.target) != "accelerate_core"]
-    theirs = {_package(one.target): one.name for one in plugins if one.kind == "precision"}
+    precisions = {_package(one.target): one.name for one in plugins if one.kind == "precision"}
     known = {_package(one.target) for one in plugins if one.kind != "precision"}
-    known |= {_package(t) for t, _ in installed().exports.values()} - {"accelerate_core", *theirs}
+    known |= {_package(t) for t, _ in installed().exports.values()} - {
+        "accelerate_core",
+        *precisions,
+    }
     for cls, handler in handlers.items():
         package = _package(cls.__module__)
         if not isinstance(handler, classes) and package not in known:
             names = [c.__name__ for c in classes]
-            asked = f" It is for mixed_precision={theirs.get(package)!r}."
+            asked = f" It is for mixed_precision={precisions.get(package)!r}."
             raise ConfigurationError(
                 f"No active plugin uses the {cls.__name__} in kwargs_handlers; allowed are "
-                f"{listing(names)}.{asked if package in theirs else did_you_mean(cls.__name__, names)}"
+                f"{listing(names)}.{asked if package in precisions else did_you_mean(cls.__name__, names)}"
             )
 
 

@@ -53,8 +53,8 @@ class Assignable:
             AssignmentError: the Accelerator, its constructor or a plugin has an attribute of this name.
         """
         arguments = inspect.signature(type(self)).parameters
-        served = self.__dict__["_shared_hooks"].served_attributes().keys()
-        if name not in _FIXED | served | catalog.ABSENT_ATTRIBUTES.keys() | arguments.keys():
+        provided = self.__dict__["_shared_hooks"].provided_attributes().keys()
+        if name not in _FIXED | provided | catalog.ABSENT_ATTRIBUTES.keys() | arguments.keys():
             return
         now = getattr(self, name, None)
         if now is value or (isinstance(value, bool | int | str) and now == value):

@@ -7,7 +7,7 @@ from typing import Any, overload
 
 import torch
 
-from accelerate_core.accelerator.collectives import Collectives
+from accelerate_core.accelerator.scoped_collectives import Collectives
 
 
 class CollectiveVerbs:

@@ -259,8 +259,8 @@ def settings_fields(cls: type[Any], *, owner: str = "") -> tuple[SettingField, .
     prefix, _, _ = getattr(cls, "__settings_names__", ("", "", ""))
     if prefix == "":
         prefix = f"ACCELERATE_{owner.upper().replace('-', '_')}_" if owner else "ACCELERATE_"
-    theirs = getattr(cls, "__yaml_prefix__", "")
-    before = theirs or (f"{owner}_" if owner else "")
+    file_prefix = getattr(cls, "__yaml_prefix__", "")
+    before = file_prefix or (f"{owner}_" if owner else "")
     hints = typing.get_type_hints(cls, include_extras=False)
     out = []
     for field in dataclasses.fields(cls):
@@ -268,7 +268,7 @@ def settings_fields(cls: type[Any], *, owner: str = "") -> tuple[SettingField, .
         key = field.name if said.get("key") is None else said["key"]
         own = before + field.name.removeprefix(before)
         annotation = hints.get(field.name, Any)
-        keys = (theirs + key.removeprefix(theirs), key) if key else ()
+        keys = (file_prefix + key.removeprefix(file_prefix), key) if key else ()
         more, cli = said.get("yaml", ()), said.get("cli")
         usual = () if prefix is None else (prefix + field.name.upper(),)
         out.append(

@@ -40,12 +40,12 @@ class PreparedLoader(Protocol):
         """Start an iteration, at the position of `load_state_dict` or at the beginning of the epoch.
 
         Return `accelerator.gradient_state.serve(self, start, whole)`. `whole` is the number of samples in a
-        full global batch, or None if unknown. `start(served)` opens the data and returns an iterator of
+        full global batch, or None if unknown. `start(info)` opens the data and returns an iterator of
         batches on the device. When it yields a batch, it must have set:
 
-        * `served.last`: whether this is the last batch on this rank. If so, accumulation ends and the
+        * `info.last`: whether this is the last batch on this rank. If so, accumulation ends and the
           optimizer steps.
-        * `served.real`: if the global batch was filled up, the number of real samples in it, otherwise
+        * `info.real`: if the global batch was filled up, the number of real samples in it, otherwise
           None. The global batch consists of the batches of all ranks in rank order, with real samples
           first. `gather_for_metrics` drops the rest.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -150,7 +151,7 @@ class CoreLoader(DataLoader[Any]):
         self._position = Position()
         self._runs: list[BatchView] = []
         #: The iteration that yielded the last batch.
-        self._served: BatchView = BatchInfo()
+        self._latest: BatchView = BatchInfo()
 
     def __reduce__(self) -> Any:
         # State of this run is not pickled; a pickle or a copy contains the user's own loader.
@@ -187,13 +188,13 @@ class CoreLoader(DataLoader[Any]):
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the batch yielded last is the last one of the epoch."""
-        return bool([self._served, *self._runs][-1].last)
+        return bool([self._latest, *self._runs][-1].last)
 
     @property
     def remainder(self) -> int:
         """Real samples in an incomplete last global batch; 0 if it is complete, -1 if unknown."""
-        if self._served.real is not None:
-            return self._served.real
+        if self._latest.real is not None:
+            return self._latest.real
         if getattr(self.batch_sampler, "drop_last", getattr(self.base, "drop_last", False)):
             return -1
         size, step = self.dataset_size, self.total_batch_size
@@ -321,7 +322,7 @@ class CoreLoader(DataLoader[Any]):
         clone.__dict__.update(self.__dict__)  # the position is shared
         clone._skip = num_batches
         clone._runs = []
-        clone._served = BatchInfo()
+        clone._latest = BatchInfo()
         return clone
 
     def read_on(self, source: IndexedSource, options: LoaderOptions) -> None:
@@ -360,11 +361,15 @@ class CoreLoader(DataLoader[Any]):
             # That epoch has ended, and no batch of the next one is skipped.
             position.start_of(position.epoch + 1)
         if self._skip is not None:
-            position.batches, position.loader_state = self._skip * self._source.per_step, None
-        generator, kept_workers = self.synchronized_generator, position.kept_workers
+            position.batches = self._skip * self._source.per_step
+            position.loader_state = None
+        generator = self.synchronized_generator
+        kept_workers = position.kept_workers
         draw = position.order is not None and position.loader_state is None
         order = position.order or OrderState.capture(generator)
-        position.owner, position.ended, position.order = owner, False, order
+        position.owner = owner
+        position.ended = False
+        position.order = order
         position.kept_workers = kept_workers or self._workers_live_on()
         with ExitStack() as stack:
             if kept_workers and not self._workers_live_on() and hasattr(self.base, "generator"):
@@ -381,45 +386,46 @@ class CoreLoader(DataLoader[Any]):
         persistent = getattr(self.base, "persistent_workers", False)
         return persistent and getattr(self.base, "_iterator", None) is not None
 
-    def _batches(self, served: BatchView) -> Iterator[Any]:
-        """Start reading; each batch is recorded in `served` and in the position."""
-        items = self._start(served)
+    def _batches(self, info: BatchView) -> Iterator[Any]:
+        """Start reading; each batch is recorded in `info` and in the position."""
+        items = self._start(info)
         if self.options.fixed_batch is not None:
             items = self._filled(items, self.options.fixed_batch)
-        return self._noted(items, served)
+        return self._noted(items, info)
 
-    def _noted(self, items: Iterator[Item], served: BatchView) -> Iterator[Any]:
-        position, per_step = self._position, self._source.per_step
+    def _noted(self, items: Iterator[Item], info: BatchView) -> Iterator[Any]:
+        position = self._position
+        per_step = self._source.per_step
         state = self.gradient_state
         restored = backwards = 0
         if state is not None and not self._skip:
             restored = position.batches
             backwards = state.backwards
-        self._runs.append(served)
+        self._runs.append(info)
         try:
             for batch, last, real, data_state in self._on_device(items):
-                served.last = last
-                served.real = real
-                if self._served is not served:  # set once: DataLoader.__setattr__ is a Python call
-                    self._served = served
-                if position.owner is served:
+                info.last = last
+                info.real = real
+                if self._latest is not info:  # set once: DataLoader.__setattr__ is a Python call
+                    self._latest = info
+                if position.owner is info:
                     position.batches += per_step
                     position.ended = last
                     position.loader_state = data_state
                 yield batch
-                if self._moved and position.owner is served and not last:
+                if self._moved and position.owner is info and not last:
                     position.owner = None
-                    served.whole = self.total_batch_size
-                    yield from self._batches(served)
+                    info.whole = self.total_batch_size
+                    yield from self._batches(info)
                     return
-            if position.owner is served:
+            if position.owner is info:
                 position.kept_workers = False
                 position.start_of(position.epoch + 1)
                 trained = state is not None and state.backwards > backwards
                 if restored and not trained and torch.is_grad_enabled():
                     warn(_RESTORED.format(restored) + _TWICE)
         finally:
-            self._runs[:] = [run for run in self._runs if run is not served]
+            self._runs[:] = [run for run in self._runs if run is not info]
 
     def _filled(self, items: Iterator[Item], multiple: int) -> Iterator[Item]:
         """Pad batches to the loader's size, and to a multiple, by repeating their own samples."""
@@ -428,11 +434,12 @@ class CoreLoader(DataLoader[Any]):
         for batch, last, real, state in items:
             size = batch_size_of(batch) or 0
             full = max(size, usual) if size else 0
-            missing = full - size + -full % multiple
-            if missing:
+            wanted = math.ceil(full / multiple) * multiple
+            if wanted > size:
                 check_fixed_batch(size, multiple, count)
-                many = [batch] * (1 + -(-missing // size))
-                batch = slice_batch(concat_batches(many), slice(size + missing), size * len(many))
+                copies = math.ceil(wanted / size)
+                repeated = concat_batches([batch] * copies)
+                batch = slice_batch(repeated, slice(wanted), size * copies)
                 real = size
             yield batch, last, real, state
 
@@ -459,10 +466,12 @@ class CoreLoader(DataLoader[Any]):
 
         # A feed may read ahead, so the facts about a batch are queued until it is yielded.
         device: Any = options.device
-        plain = partial(feed, device=device, non_blocking=options.config.non_blocking)
-        alone = batches()
-        fed = (options.feed or plain)(alone)
-        if fed is alone:  # the backend leaves batches where they are
+        move = options.feed
+        if move is None:
+            move = partial(feed, device=device, non_blocking=options.config.non_blocking)
+        unmoved = batches()
+        fed = move(unmoved)
+        if fed is unmoved:  # the backend leaves batches where they are
             return items
         return ((batch, *known.popleft()) for batch in fed)
 

@@ -404,8 +404,10 @@ def check_consistent(runtime: Runtime, facts: Mapping[str, Any]) -> None:
         others = range(1, runtime.num_processes)
         keys = [f"{prefix}/{rank}" for rank in others]
         _wait_for(store, keys, wait, runtime)
-        theirs = {rank: json.loads(store.get(key)) for rank, key in zip(others, keys, strict=True)}
-        verdict = _differences(json.loads(mine), theirs)
+        facts_of_ranks = {
+            rank: json.loads(store.get(key)) for rank, key in zip(others, keys, strict=True)
+        }
+        verdict = _differences(json.loads(mine), facts_of_ranks)
         store.set(f"{prefix}/verdict", verdict)
     if verdict:
         raise ConfigurationError(f"The processes have different settings: {verdict}")

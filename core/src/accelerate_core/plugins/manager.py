@@ -84,12 +84,12 @@ class SharedHooks:
         answers = [one(arguments) for one in self._table[hook]]
         return [answer for answer in answers if answer is not None]
 
-    def served_attributes(self) -> dict[str, object]:
-        """Return the attributes that plugins serve; the last plugin wins."""
-        served: dict[str, object] = {}
+    def provided_attributes(self) -> dict[str, object]:
+        """Return the attributes that plugins provide; the last plugin wins."""
+        provided: dict[str, object] = {}
         for attributes in self.call_each("state_attributes"):
-            served |= attributes
-        return served
+            provided |= attributes
+        return provided
 
     def warn_of_hidden_attributes(
         self, reserved: Collection[str], warn_once: Callable[[str], None]

@@ -92,13 +92,13 @@ class GradientState(metaclass=_Current):
                 iteration; set `last` and `real` in it before yielding a batch.
             whole: samples in a full global batch; None if unknown.
         """
-        served = BatchInfo(whole=whole)
-        batches = start(served)
+        info = BatchInfo(whole=whole)
+        batches = start(info)
         exhausted = False
-        self._open.append((weakref.ref(loader), served))
+        self._open.append((weakref.ref(loader), info))
         try:
             for batch in batches:
-                self._touched = served
+                self._touched = info
                 yield batch
                 if self.loop_body_end is not None:
                     self.in_listener = True
@@ -106,10 +106,10 @@ class GradientState(metaclass=_Current):
                     self.in_listener = False
             exhausted = True
         finally:
-            self._open = [one for one in self._open if one[1] is not served]
+            self._open = [one for one in self._open if one[1] is not info]
             # If the loop was left early (`next(iter(loader))`, `break`, an exception), metrics of its
             # last batch may still have to be cut to the real samples.
-            if exhausted and self._touched is served:
+            if exhausted and self._touched is info:
                 innermost = self._innermost()
                 self._touched = innermost[1] if innermost else None
 
@@ -139,16 +139,16 @@ class GradientState(metaclass=_Current):
         An iterator that is kept for later stays open, but does not describe the loop around it.
         """
         touched = self._touched
-        for reference, served in self._open:
-            if served is touched and (loader := reference()) is not None:
-                return loader, served
+        for reference, info in self._open:
+            if info is touched and (loader := reference()) is not None:
+                return loader, info
         return self._innermost()
 
     def _innermost(self) -> tuple[Any, BatchInfo] | None:
         while self._open:
-            reference, served = self._open[-1]
+            reference, info = self._open[-1]
             if (loader := reference()) is not None:
-                return loader, served
+                return loader, info
             self._open.pop()
         return None
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from accelerate_core.plugin import Communicator, Item, ReadSource, Step
-from accelerate_dispatch.dispatch import dispatch_steps
+from accelerate_dispatch.sending import dispatch_steps
 from accelerate_dispatch.transport import SOURCE
 
 

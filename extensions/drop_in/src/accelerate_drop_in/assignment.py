@@ -311,7 +311,7 @@ def refuse_served(accelerator: Any, name: str) -> None:
     Raises:
         AssignmentError: a plugin provides an attribute of this name.
     """
-    if name in accelerator._shared_hooks.served_attributes():
+    if name in accelerator._shared_hooks.provided_attributes():
         raise AssignmentError(
             f"accelerator.{name} cannot be replaced, because an active plugin provides it. Assign to "
             "its attributes, or pass it when you create the Accelerator."

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from accelerate_tracking.runs import RUN_FILE, strict
+from accelerate_tracking.recorded_runs import RUN_FILE, strict
 from accelerate_tracking.tracker import GeneralTracker
 
 

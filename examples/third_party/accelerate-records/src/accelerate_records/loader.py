@@ -31,6 +31,12 @@ class _Position:
     seen: int = 0
     owner: Any = None
 
+    def start_of(self, epoch: int, seen: int = 0) -> None:
+        """Let the next iteration start in this epoch, after `seen` samples."""
+        self.epoch = epoch
+        self.seen = seen
+        self.owner = None
+
 
 class RecordsLoader:
     """Iterates over the batches of this rank. In a global step, each rank reads other records.
@@ -56,9 +62,13 @@ class RecordsLoader:
         drop_last: bool,
         seed: int,
     ) -> None:
-        self.dataset, self.batch_size = dataset, batch_size
-        self.shuffle, self.drop_last, self.seed = shuffle, drop_last, seed
-        self.even_batches = self.put_on_device = True
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.seed = seed
+        self.even_batches = True
+        self.put_on_device = True
         self._accelerator = accelerator
         self._index, self._count = accelerator.hooks.data_shard()
         fixed = accelerator.hooks.fixed_batch()
@@ -69,7 +79,7 @@ class RecordsLoader:
             )
         self._always_full = fixed is not None
         self._position = _Position()
-        self._served: Any = None
+        self._latest: Any = None
         self._skip: int | None = None
 
     @property
@@ -90,7 +100,7 @@ class RecordsLoader:
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the most recent batch is the last one of the epoch."""
-        return self._served is not None and bool(self._served.last)
+        return self._latest is not None and bool(self._latest.last)
 
     @property
     def remainder(self) -> int:
@@ -123,13 +133,12 @@ class RecordsLoader:
 
     def _places(self, at: int) -> torch.Tensor:
         """Return the positions that this rank reads. The end is filled up from the start."""
-        size, low = len(self.dataset), at + self._index * self.batch_size
+        size = len(self.dataset)
+        low = at + self._index * self.batch_size
         places = torch.arange(low, low + self.batch_size)
-        return (
-            torch.where(places < size, places, (places - size) % size)
-            if self._fills
-            else (places[places < size])
-        )
+        if not self._fills:
+            return places[places < size]
+        return torch.where(places < size, places, (places - size) % size)
 
     def _order(self, epoch: int) -> torch.Tensor | None:
         if not self.shuffle:
@@ -144,29 +153,31 @@ class RecordsLoader:
         batches: Iterator[Batch] = state.serve(self, self._start, self.total_batch_size)
         return batches
 
-    def _start(self, served: Any) -> Iterator[Batch]:
+    def _start(self, info: Any) -> Iterator[Batch]:
         position = self._position
         if position.owner is not None:  # an earlier iteration was not finished
             position.seen = 0
         if self._skip is not None:
             position.seen = self._skip * self.total_batch_size
-        position.owner = served
-        return self._batches(served, position.epoch, position.seen)
+        position.owner = info
+        return self._batches(info, position.epoch, position.seen)
 
-    def _batches(self, served: Any, epoch: int, begin: int) -> Iterator[Batch]:
-        position, size, step = self._position, len(self.dataset), self.total_batch_size
+    def _batches(self, info: Any, epoch: int, begin: int) -> Iterator[Batch]:
+        position = self._position
+        size = len(self.dataset)
+        step = self.total_batch_size
         known: deque[int] = deque()
         # The backend may read ahead, so the start of each batch is queued until it is returned.
         for batch in self._fed(self._read(epoch, begin, known)):
             at = known.popleft()
-            served.last = not self._has_part(at + step)
-            served.real = size - at if self._fills and at + step > size else None
-            self._served = served
-            if position.owner is served:
+            info.last = not self._has_part(at + step)
+            info.real = size - at if self._fills and at + step > size else None
+            self._latest = info
+            if position.owner is info:
                 position.seen = min(at + step, size)
             yield batch
-        if position.owner is served:
-            self._position.epoch, position.seen, position.owner = epoch + 1, 0, None
+        if position.owner is info:
+            position.start_of(epoch + 1)
 
     def _read(self, epoch: int, begin: int, known: deque[int]) -> Iterator[Batch]:
         order = self._order(epoch)
@@ -193,7 +204,7 @@ class RecordsLoader:
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration."""
         if epoch != self._position.epoch:
-            self._position.epoch, self._position.seen, self._position.owner = epoch, 0, None
+            self._position.start_of(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position. It is valid on any number of ranks."""
@@ -221,4 +232,4 @@ class RecordsLoader:
                 )
         self.seed = int(state_dict["seed"])
         epoch, seen = int(state_dict["epoch"]), int(state_dict["samples_seen"])
-        self._position.epoch, self._position.seen, self._position.owner = epoch, seen, None
+        self._position.start_of(epoch, seen)

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from accelerate_core.plugin import TrackerError, console, did_you_mean, listing
-from accelerate_tracking.runs import RecordedRun, find_runs, read_run, sparkline, strict
+from accelerate_tracking.recorded_runs import RecordedRun, find_runs, read_run, sparkline, strict
 
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 _STYLES = {"finished": "green", "failed": "red", "running": "yellow"}
