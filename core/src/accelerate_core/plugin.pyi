@@ -108,6 +108,7 @@ from accelerate_core.errors import of_the_user as of_the_user
 from accelerate_core.errors import warn as warn
 from accelerate_core.failures import is_failure as is_failure
 from accelerate_core.plugins.catalog import pip_command as pip_command
+from accelerate_core.plugins.devices import DevicePlugin as DevicePlugin
 from accelerate_core.plugins.discovery import PluginRecord as PluginRecord
 from accelerate_core.plugins.discovery import check_api_version as check_api_version
 from accelerate_core.plugins.discovery import disabled_names as disabled_names

@@ -22,6 +22,7 @@ from accelerate_core.errors import (
     did_you_mean,
 )
 from accelerate_core.plugins import catalog
+from accelerate_core.plugins.devices import device_plugin
 
 if TYPE_CHECKING:
     from accelerate_core.plugins.contributed import PluginAttributes
@@ -310,7 +311,7 @@ class PartialState(ProcessVerbs):
         runtime = self._runtime
         if runtime.num_processes == 1:
             return DistributedType("NO")
-        kind = {"cuda": "GPU"}.get(runtime.device.type, runtime.device.type.upper())
+        kind = device_plugin(runtime.device.type).label or runtime.device.type.upper()
         return DistributedType(f"MULTI_{kind}")
 
     @property

@@ -42,6 +42,7 @@ from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.process import check_consistent
 from accelerate_core.errors import WarnOnce, call_all
+from accelerate_core.plugins.devices import check_precision
 from accelerate_core.plugins.discovery import exported, why_without
 from accelerate_core.plugins.factory import attribution
 from accelerate_core.plugins.manager import BoundHooks, SharedHooks, bind
@@ -184,6 +185,7 @@ class Accelerator(
         process = self._runtime
         options = self._options
         self._warn_once = WarnOnce(main=process.process_index == 0)
+        check_precision(process.device.type, setup.mixed_precision)
         started = StartedRuntime(setup, process, self._warn_once)
         setup.precision.check(started)
         check_consistent(process, setup.facts())

@@ -44,6 +44,7 @@ from accelerate_core.distributed.digest import comparable
 from accelerate_core.distributed.process import Runtime
 from accelerate_core.errors import Mistakes, PluginError, did_you_mean, warn
 from accelerate_core.plugins import catalog
+from accelerate_core.plugins.devices import start_device
 from accelerate_core.plugins.discovery import (
     OWN_DISTRIBUTION,
     PluginRecord,
@@ -349,6 +350,8 @@ def start_process(user: object, setup: Setup) -> Runtime:
     group = setup.handlers.get(InitProcessGroupKwargs)
     if (running := process.running()) is not None:
         check_device(setup.backend, record, running.device.type, "this process already runs on it")
+    else:
+        start_device()
     hooks = BoundHooks(setup.owner_methods, setup)
 
     def choose(topology: Topology, cpu: bool) -> torch.device:

@@ -64,7 +64,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
       autocast, loss_scaling, modules.
     * `precisions`: names of precisions that the backend implements itself, regardless of their `needs`.
     * `mesh`: the names of the mesh dimensions that it supports.
-    * `devices`: device types such as "cuda", or None for all. On any other device, starting fails.
+    * `devices`: device types by torch's names, or None for all. On any other device, starting fails.
     * `no_sync`, `join`, `compile`, `several_models`: whether it supports these.
     * `num_items`: for a backend that owns accumulation, whether it can divide by a number of items.
     * `gradients`: whether a checkpoint can contain the gradients of an unfinished accumulation

@@ -163,11 +163,12 @@ class BFloat16(Precision):
     dtype = torch.bfloat16
 
     def check(self, runtime: RuntimeView) -> None:
-        """Raise an error for CUDA devices without bf16, even emulated."""
+        """Raise an error for devices whose module says that they lack bf16, even emulated."""
         device = runtime.device
-        if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=True):
+        supported = getattr(getattr(torch, device.type, None), "is_bf16_supported", None)
+        if supported is not None and not supported():
             raise ConfigurationError(
-                f"{torch.cuda.get_device_name(device)} lacks bfloat16; use mixed_precision='fp16' or 'no'."
+                f"This {device.type} device lacks bfloat16; use mixed_precision='fp16' or 'no'."
             )
 
 

@@ -36,7 +36,7 @@ class CoreSettings:
         key="use_cpu",
     )
     torch_device: str | None = option(
-        default=None, help="device of this process, such as cuda:1", cli=()
+        default=None, help="device of this process, by torch's name and index", cli=()
     )
     debug: bool = option(
         default=False, help="check shapes before collectives", env="ACCELERATE_DEBUG_MODE"

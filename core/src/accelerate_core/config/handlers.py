@@ -45,7 +45,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     `backend=None` uses torch's default for the device. `timeout` is a `timedelta` or a number of seconds.
     """
 
-    backend: str | None = option(default=None, help="communication backend, e.g. gloo or nccl")
+    backend: str | None = option(default=None, help="communication backend, such as gloo")
     init_method: str | None = option(
         default=None, help="rendezvous URL to use instead of the launcher's store"
     )

@@ -165,7 +165,7 @@ class ParallelismConfig(KwargsHandler):
         All ranks must call this, after the process group has started.
 
         Args:
-            device_type: a torch device type, such as `cuda` or `cpu`.
+            device_type: a torch device type, such as `cpu`.
         """
         from torch.distributed.device_mesh import init_device_mesh
 

@@ -25,9 +25,9 @@ def feed(
         batches: trees of tensors, or objects with a `.to`.
         device: the target device.
         non_blocking: don't wait for the copy, on devices without streams.
-        streams: the module with `Stream`, `Event`, `stream` and `current_stream`; by default that
-            of the device type, such as `torch.cuda`. If its streams are `torch.Stream` objects, only
-            `Stream` is used, because the functions of `torch.cuda` cost a hundred Python calls per batch.
+        streams: the module with `Stream`, `Event`, `stream` and `current_stream`; by default
+            torch's module for the device type. If its streams are `torch.Stream` objects, only `Stream`
+            is used, because the other functions cost up to a hundred Python calls per batch.
     """
     if streams is None and device.type != "cpu":
         streams = getattr(torch, device.type, None)

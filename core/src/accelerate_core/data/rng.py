@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 from accelerate_core.data.order import SeedableRandomSampler, order_sampler
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.plugins.discovery import installed
 
 #: Device type -> object with `is_available`, `get_rng_state` and `set_rng_state` (with CPU tensors), for
 #: devices without a torch module. Backends can add entries.
@@ -45,7 +46,8 @@ def check_rng_types(rng_types: Iterable[Any] | None) -> list[str]:
     names = [str(getattr(kind, "value", kind)) for kind in rng_types]
     for name in names:
         if name not in _NAMED and not hasattr(_generator_of(name), "set_rng_state"):
-            known = [*_NAMED, "cuda", "xpu", "mps", *GENERATORS]
+            devices = [record.name for record in installed().of_kind("device")]
+            known = [*_NAMED, *dict.fromkeys([*devices, *GENERATORS])]
             raise ConfigurationError(
                 f"rng_types contains {name!r}, which is not a random number generator. Allowed are "
                 f"{listing(known)}.{did_you_mean(name, known)}"

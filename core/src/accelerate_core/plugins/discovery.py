@@ -36,6 +36,7 @@ GROUPS = {
     "accelerate_core.checkpointers": "checkpointer",
     "accelerate_core.loaders": "loaders",
     "accelerate_core.tracking": "tracking",
+    "accelerate_core.devices": "device",
 }
 #: Kinds that extensions host: the name of the kind -> the entry point group of its plugins.
 _KINDS = "accelerate_core.kinds"

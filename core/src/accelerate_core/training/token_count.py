@@ -17,6 +17,7 @@ import torch
 
 from accelerate_core.contract.members import CommunicatorView
 from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugins.devices import device_plugin
 
 Count = int | float | torch.Tensor
 
@@ -125,7 +126,8 @@ class TokenCount:
         """Sum the counts of the ranks, without reading a value back to the host."""
         comm = self.comm
         # Not every device supports float64, and not every device with float64 says so.
-        exact = torch.float64 if comm.device.type in ("cpu", "cuda") else torch.float32
+        kind = comm.device.type
+        exact = torch.float64 if kind == "cpu" or device_plugin(kind).float64 else torch.float32
         local = torch.as_tensor(self._local, dtype=exact, device=comm.device).reshape(1)
         per_rank = (comm.reduce(local) / comm.size).clamp(min=1.0 / comm.size).reshape(())
         self.factor = (1.0 if self._divisor is None else self._divisor) / per_rank

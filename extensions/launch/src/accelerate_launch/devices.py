@@ -13,20 +13,13 @@ from pathlib import Path
 
 import psutil
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.errors import ConfigurationError, listing
+from accelerate_core.plugins.discovery import disabled_names, installed
 from accelerate_launch.machine_0 import resolve
 from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK
 
 _BUILD = re.compile(r"^(cuda|hip|rocm|xpu)\b[^=]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 _COUNT = "import torch; a = torch.accelerator; print(a.device_count() if a.is_available() else 0)"
-
-#: For each build of torch, the variable that selects visible devices. ROCm reads CUDA's.
-_VISIBLE = {
-    "cuda": "CUDA_VISIBLE_DEVICES",
-    "hip": "CUDA_VISIBLE_DEVICES",
-    "rocm": "CUDA_VISIBLE_DEVICES",
-    "xpu": "ZE_AFFINITY_MASK",
-}
 
 
 def torch_build() -> dict[str, str]:
@@ -64,16 +57,32 @@ def count_accelerators(environ: Mapping[str, str]) -> int:
 
 
 def visible_devices_variable() -> str:
-    """Return the environment variable that selects devices for this build of torch.
+    """Return the environment variable that selects the devices of this machine's accelerator.
+
+    A device plugin whose name or `builds` are part of torch's build comes first, then one that an
+    installed distribution adds.
 
     Raises:
-        ConfigurationError: no such variable is known for this build.
+        ConfigurationError: no plugin has a variable, or several have one.
     """
-    for name in torch_build():
-        return _VISIBLE[name]
+    built = torch_build()
+    records = [one for one in installed().of_kind("device") if one.name not in disabled_names()]
+    plugins = [record.load_checked() for record in records]
+    named = [one for one in plugins if one.visible_devices]
+    matching = [one for one in named if any(build in built for build in one.builds)]
+    chosen = matching or [one for one in named if not one.builds]
+    if len(chosen) == 1:
+        return str(chosen[0].visible_devices)
+    if chosen:
+        names = listing([one.name for one in chosen])
+        raise ConfigurationError(
+            f"gpu_ids is set, but there are plugins for the devices {names}. Disable all but one with "
+            "ACCELERATE_DISABLED_PLUGINS, or select devices with the variable of your device."
+        )
     raise ConfigurationError(
-        "gpu_ids is set, but the installed torch is a CPU build. Leave gpu_ids out, or select the "
-        "devices with the environment variable of your device's vendor."
+        "gpu_ids is set, but the installed torch is a CPU build, and no plugin for another device is "
+        "installed. Leave gpu_ids out, or select the devices with the environment variable of your "
+        "device's vendor."
     )
 
 

@@ -21,6 +21,7 @@ from accelerate_core.plugins.discovery import installed
 from accelerate_launch.commands.options import complete_file
 from accelerate_launch.commands.tables import print_table, shown
 from accelerate_launch.contributed import contributed_options
+from accelerate_launch.devices import torch_build
 from accelerate_launch.explain.planned_run import planned_run
 from accelerate_launch.explain.report import rows as plugin_rows
 from accelerate_launch.planning import decide, find_config
@@ -95,6 +96,15 @@ def _devices() -> dict[str, Any]:
         "memory (GiB)": round(psutil.virtual_memory().total / 2**30, 1),
         "memory free (GiB)": round(psutil.virtual_memory().available / 2**30, 1),
     }
+    made["torch built for"] = (
+        ", ".join(f"{name} {version}" for name, version in torch_build().items()) or "the CPU"
+    )
+    for point in metadata.entry_points(group="torch.backends"):
+        made[f"torch extension {point.name}"] = _owner(point.dist)
+    for record in installed().of_kind("device"):
+        if accelerator is not None and record.name == accelerator.type:
+            made["device plugin"] = record.label
+    made["collectives"] = _collectives() or "none"
     module = torch.get_device_module(accelerator) if accelerator is not None else None
     for index in range(count):
         properties = getattr(module, "get_device_properties", lambda _: None)(index)
@@ -102,6 +112,24 @@ def _devices() -> dict[str, Any]:
             memory = getattr(properties, "total_memory", 0) / 2**30
             made[f"device {index}"] = f"{getattr(properties, 'name', 'unnamed')}, {memory:.1f} GiB"
     return made
+
+
+def _owner(dist: metadata.Distribution | None) -> str:
+    return "unknown" if dist is None else f"{dist.name} {dist.version}"
+
+
+def _collectives() -> str:
+    """Return torch.distributed's backend for each type of device, with the module that registered it."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return ""
+    told = []
+    for kind, backend in dist.Backend.default_device_backend_map.items():
+        plugin = dist.Backend._plugins.get(backend.upper())
+        by = "torch" if plugin is None else plugin.creator_fn.__module__
+        told.append(f"{kind}: {backend} ({by})")
+    return ", ".join(told)
 
 
 def _configuration(

@@ -1,0 +1,70 @@
+"""What torch can't say about a type of device: plugins of the group `accelerate_core.devices`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from accelerate_core.contract.hooks import API_VERSION
+from accelerate_core.errors import ConfigurationError, listing
+from accelerate_core.plugins.discovery import disabled_names, installed
+
+
+class DevicePlugin:
+    """One type of device. Subclass it, and override what differs. The defaults are torch's answers.
+
+    Attributes:
+        name: torch's name for the type, also the name of the entry point.
+        visible_devices: the environment variable that selects the devices that a process sees, for
+            `launch --gpu_ids`; "" if there is none.
+        builds: names of versions in torch's `version.py` that mean that torch was built for this type.
+        precisions: names of the precisions that the device can compute in, or None for all.
+        collectives: torch.distributed's backend for the device, "" for the one that torch chose.
+        label: how `distributed_type` calls it, as in `MULTI_GPU`; "" for the name in capitals.
+        float64: whether kernels can compute in float64.
+    """
+
+    name: ClassVar[str] = ""
+    api_version: ClassVar[tuple[int, int]] = API_VERSION
+    visible_devices: ClassVar[str] = ""
+    builds: ClassVar[tuple[str, ...]] = ()
+    precisions: ClassVar[tuple[str, ...] | None] = None
+    collectives: ClassVar[str] = ""
+    label: ClassVar[str] = ""
+    float64: ClassVar[bool] = False
+
+    def start(self) -> None:
+        """Work around what the device needs. Called before a process uses it; by default does nothing."""
+
+
+def device_plugin(kind: str) -> Any:
+    """Return the plugin for a type of device, or one with the defaults."""
+    here = [] if kind in disabled_names() else installed().of_kind("device")
+    records = [record for record in here if record.name == kind]
+    return records[0].load_checked()() if records else DevicePlugin()
+
+
+def start_device() -> None:
+    """Apply what the plugin of this machine's accelerator declares, before a process group starts."""
+    import torch
+    import torch.distributed as dist
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        plugin = device_plugin(accelerator.type)
+        plugin.start()
+        if plugin.collectives:
+            dist.Backend.default_device_backend_map[accelerator.type] = plugin.collectives
+
+
+def check_precision(kind: str, precision: str) -> None:
+    """Refuse a precision that the device can't compute in.
+
+    Raises:
+        ConfigurationError: the plugin of the type of device doesn't list it.
+    """
+    accepted = device_plugin(kind).precisions
+    if accepted is not None and precision not in accepted:
+        raise ConfigurationError(
+            f"mixed_precision={precision!r} does not run on {kind} devices, which compute in "
+            f"{listing(accepted)}. Use one of them, or another device."
+        )
