@@ -18,6 +18,8 @@ _KNOWN = ROOT / "core/src/accelerate_core/plugins/known_packages.json"
 #: Base class of the Accelerator -> heading of its members in the reference.
 _VERBS = {
     "ProcessVerbs": "Processes",
+    "Ranks": "Processes",
+    "SetupAndRanks": "The setup",
     "MeshVerbs": "The setup",
     "Shown": "The setup",
     "PreparedVerbs": "Preparing",

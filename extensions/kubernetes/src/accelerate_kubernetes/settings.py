@@ -45,7 +45,8 @@ class KubernetesLaunch:
         default=None, help="label of the nodes to use, as KEY=VALUE (repeatable)"
     )
     tolerations: list[str] | None = option(
-        default=None, help="taint to tolerate, as KEY[=VALUE][:EFFECT] (repeatable)"
+        default=None,
+        help="taint to tolerate: KEY, KEY=VALUE, KEY:EFFECT or KEY=VALUE:EFFECT (repeatable)",
     )
     shm_size: str | None = option(
         default=None,
