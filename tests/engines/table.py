@@ -29,7 +29,7 @@ class Row:
     way: str
     ranks: int
     first_step: float | None
-    status: int
+    status: int | str
     resumed: str
     correct: int | None
 

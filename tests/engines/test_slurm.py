@@ -248,19 +248,32 @@ def test_preempted_job_is_requeued_and_resumes(
     step = check_resumed(folder / "run", reference)
     done = f"`scontrol requeue`, continues at the step of the signal ({step})"
     correct = int(str(reference["correct"]))
-    table_row(Row("`sbatch --requeue`, preempted", 2, first_step, 75, done, correct))
+    table_row(
+        Row("`sbatch --requeue`, preempted", 2, first_step, "75 after the signal", done, correct)
+    )
 
 
 def test_job_that_reaches_its_time_limit_resumes(
     slurm: SlurmCluster, folder: Path, reference: dict[str, object]
 ) -> None:
-    script = f"#!/bin/bash\n{train('run --preempt --pace 0.8')}{REQUEUE}"
-    # The signal comes after about a minute, when the run has long started.
-    options = ["--time=2", "--signal=USR1@60", "--requeue"]
-    job = slurm.submit(script, "-N2", *options, cwd=folder)
-    assert slurm.wait_for_job(job, timeout=300) == "COMPLETED", output_of(folder)
+    script = f"#!/bin/bash\n{train('run --preempt --pace 1.2')}{REQUEUE}"
+    job = slurm.submit(script, "-N2", "--time=30", "--signal=USR1@30", "--requeue", cwd=folder)
+    wait_for_step(folder / "run", 1, 10)
+    # SLURM counts in minutes, and the start may take a while: shorten the limit of the running job.
+    minutes, _, _ = slurm.job(job)["RunTime"].rpartition(":")
+    limit = int(minutes.rpartition(":")[2]) + 2
+    set_limit(slurm, job, limit)
+    assert slurm.wait_for_job(job, {"PENDING"}) == "PENDING"
+    set_limit(slurm, job, 30)
+    assert slurm.wait_for_job(job) == "COMPLETED", output_of(folder)
     assert "Preempted: the state was saved to" in output_of(folder)
     check_resumed(folder / "run", reference)
+
+
+def set_limit(slurm: SlurmCluster, job: str, minutes: int) -> None:
+    words = ["scontrol", "update", f"jobid={job}", f"TimeLimit={minutes}"]
+    done = slurm.run(*words, cwd=slurm.folder)
+    assert done.returncode == 0, done.stderr
 
 
 def test_job_with_a_killed_rank_is_requeued_and_resumes(
@@ -285,7 +298,12 @@ exit $status
     done = f"`scontrol requeue`, continues at step {step}"
     correct = int(str(reference["correct"]))
     row = Row(
-        "`sbatch --requeue`, launch inside", 2, first_step, int(line.split()[1]), done, correct
+        "`sbatch --requeue`, launch inside",
+        2,
+        first_step,
+        f"{line.split()[1]} after the kill",
+        done,
+        correct,
     )
     table_row(row)
 
@@ -317,7 +335,7 @@ def test_run_continues_on_the_remaining_node(
     if end == "crash":
         done = f"SLURM requeues it on the other node, continues at step {result['resumed']}"
         correct = int(str(result["correct"]))
-        table_row(Row("`sbatch --requeue`, a node crashes", 2, None, 0, done, correct))
+        table_row(Row("`sbatch --requeue`, a node crashes", 2, None, "-", done, correct))
 
 
 @pytest.mark.parametrize("signal", ["TERM", "KILL"])

@@ -63,8 +63,7 @@ SLURM = {
         restarts=True,
     ),
     "`srun`, one task per rank": Way(
-        "srun --nodes 2 --ntasks-per-node 2 --kill-on-bad-exit accelerate-core launch {train}",
-        ranks=4,
+        "srun --nodes 1 --ntasks-per-node 2 --kill-on-bad-exit accelerate-core launch {train}"
     ),
     "`salloc`, launch calls `srun`": Way(
         "salloc --nodes 2 accelerate-core launch --num_processes 2 --max_restarts 1 {train}",
@@ -121,6 +120,7 @@ SSH = {
     "`pdsh`, launcher of DeepSpeed": Way(
         "python -m deepspeed.launcher.runner --hostfile hosts --launcher pdsh --no_local_rank "
         "--master_addr n1 {train}",
-        files=_SLOTS,
+        # DeepSpeed passes on no other variables, and more threads would round differently.
+        files=(*_SLOTS, (".deepspeed_env", "OMP_NUM_THREADS=1\nACCELERATE_USE_CPU=1\n")),
     ),
 }
