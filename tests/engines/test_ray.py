@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -399,16 +401,20 @@ PORT = 6399
 @pytest.fixture(scope="module")
 def head(ray_variables: None) -> Iterator[str]:
     """A cluster that `ray start` has started, with a job server and two GPUs that don't exist."""
-    ray_command = [sys.executable, "-m", "ray.scripts.scripts"]
-    start = [*ray_command, "start", "--head", f"--port={PORT}", "--num-cpus=3", "--num-gpus=2"]
-    start += [f"--object-store-memory={MEMORY}", "--include-dashboard=true"]
-    start += ["--dashboard-port=8299", "--dashboard-agent-listen-port=8298"]
-    done = subprocess.run(start, capture_output=True, text=True, timeout=90, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    yield f"127.0.0.1:{PORT}"
-    for one in psutil.process_iter(["cmdline"]):
-        if any(f":{PORT}" in word for word in one.info["cmdline"] or []):
-            one.kill()
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # the paths of Ray's sockets must be short
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--temp-dir={folder}"]
+    start += [f"--port={PORT}", "--num-cpus=8", "--num-gpus=2", f"--object-store-memory={MEMORY}"]
+    start += ["--include-dashboard=true", "--dashboard-port=8299"]
+    start += ["--dashboard-agent-listen-port=8298", "--disable-usage-stats"]
+    try:
+        done = subprocess.run(start, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        yield f"127.0.0.1:{PORT}"
+    finally:
+        for one in psutil.process_iter(["cmdline"]):
+            if any(folder in word for word in one.info["cmdline"] or []):
+                one.kill()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_ranks_of_a_node_see_all_of_its_gpus(head: str, tmp_path: Path) -> None:
@@ -524,4 +530,5 @@ def test_guide_runs_as_printed(page: str, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("head")
 class TestSuite(LauncherSuite):
     plugin = "ray"
+    options = {"most_ranks": 8}  # each needs an actor
     environ = {"RAY_ADDRESS": f"127.0.0.1:{PORT}", "ACCELERATE_RAY_GPUS": "0", **RAY_VARIABLES}

@@ -307,13 +307,21 @@ class Attempt:
                     waiting[rank.actor.news.remote(_NEWS)] = rank
                 elif news.ending.status:
                     outcome.failures[rank.number] = self._failure(rank, news.ending)
-            if last is None and not outcome.ok:
+            if last is None and not outcome.ok and not self._is_preempted(outcome):
                 last = time.monotonic() + _NOTICE
                 for rank in waiting.values():
                     rank.actor.stop.remote(_GRACE)
         for rank in waiting.values():
             outcome.lost.setdefault(rank.number, _SILENT.format(host=rank.place.host))
         return outcome
+
+    def _is_preempted(self, outcome: Outcome) -> bool:
+        """Return whether the ranks were told to end, and those that have ended had saved their state.
+
+        The others may need long to save, and a second SIGTERM would interrupt that.
+        """
+        saved = all(one.exitcode == _AGAIN for one in outcome.failures.values())
+        return self.told_to_end and saved and not outcome.lost
 
     def _pass_signals_on(self) -> None:
         for number in self._signals[self._passed_on :]:
