@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -338,11 +340,11 @@ def test_run_continues_on_the_remaining_node(
         table_row(Row("`sbatch --requeue`, a node crashes", 2, None, "-", done, correct))
 
 
-@pytest.mark.parametrize("signal", ["TERM", "KILL"])
-def test_cancelled_job_leaves_no_process(slurm: SlurmCluster, folder: Path, signal: str) -> None:
+@pytest.mark.parametrize("kind", ["TERM", "KILL"])
+def test_cancelled_job_leaves_no_process(slurm: SlurmCluster, folder: Path, kind: str) -> None:
     job = slurm.submit(f"#!/bin/bash\n{train(f'{folder}/run --pace 0.5')}\n", "-N2", cwd=folder)
     wait_for_step(folder / "run", 1, 5)
-    options = ["--signal=KILL", "--full"] if signal == "KILL" else []
+    options = ["--signal=KILL", "--full"] if kind == "KILL" else []
     slurm.run("scancel", *options, job, cwd=folder)
     assert slurm.wait_for_job(job) in ("CANCELLED", "FAILED")
     until = time.monotonic() + 20
@@ -365,7 +367,7 @@ def test_interrupted_srun_leaves_no_process(slurm: SlurmCluster, folder: Path) -
     env = slurm.environment()
     with slurm.machines.started(LOGIN, *words, env=env, cwd=folder) as process:
         wait_for_step(folder / "run", 1, 5)
-        process.terminate()  # nsenter passes the signal on to srun
+        os.killpg(process.pid, signal.SIGTERM)
         process.communicate(timeout=60)
     until = time.monotonic() + 20
     while slurm.machines.processes(str(folder)) and time.monotonic() < until:
