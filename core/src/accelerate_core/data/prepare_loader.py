@@ -53,7 +53,7 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
     Raises:
         ConfigurationError: a setting contradicts the loader or another setting.
         MissingPluginError: a dispatched loader without accelerate-dispatch, or `use_stateful_dataloader`
-            without torchdata.
+            without accelerate-checkpoint or torchdata.
 
     Example:
         from accelerate_core.data.loader import LoaderOptions
@@ -76,7 +76,7 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
     options = replace(options, order_comm=order_comm, rng_types=rng_types)
     base = _copy(loader)
     if config.use_stateful_dataloader:
-        base = _as_stateful(base)
+        base = exported("as_stateful_loader")(base)
     if config.use_seedable_sampler:
         _make_seedable(base, config.data_seed, order_comm)
     make_dispatched = _source_of_dispatch(config.dispatch_batches, base, count, options.comm)
@@ -200,32 +200,6 @@ def _copy(loader: Any) -> Any:
         return loader
     clone = copy.copy(loader)
     clone.__dict__.update(_iterator=None)
-    return clone
-
-
-def _as_stateful(loader: Any) -> Any:
-    """Return a copy of the user's loader as torchdata's `StatefulDataLoader`."""
-    try:
-        from torchdata.stateful_dataloader import StatefulDataLoader
-    except ImportError as error:
-        raise MissingPluginError(
-            "use_stateful_dataloader=True needs torchdata, which is not installed. "
-            'Run: pip install "torchdata>=0.10"'
-        ) from error
-    if isinstance(loader, StatefulDataLoader):
-        return loader
-    kind: Any = type(loader)
-    if not isinstance(loader, DataLoader):
-        raise ConfigurationError(
-            f"use_stateful_dataloader=True needs a torch DataLoader, not a {kind.__name__}."
-        )
-    stateful: Any = StatefulDataLoader
-    if kind is not DataLoader:
-        stateful = type(f"Stateful{kind.__name__}", (kind, StatefulDataLoader), {})
-    clone = stateful.__new__(stateful)
-    state = clone.__dict__
-    state.update(_initial_iter_for_state_dict=False, snapshot_every_n_steps=1, next_iter_state=None)
-    state.update(loader.__dict__, _iterator=None)
     return clone
 
 
