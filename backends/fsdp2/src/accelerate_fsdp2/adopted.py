@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accelerate_core.plugin import ParallelismConfig, PrepareError
@@ -103,8 +104,13 @@ def check_layout(model: nn.Module, layout: Layout, config: ParallelismConfig) ->
     applies it.
 
     Raises:
-        PrepareError: they differ. The message has both.
+        PrepareError: they differ, and the message has both. Or only parts of the model are sharded.
     """
+    if layout.fully_sharded and not isinstance(model, FSDPModule):
+        raise PrepareError(
+            f"fully_shard was applied to parts of {type(model).__name__}, but not to the model "
+            "itself. Call fully_shard(model) after its parts."
+        )
     wanted = _wanted(config)
     compared = ["tp"]
     if layout.fully_sharded:

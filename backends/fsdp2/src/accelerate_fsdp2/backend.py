@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -21,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate_checkpoint import capture_rng_state, restore_rng_state
 from accelerate_core.plugin import (
     NEEDS,
     AcceleratorView,
@@ -33,13 +29,12 @@ from accelerate_core.plugin import (
     Request,
     RuntimeView,
     SetupView,
-    Sources,
     listing,
-    resolve_settings,
 )
 from accelerate_fsdp2 import (
     accumulated,
     adopted,
+    random_states,
     sequence,
     states,
     tensor_parallel,
@@ -52,15 +47,16 @@ from accelerate_fsdp2.gradients import (
     average,
     clip_norm,
     local,
-    locals_with_grads,
     scale,
+    unscale,
 )
 from accelerate_fsdp2.mesh import mesh_of, sizes_of
+from accelerate_fsdp2.muon import whole_matrices
 from accelerate_fsdp2.reducer import use_reducer
 from accelerate_fsdp2.settings import (
     FullyShardedDataParallelPlugin,
     TorchContextParallelConfig,
-    TorchTensorParallelConfig,
+    check_handlers,
 )
 from accelerate_fsdp2.sharded_model import ShardedModel, Synced, add_up
 
@@ -191,24 +187,7 @@ class FSDP2Backend(Backend):
                 f"sp_backend={config.sp_backend!r} is for another backend. fsdp2 has its own "
                 "implementation of Ulysses, so leave sp_backend out."
             )
-        handlers = {
-            "tp_handler": TorchTensorParallelConfig,
-            "cp_handler": TorchContextParallelConfig,
-        }
-        for name, cls in handlers.items():
-            given = getattr(config, name)
-            if given is None:
-                setattr(config, name, resolve_settings(cls, None, Sources.of(os.environ))[0])
-            elif not isinstance(given, cls):
-                raise ConfigurationError(
-                    f"With the backend fsdp2, {name} must be a {cls.__name__}, not a "
-                    f"{type(given).__name__}."
-                )
-        if config.tp_handler.enable_async_tp:
-            raise ConfigurationError(
-                "enable_async_tp is not supported. It needs symmetric memory of CUDA devices and "
-                "was never tested. Leave it out."
-            )
+        check_handlers(config)
 
     def _shard_mesh(self, accelerator: AcceleratorView) -> Any:
         """Return the mesh over which gradients are reduced, with the dimension of shards last."""
@@ -256,8 +235,10 @@ class FSDP2Backend(Backend):
         if layout is not None:
             adopted.check_layout(model, layout, config)
             self._adopted[model] = layout
-        self._refuse_shared(model)
-        self._align_generators(accelerator)
+        weights.refuse_shared(model, self._owners)
+        if not self._aligned:
+            self._aligned = True
+            random_states.align(accelerator)
         self._make_weights_consistent(accelerator, model)
         if config.tp_enabled and layout is None:
             handler = config.tp_handler
@@ -270,41 +251,6 @@ class FSDP2Backend(Backend):
                 self._loss_parallel = loss_parallel()
                 self._loss_parallel.__enter__()
         return model
-
-    def _refuse_shared(self, model: nn.Module) -> None:
-        """Reject a model that shares a parameter with another. Each would train its own copy."""
-        for name, parameter in model.named_parameters():
-            reference = self._owners.get(parameter)
-            owner = None if reference is None else reference()
-            if owner is not None and owner is not model:
-                raise PrepareError(
-                    f"{name!r} of {type(model).__name__} is also a parameter of "
-                    f"{type(owner).__name__}. The two models are sharded separately, so each would "
-                    "train its own copy. Put both models into one module and prepare that."
-                )
-            self._owners[parameter] = weakref.ref(model)
-
-    def _align_generators(self, accelerator: AcceleratorView) -> None:
-        """Give ranks that read the same samples the same random states, once.
-
-        They need the same dropout in layers that they share, and the same data augmentation.
-        """
-        config, mesh = sizes_of(accelerator), mesh_of(accelerator)
-        if self._aligned or not config.non_dp_dim_names:
-            return
-        self._aligned = True
-        for name in config.non_dp_dim_names:
-            own = capture_rng_state([accelerator.device])
-            sent: list[Any] = [own]
-            dist.broadcast_object_list(sent, group_src=0, group=mesh[name].get_group())
-            if not _alike(own, sent[0]):
-                restore_rng_state(sent[0])
-                accelerator.warn_once(
-                    f"Ranks of the same {name} group had different random states. They now use those "
-                    "of the group's first rank. To avoid this, call set_seed(seed) without "
-                    "device_specific.",
-                    every_rank=True,
-                )
 
     def _make_weights_consistent(self, accelerator: AcceleratorView, model: nn.Module) -> None:
         if accelerator.num_processes == 1 and not weights.on_meta(model):
@@ -408,11 +354,6 @@ class FSDP2Backend(Backend):
         self, accelerator: AcceleratorView, model: nn.Module, layout: adopted.Layout
     ) -> nn.Module:
         """Record a model that was sharded before `prepare`, without sharding it again."""
-        if layout.fully_sharded and not isinstance(model, FSDPModule):
-            raise PrepareError(
-                f"fully_shard was applied to parts of {type(model).__name__}, but not to the model "
-                "itself. Call fully_shard(model) after its parts."
-            )
         if ignored := adopted.ignored_options(self.options):
             accelerator.warn_once(
                 f"{type(model).__name__} was sharded before prepare, so these options of the fsdp2 "
@@ -637,14 +578,7 @@ class FSDP2Backend(Backend):
         scaler: Any = accelerator.scaler
         if scaler is None:
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        parts = locals_with_grads(parameters)
-        substitute = SimpleNamespace(param_groups=[{"params": parts}])  # all that a scaler needs
-        scaler.unscale_(substitute)
-        entry = scaler._per_optimizer_states.pop(id(substitute))
-        for found in entry["found_inf_per_device"].values():
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        scaler._per_optimizer_states[id(optimizer)] = entry
+        unscale(optimizer, scaler)
 
     def optimizer_step(
         self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
@@ -667,7 +601,10 @@ class FSDP2Backend(Backend):
                 from torch.amp.grad_scaler import OptState
 
                 scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
-        return super().optimizer_step(accelerator, optimizer, closure)
+        if not isinstance(optimizer, torch.optim.Muon):
+            return super().optimizer_step(accelerator, optimizer, closure)
+        with whole_matrices(sizes_of(accelerator), accelerator.process_index):
+            return super().optimizer_step(accelerator, optimizer, closure)
 
     def context_parallel(
         self,
@@ -755,11 +692,3 @@ class FSDP2Backend(Backend):
     def consolidate(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict on rank 0, and an empty one on other ranks."""
         return self.model_state(accelerator, model)
-
-
-def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
-        for key, value in one.items()
-        if key != "devices"
-    )

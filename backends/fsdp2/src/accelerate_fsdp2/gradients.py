@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -162,3 +163,15 @@ def scale(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         groups.setdefault((part.device, part.dtype), []).append(part)
     for (device, dtype), together in groups.items():
         torch._foreach_mul_(together, factor.to(device, torch.promote_types(dtype, torch.float32)))
+
+
+def unscale(optimizer: Any, scaler: Any) -> None:
+    """Divide each shard of an optimizer's gradients by the loss scale, and share overflows."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parts = locals_with_grads(parameters)
+    substitute = SimpleNamespace(param_groups=[{"params": parts}])  # all that a scaler needs
+    scaler.unscale_(substitute)
+    entry = scaler._per_optimizer_states.pop(id(substitute))
+    for found in entry["found_inf_per_device"].values():
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    scaler._per_optimizer_states[id(optimizer)] = entry

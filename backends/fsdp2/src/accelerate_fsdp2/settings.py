@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -13,10 +14,13 @@ from accelerate_core.plugin import (
     BackendSettings,
     ConfigurationError,
     KwargsHandler,
+    ParallelismConfig,
+    Sources,
     did_you_mean,
     listing,
     option,
     parse_bool,
+    resolve_settings,
     settings,
     warn,
 )
@@ -400,3 +404,29 @@ class TorchContextParallelConfig(KwargsHandler):
     cp_comm_strategy: Literal["allgather", "alltoall"] = option(
         default="allgather", help="collective for keys and values: allgather or alltoall"
     )
+
+
+def check_handlers(config: ParallelismConfig) -> None:
+    """Fill in the handlers of the mesh, and check them.
+
+    Raises:
+        ConfigurationError: a handler is for another backend, or an option is not supported.
+    """
+    handlers = {
+        "tp_handler": TorchTensorParallelConfig,
+        "cp_handler": TorchContextParallelConfig,
+    }
+    for name, cls in handlers.items():
+        given = getattr(config, name)
+        if given is None:
+            setattr(config, name, resolve_settings(cls, None, Sources.of(os.environ))[0])
+        elif not isinstance(given, cls):
+            raise ConfigurationError(
+                f"With the backend fsdp2, {name} must be a {cls.__name__}, not a "
+                f"{type(given).__name__}."
+            )
+    if config.tp_handler.enable_async_tp:
+        raise ConfigurationError(
+            "enable_async_tp is not supported. It needs symmetric memory of CUDA devices and "
+            "was never tested. Leave it out."
+        )

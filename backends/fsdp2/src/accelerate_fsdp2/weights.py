@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -64,6 +65,27 @@ def check_models(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
             f"The ranks prepare different models: {name!r} is {first.get(name, 'missing')} on rank "
             f"0 and {other.get(name, 'missing')} on rank {rank} (shape, dtype, requires_grad)."
         )
+
+
+def refuse_shared(model: nn.Module, owners: Any) -> None:
+    """Reject a model that shares a parameter with another, and remember its parameters.
+
+    Args:
+        owners: parameter -> weak reference to its model.
+
+    Raises:
+        PrepareError: a parameter belongs to another model. Each would train its own copy.
+    """
+    for name, parameter in model.named_parameters():
+        reference = owners.get(parameter)
+        owner = None if reference is None else reference()
+        if owner is not None and owner is not model:
+            raise PrepareError(
+                f"{name!r} of {type(model).__name__} is also a parameter of "
+                f"{type(owner).__name__}. The two models are sharded separately, so each would "
+                "train its own copy. Put both models into one module and prepare that."
+            )
+        owners[parameter] = weakref.ref(model)
 
 
 @torch.no_grad()

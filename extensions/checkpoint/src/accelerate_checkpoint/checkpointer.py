@@ -21,6 +21,7 @@ import torch
 
 from accelerate_checkpoint.background import Background
 from accelerate_checkpoint.draft import Draft, Gather, Report, new_draft, raise_any
+from accelerate_checkpoint.export import save_in_parallel
 from accelerate_checkpoint.load import (
     Source,
     check_fits,
@@ -330,7 +331,8 @@ class DirectoryCheckpointer:
     ) -> None:
         """Write the weights of a model in a form that `load_checkpoint_in_model` reads.
 
-        Only the main process writes. See `Accelerator.save_model` for the arguments.
+        If the model's parameters are DTensors, each rank writes its parts. Otherwise, only the main
+        process writes. See `Accelerator.save_model` for the arguments.
 
         Raises:
             CheckpointError: the path is a file, the model has weights on the meta device, or the
@@ -342,6 +344,9 @@ class DirectoryCheckpointer:
             raise CheckpointError(f"save_model needs a directory, but {directory} is a file.")
         if self._state.is_sharded(model):
             self._together("save_model", place, False)
+            where = directory if safe_serialization else None
+            if where is not None and save_in_parallel(self._state, model, where, max_shard_size):
+                return
         weights = self._state.whole_model_state(model)
         offloaded = None
         empty = any(t.is_meta for t in weights.values() if isinstance(t, torch.Tensor))

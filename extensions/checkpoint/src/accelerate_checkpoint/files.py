@@ -214,6 +214,26 @@ def _header(
     return struct.pack("<Q", len(text)) + text, starts, offset
 
 
+def create_safetensors(
+    path: Path, like: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Create a safetensors file whose tensors are not written yet.
+
+    Args:
+        like: tensors on the meta device with the shapes and dtypes to create.
+    """
+    text, _, size = _header(like, metadata)
+    with path.open("wb") as file:
+        file.write(text)
+        file.truncate(len(text) + size)
+
+
+def starts_in_file(like: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, int]:
+    """Return where each tensor starts in a file that `create_safetensors` created."""
+    text, starts, _ = _header(like, metadata)
+    return {name: len(text) + start for name, start in starts.items()}
+
+
 def map_safetensors(path: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Create a safetensors file and return its tensors, mapped into memory, for you to fill in.
 

@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 import tempfile
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,9 +54,14 @@ def save_weights(
         how = files.MODEL, max_shard_size, safe_serialization
         with byte_bar(f"Writing {directory.name}", size) as advance:
             made = write_weights(Path(beside), whole, *how, advance, read)
-        # The index comes last, because readers find the shards through it.
-        for name in sorted(made, key=lambda name: name.endswith(".json")):
-            os.replace(Path(beside, name), directory / name)
+        publish(Path(beside), directory, made)
+
+
+def publish(folder: Path, directory: Path, made: Collection[str]) -> None:
+    """Move complete weight files from `folder` to `directory`, and remove those of an earlier save."""
+    # The index comes last, because readers find the shards through it.
+    for name in sorted(made, key=lambda name: name.endswith(".json")):
+        os.replace(folder / name, directory / name)
     files.sync_directory(directory)
     for path in directory.iterdir():  # readers would mistake older shards for current ones
         if is_weights(path.name) and path.name not in made:

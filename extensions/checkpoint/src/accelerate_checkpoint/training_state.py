@@ -186,6 +186,11 @@ class TrainingState:
         state = self._hooks.model_state(model)
         return self._precision.plain_state(self.inner(model), state)
 
+    def plain_model_state(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the state dict that this rank holds, with shards, as plain tensors of the model."""
+        inner = self.inner(model)
+        return self._precision.plain_state(inner, inner.state_dict())
+
     def contributors(self) -> list[Contributor]:
         """Return the plugins with `on_save` or `on_load`, sorted by name."""
         found: dict[str, Contributor] = {}
