@@ -8,9 +8,7 @@ from accelerate_core.plugin import option, settings
 KINDS = ("jobset", "trainjob", "pytorchjob", "job")
 
 
-@settings(
-    env_prefix="ACCELERATE_KUBERNETES_", section="kubernetes_config", yaml_prefix="kubernetes_"
-)
+@settings(env_prefix="ACCELERATE_KUBERNETES_", section="kubernetes_config")
 class KubernetesLaunch:
     """The job that the launcher `kubernetes` submits, and the pods of the job."""
 

@@ -24,6 +24,8 @@ from accelerate_launch.schemas import PluginSchema, plugin_schemas
 
 #: The compilers that are suggested.
 _COMPILERS = ("no", "inductor", "aot_eager", "eager")
+#: The answer for machines on which people start `launch` themselves.
+_BY_HAND = "the same command on each"
 
 
 class Asker:
@@ -117,7 +119,7 @@ def ask_everything(environ: Mapping[str, str], *, ask: bool) -> dict[str, Any]:
     made: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
     found = {name: sourced.value for name, sourced in around.values.items()}
     made["use_cpu"] = asker.confirm("Run on the CPU?", False) if count else True
-    _machines(asker, made, found)
+    _machines(asker, made, found, environ)
     per_machine = 1 if made["use_cpu"] else count
     machines = made["num_machines"]
     if not around.ranks:
@@ -149,7 +151,9 @@ def _offer_import(asker: Asker, environ: Mapping[str, str]) -> dict[str, Any] | 
     return accelerate_options.effective_values(read_config(theirs))
 
 
-def _machines(asker: Asker, made: dict[str, Any], found: Mapping[str, Any]) -> None:
+def _machines(
+    asker: Asker, made: dict[str, Any], found: Mapping[str, Any], environ: Mapping[str, str]
+) -> None:
     """Ask about machines, unless a scheduler's allocation already says how many there are."""
     if "num_machines" in found:
         made["num_machines"] = found["num_machines"]
@@ -157,12 +161,30 @@ def _machines(asker: Asker, made: dict[str, Any], found: Mapping[str, Any]) -> N
     machines = asker.number("How many machines?", 1)
     made["num_machines"] = machines
     if machines > 1:
+        clusters = _cluster_launchers(plugin_schemas(environ)) if asker.ask else []
+        if clusters:
+            way = asker.choose("What starts the machines?", (_BY_HAND, *clusters), _BY_HAND)
+            if way != _BY_HAND:
+                made["launcher"] = way
+                return
         made["machine_rank"] = asker.number("Number of this machine, from 0?", 0, 0, machines - 1)
         made["main_process_ip"] = asker.text("Address of machine 0?", "", _not_empty)
         made["main_process_port"] = asker.number("Port on machine 0?", 29500)
         made["rdzv_backend"] = asker.choose(
             "How do they find each other?", ("static", "c10d"), "static"
         )
+
+
+def _cluster_launchers(schemas: Sequence[PluginSchema]) -> list[str]:
+    """Return the launchers that ask questions themselves and don't belong to a backend."""
+    backends = {one.release for one in schemas if one.kind == "backend"}
+    return [
+        one.name
+        for one in schemas
+        if one.kind == "launcher"
+        and one.release not in backends
+        and any(field.ask for field in one.fields)
+    ]
 
 
 def _not_empty(said: str) -> str:
@@ -193,7 +215,8 @@ def _backend(asker: Asker, made: dict[str, Any]) -> str:
 
 def _mpi(asker: Asker, made: dict[str, Any]) -> None:
     several = made.get("num_processes", 1) > 1
-    if not (asker.ask and several and made["use_cpu"] and shutil.which("mpirun")):
+    asked = asker.ask and several and "launcher" not in made
+    if not (asked and made["use_cpu"] and shutil.which("mpirun")):
         return
     if asker.confirm("Start the processes with mpirun?", False):
         file = asker.text("File with one host per line (empty: this machine)?", "")
@@ -213,6 +236,8 @@ def _plugin_questions(
         ("backend", backend): dict(known),
         ("precision", made["mixed_precision"]): {},
     }
+    if "launcher" in made:
+        chosen["launcher", made["launcher"]] = dict(known)
     chosen |= {("launcher", one): dict(known) for one in _launchers(asker, made, backend, schemas)}
     for schema in schemas:
         if (schema.kind, schema.name) not in chosen:
