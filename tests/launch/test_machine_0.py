@@ -386,3 +386,24 @@ def test_sigterm_ends_an_agent_that_waits_for_other_machines(tmp_path: Path) -> 
         time.sleep(2)  # by then, torch waits for the other machine
         process.terminate()
         assert process.wait(20) in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+def test_name_that_is_unknown_yet_is_waited_for_if_a_time_is_set(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def late(host: str, port: int) -> list[Any]:
+        asked.append(host)
+        if len(asked) == 1:
+            raise OSError(0, "Name or service not known")
+        return []
+
+    monkeypatch.setattr(machine_0, "resolve", late)
+    monkeypatch.setattr(machine_0, "check_hosts", lambda _: None)
+    find_machine_0(machine(29500, host="pod-0.job", timeout=30), is_machine_0=True)
+    assert len(asked) == 2
+    assert "its name does not resolve yet" in capfd.readouterr().err
+    asked.clear()
+    with pytest.raises(ConfigurationError, match="does not resolve"):
+        find_machine_0(machine(29500, host="pod-0.job"), is_machine_0=True)
