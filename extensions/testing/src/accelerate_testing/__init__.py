@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from accelerate_testing import fake_device
     from accelerate_testing.checks import Check, checks_of
     from accelerate_testing.context import CheckContext
     from accelerate_testing.counting import Communication, count_communication
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Check", "checks_of", "CheckContext", "Communication", "count_communication", "CompletedRun",
     "run_workers", "write_result", "Result", "Skip", "run_suite", "BackendSuite", "CheckpointerSuite",
+    "fake_device",
     "ExtensionSuite", "LauncherSuite", "LoadersSuite", "PrecisionSuite", "StorageSuite", "TrackerSuite",
 ]  # fmt: skip
 
@@ -49,4 +51,6 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "fake_device":
+        return importlib.import_module(f"{__name__}.fake_device")
     return getattr(importlib.import_module(f"{__name__}.{_HOME.get(name, 'suite')}"), name)
