@@ -10,7 +10,12 @@ from accelerate_core.plugin import ConfigurationError, MissingPluginError
 
 
 def as_stateful_loader(loader: Any) -> Any:
-    """Return a copy of the user's loader as torchdata's `StatefulDataLoader`."""
+    """Return a copy of the user's loader as torchdata's `StatefulDataLoader`.
+
+    Raises:
+        MissingPluginError: torchdata is not installed.
+        ConfigurationError: the loader is not a torch `DataLoader`.
+    """
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader
     except ImportError as error:
