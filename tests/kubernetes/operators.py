@@ -1,6 +1,6 @@
 """What the operators do with a job: the pods that they create, and the variables that they set.
 
-The names and values are those of the operators' sources: `pkg/runtime/framework/plugins/torch/torch.go`
+The names and values come from the operators' sources: `pkg/runtime/framework/plugins/torch/torch.go`
 of Kubeflow Trainer 2, `pkg/controller.v1/pytorch/envvar.go` of the Training Operator 1.9, and
 Kubernetes' indexed Jobs, which JobSet also creates.
 """

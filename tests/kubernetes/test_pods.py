@@ -1,7 +1,7 @@
 """Jobs from the launcher train in their pods, with exactly the variables that each operator sets.
 
-The pods are processes of this machine: the addresses are those of this machine, everything else is as
-in a cluster. No cluster was used.
+The pods are processes of this machine: their addresses are local, everything else is as in a
+cluster. No cluster was used.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ from accelerate_core.plugin import origin_of
 from accelerate_launch import LaunchPlan
 from accelerate_launch.failures import describe_function
 from accelerate_launch.plan import DEFAULT_PORT
-from accelerate_ray.launcher import processes_of
-from accelerate_ray.options import RunOptions
+from accelerate_ray.options import RunOptions, processes_of
 from accelerate_ray.run import Outcome, run
 from accelerate_ray.settings import RaySettings
 

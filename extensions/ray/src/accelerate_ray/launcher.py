@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate_core.plugin import ConfigurationError, origin_of
 from accelerate_launch import LaunchPlan
+from accelerate_ray.options import processes_of
 from accelerate_ray.settings import RaySettings, parse_resources, parse_runtime_env
 
 _SET_BY_RAY = ("PYTHONBREAKPOINT", "RAY_AUTH_MODE", "RAY_CLIENT_MODE")
@@ -116,12 +117,6 @@ def _variables_kept() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = text
-
-
-def processes_of(plan: LaunchPlan) -> int | None:
-    """Return the number of ranks, None if it was not set but counted on the launcher's machine."""
-    counted = "num_processes" in plan.provenance and plan.asked_processes is None
-    return None if counted else plan.num_processes
 
 
 def _detected(origin: str) -> bool:

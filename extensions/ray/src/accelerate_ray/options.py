@@ -9,7 +9,7 @@ from pathlib import Path
 
 from accelerate_core.booleans import env_flag
 from accelerate_core.errors import ConfigurationError
-from accelerate_launch import Target, target_command
+from accelerate_launch import LaunchPlan, Target, target_command
 from accelerate_ray.settings import RaySettings
 
 #: Variables of the launcher's machine that ranks on other machines should not get.
@@ -89,3 +89,9 @@ def shipped_variables(environ: Mapping[str, str], *, shipped: bool) -> dict[str,
         for name, text in kept.items()
         if name not in _OF_THIS_MACHINE and not name.startswith(_PREFIXES_OF_THIS_MACHINE)
     }
+
+
+def processes_of(plan: LaunchPlan) -> int | None:
+    """Return the number of ranks, None if it was not set but counted on the launcher's machine."""
+    counted = "num_processes" in plan.provenance and plan.asked_processes is None
+    return None if counted else plan.num_processes

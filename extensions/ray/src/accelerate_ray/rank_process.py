@@ -1,6 +1,6 @@
 """Replace this process by a rank that ends when the process that started it ends.
 
-    rank_process.py PARENT_PID COMMAND...
+Usage: `rank_process.py PARENT_PID COMMAND...`
 
 Ray kills the processes of a dead node without a signal to their children. This file runs as a script,
 because the rank should wait for no import.

@@ -316,7 +316,7 @@ class Attempt:
         return outcome
 
     def _is_preempted(self, outcome: Outcome) -> bool:
-        """Return whether the ranks were told to end, and those that have ended had saved their state.
+        """Return whether the ranks should end, and those that have ended had saved their state.
 
         The others may need long to save, and a second SIGTERM would interrupt that.
         """

@@ -5,12 +5,8 @@ collectives, so code for accelerators runs on it unchanged. It counts and record
 kernels, copies, reads back to the host, synchronizations and collectives, in the order in which the host
 issued them. It is compiled when it is first installed in an environment.
 
-    from accelerate_testing import fake_device
-
-    fake_device.install(devices=2)
-    with fake_device.record() as log:
-        step()
-    assert not log.host_waits
+`install()` makes it this process's accelerator. In `with record() as log:`, `log.host_waits` lists the lines
+that made the host wait.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from accelerate_core.plugin import ConfigurationError
+from accelerate_testing.fake_device.name import NAME
 
 __all__ = [
     "DEVICES",
@@ -35,8 +32,6 @@ __all__ = [
     "set_memory_limit",
 ]
 
-#: The device's type.
-NAME = "fake"
 #: Variable with the number of devices, 2 by default. Importing `accelerate_testing.fake_device.auto`
 #: installs as many.
 DEVICES = "ACCELERATE_TESTING_FAKE_DEVICES"
@@ -49,7 +44,7 @@ _WAITS = ("read", "download", "synchronize")
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that the host asked of a device.
+    """One request of the host to a device.
 
     Attributes:
         kind: "kernel", "collective", "upload" and "blocking_upload" (host to device), "download" and
@@ -78,7 +73,7 @@ class Entry:
 
 @dataclass
 class Log:
-    """What was recorded, in the order in which the host issued it. Complete after the `with` block."""
+    """The recorded entries, in the order in which the host issued them. Complete after the `with` block."""
 
     entries: list[Entry] = field(default_factory=list)
 

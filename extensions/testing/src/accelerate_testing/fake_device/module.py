@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.utils import backend_registration
 
 from accelerate_core.plugin import ConfigurationError
-from accelerate_testing.fake_device import NAME, build
+from accelerate_testing.fake_device import build
+from accelerate_testing.fake_device.name import NAME
 
 #: The name of its collectives in torch.distributed.
 COLLECTIVES = "fakeccl"
