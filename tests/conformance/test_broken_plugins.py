@@ -289,6 +289,11 @@ for name in HOOKS:
                 model = torch.nn.Linear(1, 1)
                 optimizer = torch.optim.SGD(model.parameters(), 0.1)
                 model, optimizer = accelerator.prepare(model, optimizer)
+                if name == "reduce_gradients":  # prepare calls it on several ranks only
+                    (found,) = accelerator._shared_hooks.implementations(name)
+                    accelerator._shared_hooks.call(found, model=model)
+                if name == "on_membership_change":  # an elastic backend causes it
+                    accelerator._shared_hooks.call_each(name)
                 accelerator.backward(model(torch.ones(1, 1)).sum())
                 optimizer.step()
                 accelerator.seen_by_nobody_but_plugins if name == "state_attributes" else None
