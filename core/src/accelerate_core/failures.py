@@ -81,7 +81,7 @@ def install() -> None:
         if file and not isinstance(error, KeyboardInterrupt):
             # Wait before printing: the launcher stops an echo meanwhile, so it is never printed.
             wait_for_culprit(error)
-            if _record(error, Path(file), _agent_is_parent() and errors.prints_only(previous)):
+            if record(error, Path(file), _agent_is_parent() and errors.prints_only(previous)):
                 return
         previous(kind, error, trace)
         sys.stderr.flush()
@@ -126,7 +126,7 @@ def wait_for_culprit(error: BaseException) -> None:
         time.sleep(_ECHO_WAIT)
 
 
-def _record(error: BaseException, file: Path, left_to_agent: bool) -> bool:
+def record(error: BaseException, file: Path, left_to_agent: bool) -> bool:
     """Write the exception in torchrun's format, unless the file already has content.
 
     Returns whether our agent will show it. The agent shows each traceback once.

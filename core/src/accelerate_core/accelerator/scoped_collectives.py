@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,14 +127,14 @@ def make_collectives(
 
     def shard(scope: Scope) -> tuple[int, int]:
         answer = started.hooks.data_shard() if scope == "data" else started.hooks.loss_shard()
-        most = sys.maxsize if started.backend.supports.get("elastic") else started.num_processes
+        elastic = started.backend.supports.get("elastic", False)
         match answer:
-            case (int(index), int(count)) if 0 <= index < count <= most:
-                return index, count
-        wanted = (
-            "(index, count) with 0 <= index < count, and count at most the number of "
-            f"processes, {started.num_processes}"
-        )
+            case (int(index), int(count)) if 0 <= index < count:
+                if elastic or count <= started.num_processes:
+                    return index, count
+        wanted = "(index, count) with 0 <= index < count"
+        if not elastic:
+            wanted += f", and count at most the number of processes, {started.num_processes}"
         raise wrong_answer(f"{scope}_shard", started.backend.name, answer, wanted)
 
     def communicator(scope: Scope, index: int, count: int) -> Communicator:

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from accelerate_core.backend.precision import Precision
 from accelerate_core.builtin.compiled import uncompiled
 from accelerate_core.errors import PrepareError
 from accelerate_core.prepare.classify import check_preparable, classify
@@ -35,11 +36,12 @@ def prepare(
     plan.record([wrapper.optimizer for wrapper in prepared.objects.optimizers])
     for entry in plan.of_kind("model"):
         entry.value = _stages(prepared, entry)
-    # Moving a model to some devices replaces its parameters, and a precision may replace its optimizer.
+    # Stages, and moving a model to some devices, replace parameters. Precisions and engines that own
+    # the optimizer need the current ones.
     plan.reconcile(prepared.objects.models, tell=False)
-    prepared.prepare_precision(plan)
-    # Engines that own the optimizer need this too, because the stages may have replaced parameters.
-    plan.reconcile(prepared.objects.models, tell=False)
+    if type(prepared.precision).prepare is not Precision.prepare:
+        prepared.prepare_precision(plan)
+        plan.reconcile(prepared.objects.models, tell=False)
     hooks.prepare(plan)
     if "optimizer" not in backend.owns:
         plan.reconcile(prepared.objects.models, tell=True)

@@ -50,6 +50,10 @@ class TokenCount:
 
     def __post_init__(self) -> None:
         self._powers = torch.tensor([2.0**power for power in range(-30, 127)])
+        # Not every device supports float64, and torch can't say which do.
+        kind = self.comm.device.type
+        exact = kind == "cpu" or device_plugin(kind).float64
+        self._exact = torch.float64 if exact else torch.float32
 
     def begin(
         self, items: Count | None, models: Sequence[torch.nn.Module], *, first: bool, last: bool
@@ -125,10 +129,7 @@ class TokenCount:
     def _compute_factor(self) -> None:
         """Sum the counts of the ranks, without reading a value back to the host."""
         comm = self.comm
-        # Not every device supports float64, and not every device with float64 says so.
-        kind = comm.device.type
-        exact = torch.float64 if kind == "cpu" or device_plugin(kind).float64 else torch.float32
-        local = torch.as_tensor(self._local, dtype=exact, device=comm.device).reshape(1)
+        local = torch.as_tensor(self._local, dtype=self._exact, device=comm.device).reshape(1)
         per_rank = (comm.reduce(local) / comm.size).clamp(min=1.0 / comm.size).reshape(())
         self.factor = (1.0 if self._divisor is None else self._divisor) / per_rank
         powers = self._powers.to(comm.device)

@@ -9,7 +9,7 @@ from accelerate_core.plugin import ConfigurationError
 from accelerate_kubernetes.job import describe
 from accelerate_kubernetes.manifests import manifests
 from accelerate_kubernetes.settings import KubernetesLaunch
-from accelerate_launch import LaunchPlan
+from accelerate_launch import LaunchPlan, as_yaml
 
 _SUBMIT = "accelerate_kubernetes.submit"
 
@@ -40,8 +40,6 @@ class KubernetesLauncher:
         Raises:
             ConfigurationError: a setting is missing or invalid.
         """
-        from accelerate_kubernetes.text import as_yaml  # PyYAML is only needed for this launcher
-
         return as_yaml(manifests(describe(plan, self.settings)))
 
     def launch_command(self, plan: LaunchPlan) -> list[str]:

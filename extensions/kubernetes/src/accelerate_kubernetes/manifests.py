@@ -7,9 +7,7 @@ from typing import Any
 
 from accelerate_kubernetes.job import Job
 from accelerate_kubernetes.pod import INSTANCE, config_name, labels, pod_template
-
-#: The exit status of a run that has saved after a signal and should be started again.
-PREEMPTED = 75
+from accelerate_launch import PREEMPTED
 
 Manifest = dict[str, Any]
 

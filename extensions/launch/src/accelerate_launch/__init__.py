@@ -7,7 +7,7 @@ until a function is launched. A launcher plugin needs `LaunchPlan`, `Target` and
 
 from accelerate_launch.notebook import PrepareForLaunch, debug_launcher, notebook_launcher
 from accelerate_launch.paths import default_config_path
-from accelerate_launch.plan import LaunchPlan, Target
+from accelerate_launch.plan import PREEMPTED, LaunchPlan, Target
 from accelerate_launch.planning import make_plan
 from accelerate_launch.simple import target_command
 from accelerate_launch.start import (
@@ -17,13 +17,16 @@ from accelerate_launch.start import (
     choose_launcher,
     start,
 )
+from accelerate_launch.yaml_text import as_yaml
 
 __all__ = [
+    "PREEMPTED",
     "FunctionLauncher",
     "LaunchPlan",
     "Launcher",
     "PrepareForLaunch",
     "Target",
+    "as_yaml",
     "child_environment",
     "choose_launcher",
     "debug_launcher",

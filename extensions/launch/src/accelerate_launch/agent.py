@@ -34,15 +34,13 @@ from accelerate_launch.machine_0 import (
     is_reached_by,
     split_endpoint,
 )
+from accelerate_launch.plan import PREEMPTED
 
 #: Separates the agent's options from the program.
 _TARGET = "--"
 
 #: After waiting this many seconds for the other machines, the agent prints that it is waiting.
 _SILENCE = 8.0
-
-#: `EX_TEMPFAIL`: the ranks have saved their state and the run should be started again.
-_AGAIN = 75
 
 
 def main(arguments: list[str]) -> int:
@@ -79,7 +77,7 @@ def main(arguments: list[str]) -> int:
         torchrun.run(parsed)
     except ChildFailedError as error:
         text, status = describe(error.failures, brief=quiet)
-        if status != _AGAIN:
+        if status != PREEMPTED:
             sys.stderr.write(text)
         return status
     except SignalException as error:  # Ctrl-C: the ranks have been stopped
@@ -207,7 +205,7 @@ class _Agent(LocalElasticAgent):
                 _add_ended(result.failures, processes, worker_group)
             else:
                 sys.stderr.write(held(processes))
-        if any(failure.exitcode == _AGAIN for failure in (result.failures or {}).values()):
+        if any(failure.exitcode == PREEMPTED for failure in (result.failures or {}).values()):
             self._remaining_restarts = 0  # the machine is being preempted, so don't restart on it
         if result.failures and self._remaining_restarts:
             said, _ = describe(result.failures, brief=self.quiet)

@@ -9,6 +9,8 @@ from typing import Literal
 from accelerate_core.config.provenance import SourcedValue
 
 DEFAULT_PORT = 29500
+#: Exit status of ranks that have saved their state and should be started again (`EX_TEMPFAIL`).
+PREEMPTED = 75
 LOOPBACK = "127.0.0.1"
 #: How the origin ends if the number of processes was not set but counted.
 COUNTED = ("no accelerator is visible", "visible accelerator(s) per machine")

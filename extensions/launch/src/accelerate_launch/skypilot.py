@@ -6,19 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from accelerate_core.booleans import parse_bool
 from accelerate_core.config.files import ConfigFile
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.plugins import catalog
-from accelerate_launch.plan import DEFAULT_PORT
+from accelerate_launch.plan import DEFAULT_PORT, PREEMPTED
 from accelerate_launch.planning import decide
+from accelerate_launch.yaml_text import as_yaml
 
 #: Where the config file is on the machines.
 MOUNTED = "/tmp/accelerate-core/config.yaml"
-#: The status of a run that has saved after a signal and should be started again.
-_PREEMPTED = 75
 #: Plugins that the extra `standard` brings, and those that only submit jobs elsewhere.
 _NOT_EXTRAS = frozenset({"compile", "ddp", "kubernetes", "ray", "single"})
 
@@ -73,7 +70,7 @@ def task_file(
         resources["accelerators"] = _accelerators(accelerator, per_machine, asked, config)
         count = "SKYPILOT_NUM_GPUS_PER_NODE"
     if chosen["preemption_signals"].value:
-        resources["job_recovery"] = {"recover_on_exit_codes": [_PREEMPTED]}
+        resources["job_recovery"] = {"recover_on_exit_codes": [PREEMPTED]}
     task = {
         "name": "accelerate",
         "num_nodes": machines,
@@ -84,12 +81,7 @@ def task_file(
         "setup": f'pip install "accelerate-core[{",".join(_extras(config, chosen["backend"].value))}]"\n',
         "run": _RUN.format(per_machine=count),
     }
-    body = yaml.dump(
-        {key: value for key, value in task.items() if value != {}},
-        Dumper=_Dumper,
-        sort_keys=False,
-        width=1000,
-    )
+    body = as_yaml([{key: value for key, value in task.items() if value != {}}])
     return _HEAD.format(path=config.path, name=name) + body
 
 
@@ -118,15 +110,3 @@ def _extras(config: ConfigFile, backend: object) -> list[str]:
     if backend is not None:
         found.add(catalog.extra_for("backend", str(backend)) or str(backend))
     return ["standard", *sorted(found - _NOT_EXTRAS)]
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks."""
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    style = "|" if "\n" in text else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _text)

@@ -10,12 +10,12 @@ from typing import Any
 
 from accelerate_core.errors import AccelerateError
 from accelerate_launch import Target
+from accelerate_launch.plan import PREEMPTED
 from accelerate_ray.options import RunOptions, rank_command
 from accelerate_ray.settings import RaySettings
 
 #: Separates the driver's options from the program.
 _TARGET = "--"
-_AGAIN = 75
 
 
 def main(arguments: list[str]) -> int:
@@ -71,7 +71,7 @@ def _run(given: Any, target: Target) -> int:
     if outcome.ok:
         return 0
     text, status = outcome.explain(quiet=options.quiet)
-    if status != _AGAIN:
+    if status != PREEMPTED:
         sys.stderr.write(text)
     return status
 

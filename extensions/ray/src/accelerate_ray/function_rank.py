@@ -5,15 +5,14 @@ python -m accelerate_ray.function_rank FOLDER
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
-import traceback
 from pathlib import Path
 from types import TracebackType
 
 from ray import cloudpickle
+
+from accelerate_core.failures import record
 
 #: Folders of the packages that call the function.
 _CALLERS = ("/accelerate_ray/", "/accelerate_launch/")
@@ -30,7 +29,8 @@ def main(folder: Path) -> int:
         call, arguments = cloudpickle.loads(function), cloudpickle.loads(args)
         (folder / "result").write_bytes(_pickled(call(*arguments)))
     except Exception as error:
-        _record(error)
+        trace = _own(error.__traceback__)
+        record(error.with_traceback(trace), Path(os.environ["TORCHELASTIC_ERROR_FILE"]), True)
         return 1
     return 0
 
@@ -43,14 +43,6 @@ def _pickled(value: object) -> bytes:
             f"The launched function returned a {type(value).__name__} that cannot be pickled: {error}"
         ) from error
     return content
-
-
-def _record(error: Exception) -> None:
-    """Write an exception to the launcher's file in the format of torchrun."""
-    trace = "".join(traceback.format_exception(error.with_traceback(_own(error.__traceback__))))
-    more = {"py_callstack": trace, "timestamp": str(int(time.time())), "left": True}
-    said = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": more}}
-    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(said), encoding="utf-8")
 
 
 def _own(trace: TracebackType | None) -> TracebackType | None:

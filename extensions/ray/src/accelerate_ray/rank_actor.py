@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from accelerate_launch.devices import interface_of
+
 #: Variables with which Ray limits a process to the accelerators of its actor.
 VISIBLE_DEVICES = (
     "CUDA_VISIBLE_DEVICES",
@@ -124,8 +126,8 @@ class RankActor:
             # The rank leaves its traceback to the launcher, which shows each one once.
             "ACCELERATE_AGENT_PID": str(os.getpid()),
         }
-        interface = _interface_of(self._address)
-        if interface:
+        interface = interface_of(self._address)
+        if interface is not None:
             own["GLOO_SOCKET_IFNAME"] = interface
         guard = Path(__file__).with_name("rank_process.py")
         self._process = subprocess.Popen(
@@ -237,15 +239,3 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _interface_of(address: str) -> str:
-    """Return the network interface with the node's address, which gloo should use, or ""."""
-    if not address or "GLOO_SOCKET_IFNAME" in os.environ:
-        return ""
-    import psutil
-
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == address for one in addresses):
-            return str(name)
-    return ""

@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from accelerate_core.errors import ConfigurationError
 from accelerate_launch.failures import describe
+from accelerate_launch.plan import PREEMPTED
 from accelerate_ray.cluster import Cluster, bundle_of, connected, is_alive, reserved
 from accelerate_ray.options import RunOptions, shipped_variables
 from accelerate_ray.output import Output
@@ -45,8 +46,6 @@ _SILENT = "its node on {host} does not answer."
 _NEWS = 5.0
 #: A node may die while ranks are placed on it. Placing is tried this many times.
 _PLACEMENTS = 5
-#: `EX_TEMPFAIL`: the ranks have saved their state, and the run should be started again.
-_AGAIN = 75
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ def run(
                 continue
             finally:
                 output.close()
-            preempted = any(one.exitcode == _AGAIN for one in outcome.failures.values())
+            preempted = any(one.exitcode == PREEMPTED for one in outcome.failures.values())
             if outcome.ok or attempt == options.max_restarts or preempted or one.told_to_end:
                 return outcome
             attempt += 1
@@ -320,7 +319,7 @@ class Attempt:
 
         The others may need long to save, and a second SIGTERM would interrupt that.
         """
-        saved = all(one.exitcode == _AGAIN for one in outcome.failures.values())
+        saved = all(one.exitcode == PREEMPTED for one in outcome.failures.values())
         return self.told_to_end and saved and not outcome.lost
 
     def _pass_signals_on(self) -> None:

@@ -332,19 +332,13 @@ def failure(ctx: CheckContext) -> str:
 @check("launcher", alone=True)
 def terminated(ctx: CheckContext) -> str:
     """SIGTERM, with which a cluster ends a job, ends the launch and all of its ranks."""
-    run = _signalled(ctx, _WAITING, signal.SIGTERM, ctx.scratch("terminated"))
-    assert not run.timed_out, "the launch keeps running after SIGTERM"
-    ctx.equal(run.returncode != 0, True, "the launch fails after SIGTERM")
-    return f"status {run.returncode} after {run.seconds:.1f} s"
+    return _ends_on(ctx, signal.SIGTERM)
 
 
 @check("launcher", alone=True)
 def interrupted(ctx: CheckContext) -> str:
     """SIGINT, as from Ctrl-C, ends the launch and all of its ranks."""
-    run = _signalled(ctx, _WAITING, signal.SIGINT, ctx.scratch("interrupted"))
-    assert not run.timed_out, "the launch keeps running after SIGINT"
-    ctx.equal(run.returncode != 0, True, "the launch fails after SIGINT")
-    return f"status {run.returncode} after {run.seconds:.1f} s"
+    return _ends_on(ctx, signal.SIGINT)
 
 
 @check("launcher", alone=True)
@@ -394,6 +388,14 @@ def many_ranks(ctx: CheckContext) -> str:
     assert not missing, f"{missing} of {count} ranks did not run with their own variables"
     ctx.equal(found, expected, "ranks that ran, and how often")
     return f"{count} ranks in {run.seconds:.1f} s"
+
+
+def _ends_on(ctx: CheckContext, number: signal.Signals) -> str:
+    """Check that a signal ends a launch whose ranks wait, with an exit status other than 0."""
+    run = _signalled(ctx, _WAITING, number, ctx.scratch(number.name.lower()))
+    assert not run.timed_out, f"the launch keeps running after {number.name}"
+    ctx.equal(run.returncode != 0, True, f"the launch fails after {number.name}")
+    return f"status {run.returncode} after {run.seconds:.1f} s"
 
 
 def _signalled(
