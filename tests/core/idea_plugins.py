@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from support import clean_environment
@@ -366,6 +367,7 @@ class Replicas(Backend):
         host, port = os.environ["REPLICA_STORE"].split(":")
         self.store = dist.TCPStore(host, int(port), None, False, timedelta(seconds=30))
         self.me = int(os.environ["REPLICA"])
+        self.store.set(f"process/{self.me}", str(os.getpid()))
         members = sorted(map(int, os.environ["REPLICAS"].split(",")))
         self.newcomer = self.me not in members
         self.failed = False
@@ -419,15 +421,26 @@ class Replicas(Backend):
 
     def decide(self) -> tuple[bool, list[int]]:
         """Return whether all have reduced, and who takes part in the next step."""
-        until = time.monotonic() + 8
+        until = time.monotonic() + 60
         keys = {one: f"reduced/{self.steps}/{one}" for one in self.members}
-        while not self.store.check(list(keys.values())) and time.monotonic() < until:
+        while time.monotonic() < until:
+            late = [one for one, key in keys.items() if not self.store.check([key])]
+            if not any(map(self.lives, late)):
+                break
             time.sleep(0.01)
         alive = [one for one, key in keys.items() if self.store.check([key])]
         reduced = [one for one in alive if self.store.get(keys[one]) == b"1"]
         joins = self.store.check(["joins"]) and not self.store.check(["joined"])
         newcomers = [int(self.store.get("joins"))] if joins else []
         return reduced == self.members, alive + newcomers
+
+    def lives(self, replica: int) -> bool:
+        """Return whether a replica's process runs. All of them are on this machine."""
+        try:
+            process = psutil.Process(int(self.store.get(f"process/{replica}")))
+            return process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
 
     def on_step_end(self, accelerator: AcceleratorView) -> None:
         self.steps += 1
