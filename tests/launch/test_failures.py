@@ -70,7 +70,7 @@ def test_invalid_setting_under_launch_shows_one_traceback_without_internal_frame
 def record(folder: Path, rank: int, error: Exception, left: bool) -> ProcessFailure:
     file = folder / str(rank) / "error.json"
     file.parent.mkdir()
-    assert failures._record(error, file, left) is left
+    assert failures.record(error, file, left) is left
     return ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=1, error_file=str(file))
 
 
