@@ -1,8 +1,10 @@
-"""Tasks that a scheduler started without a launcher are an error, because each would train alone."""
+"""Tasks that a scheduler started without a launcher take their ranks from it, or are an error."""
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pool
@@ -16,6 +18,8 @@ from accelerate_core.contract.topology import (
     read_topology,
 )
 from accelerate_core.errors import ConfigurationError
+from accelerate_launch.cluster import slurm_task_ranks
+from accelerate_launch.slurm import port_of_run
 
 JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2"}
 #: Variables in the second task of `srun -N2 -n2`.
@@ -41,17 +45,35 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
     return pool.run(["train.py", *arguments], clean_environment(**variables), 120, cwd=folder)
 
 
-@pytest.mark.parametrize("arguments", [["--lr", "0.1"], ["state"]], ids=["Accelerator", "state"])
-def test_slurm_task_without_launcher_is_refused_with_the_right_command(
-    tmp_path: Path, arguments: list[str]
-) -> None:
-    done = run(tmp_path, *arguments, **TASK)
+@pytest.mark.dist
+@pytest.mark.parametrize("arguments", [[], ["state"]], ids=["Accelerator", "state"])
+def test_slurm_tasks_without_launcher_are_ranks(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    # A job that other tests don't use, because the port is derived from its number.
+    job = {**TASK, "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NUM_NODES": "1"}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "train.py", *arguments],
+            env=clean_environment(**{**job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        said = [task.communicate(timeout=120)[0] for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert said == ["0 2\n", "1 2\n"]
+
+
+def test_slurm_tasks_need_accelerate_launch(tmp_path: Path) -> None:
+    done = run(tmp_path, **TASK, ACCELERATE_DISABLED_PLUGINS="slurm")
     assert done.returncode == 1, done.stdout
-    assert "one of 2 tasks of a SLURM step (SLURM_PROCID=1)" in done.stderr
-    command = f"train.py {' '.join(arguments)}\n"
-    start = "\n    srun --nodes=2 --ntasks=2 "
-    assert f"{start}accelerate-core launch {command}" in done.stderr
-    assert f"{start}env RANK=0 WORLD_SIZE=1 python {command}" in done.stderr
+    assert "one of 2 tasks of a SLURM step" in done.stderr
+    assert "set RANK=0 and WORLD_SIZE=1" in done.stderr
 
 
 def test_slurm_task_can_opt_in_to_training_alone(tmp_path: Path) -> None:
@@ -59,10 +81,15 @@ def test_slurm_task_can_opt_in_to_training_alone(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "0 1\n"), done.stderr
 
 
-@pytest.mark.parametrize("rank", ["0", "1"], ids=["first task", "second task"])
-def test_every_task_of_a_slurm_step_is_refused(rank: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"SLURM_PROCID={rank}"):
-        check_launched(Topology(), {**TASK, "SLURM_PROCID": rank})
+def test_ranks_address_and_port_come_from_slurm() -> None:
+    assert slurm_task_ranks({**TASK, "SLURM_STEP_NODELIST": "gpu[01-02]"}) == {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "gpu01",
+        "MASTER_PORT": str(port_of_run("4711", 0)),
+    }
 
 
 ALONE = {
@@ -80,7 +107,9 @@ ALONE = {
 
 
 @pytest.mark.parametrize("variables", ALONE.values(), ids=ALONE)
-def test_single_process_or_process_with_ranks_is_not_refused(variables: dict[str, str]) -> None:
+def test_single_process_or_process_with_ranks_is_left_alone(variables: dict[str, str]) -> None:
+    if "RANK" not in variables:
+        assert slurm_task_ranks(variables) == {}
     check_launched(read_topology(variables), variables)
 
 
@@ -89,25 +118,35 @@ def test_pmix_rank_without_launcher_is_refused() -> None:
         check_launched(Topology(), {"PMIX_RANK": "2"})
 
 
-#: MPI ranks on two machines. mpirun sets the ranks per machine, and srun --mpi=pmi2 the number of nodes.
-SEVERAL_MACHINES = {
-    "mpirun": {
+def test_mpi_ranks_on_several_machines_need_an_address() -> None:
+    variables = {
         "OMPI_COMM_WORLD_RANK": "1",
         "OMPI_COMM_WORLD_SIZE": "2",
         "OMPI_COMM_WORLD_LOCAL_RANK": "0",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-    },
-    "srun --mpi=pmi2": {**TASK, "PMI_RANK": "1", "PMI_SIZE": "2"},
-}
-
-
-@pytest.mark.parametrize("variables", SEVERAL_MACHINES.values(), ids=SEVERAL_MACHINES)
-def test_mpi_ranks_on_several_machines_need_an_address(variables: dict[str, str]) -> None:
+    }
     topology = read_topology(variables)
     check_launched(topology, variables)
     with pytest.raises(ConfigurationError, match="MASTER_ADDR does not say on which one rank 0 is"):
         check_address(topology, variables)
     check_address(topology, {**variables, "MASTER_ADDR": "node1"})
+
+
+#: mpirun inside a SLURM job starts its ranks with srun. Only its own rank variables are right then.
+MPI_RANKS = {
+    "Open MPI": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+    "MPICH": {"PMI_RANK": "1", "MPI_LOCALRANKID": "0"},
+}
+
+
+@pytest.mark.parametrize("variables", MPI_RANKS.values(), ids=MPI_RANKS)
+def test_ranks_of_mpirun_are_not_taken_from_slurm(variables: dict[str, str]) -> None:
+    sizes = {name.replace("RANK", "SIZE"): "2" for name in variables if "LOCAL" not in name}
+    assert slurm_task_ranks({**TASK, **variables, **sizes}) == {}
+
+
+def test_pmi2_ranks_of_srun_are_taken_from_slurm() -> None:
+    assert slurm_task_ranks({**TASK, "PMI_RANK": "1", "PMI_SIZE": "2"})["LOCAL_WORLD_SIZE"] == "1"
 
 
 def test_group_that_the_script_started_itself_needs_no_launcher(tmp_path: Path) -> None:

@@ -85,18 +85,15 @@ def test_launch_takes_the_ranks_from_slurm(
     assert ranks_of(done.stdout) == expected, done.stderr[-3000:]
 
 
-def test_srun_without_launcher_is_refused_with_the_command_to_type(
-    slurm: SlurmCluster, folder: Path, table_row: Callable[[Row], None]
+PYTHON = {name: step for name, step in STEPS.items() if name != "mpirun in an allocation"}
+
+
+@pytest.mark.parametrize(("start", "expected"), PYTHON.values(), ids=PYTHON)
+def test_srun_without_launcher_takes_the_ranks_from_slurm(
+    slurm: SlurmCluster, folder: Path, start: list[str], expected: list[str]
 ) -> None:
-    done = slurm.run("srun", "-N2", "-n2", "python", "who.py", cwd=folder)
-    assert ranks_of(done.stdout) == []
-    typed = "srun --nodes=2 --ntasks=2 accelerate-core launch who.py"
-    assert f"    {typed}\n" in done.stderr
-    table_row(
-        Row("`srun python`", 2, None, done.returncode, "refused, with the command to type", None)
-    )
-    done = slurm.run(*typed.split(), cwd=folder)
-    assert ranks_of(done.stdout) == TWO_RANKS, done.stderr[-3000:]
+    done = slurm.run(*start, "python", "who.py", cwd=folder)
+    assert ranks_of(done.stdout) == expected, done.stderr[-3000:]
 
 
 def test_python_in_an_allocation_of_several_tasks_runs_alone(

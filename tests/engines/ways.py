@@ -57,6 +57,7 @@ LOCAL = {
 }
 
 SLURM = {
+    "`srun python`": Way("srun --nodes 2 --ntasks 2 --kill-on-bad-exit python {train}"),
     "`srun`, one launcher per node": Way(
         "srun --nodes 2 --ntasks-per-node 1 accelerate-core launch --rdzv_backend c10d "
         "--max_restarts 1 {train}",

@@ -25,9 +25,6 @@ _RANK_VARIABLES = (
     "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS",
 )
 
-#: From this number on, SLURM numbers its internal steps: batch script, interactive shell, `extern`.
-_RESERVED_STEP = 4294967280
-
 
 @dataclass
 class Topology:
@@ -82,37 +79,31 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
 
 
 def check_launched(topology: Topology, environ: Mapping[str, str]) -> None:
-    """Refuse to train alone in one of several tasks of a job step.
+    """Refuse to train alone in one of several processes that a scheduler started.
 
-    A scheduler starts the tasks, but only a launcher assigns ranks to them. Without ranks, every task would
-    train a separate model. If that is intended, set `RANK=0 WORLD_SIZE=1`.
+    Without ranks, every process would train a separate model. If that is intended, set
+    `RANK=0 WORLD_SIZE=1`.
 
     Raises:
-        ConfigurationError: contains the command that starts the tasks as ranks.
+        ConfigurationError: says how to start the processes as ranks.
     """
     if topology.num_processes > 1 or {"RANK", "WORLD_SIZE"} <= environ.keys():
         return
-    pmix_rank = environ.get("PMIX_RANK", "")
-    if several_slurm_tasks(environ):
-        rank, tasks = environ["SLURM_PROCID"], _slurm_tasks(environ)
-        nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
-        who = f"one of {tasks} tasks of a SLURM step (SLURM_PROCID={rank})"
-        start = f"srun --nodes={nodes} --ntasks={tasks}"
-    elif (
-        pmix_rank.isdigit() and int(pmix_rank) > 0
-    ):  # PMIx has no variable for the number of processes
+    tasks, pmix_rank = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("PMIX_RANK", "")
+    if tasks.isdigit() and int(tasks) > 1:
+        who = f"one of {tasks} tasks of a SLURM step"
+        how = "Install accelerate-launch, which reads their ranks from SLURM."
+    elif pmix_rank.isdigit() and int(pmix_rank) > 0:  # PMIx does not say how many there are
         who = f"one of several processes (PMIX_RANK={pmix_rank})"
-        start = "mpirun -n NUMBER"
+        script = sys.argv if sys.argv and sys.argv[0].endswith(".py") else ["SCRIPT.py"]
+        command = f"mpirun -n NUMBER accelerate-core launch {shlex.join(script)}"
+        how = f"Start them with the launcher, which sets the ranks:\n    {command}\n"
     else:
         return
-    script = sys.argv if sys.argv and sys.argv[0].endswith(".py") else ["SCRIPT.py"]
-    command = shlex.join(script)
     raise ConfigurationError(
         f"This process is {who}, but RANK and WORLD_SIZE are not set, so each of them would train "
-        "a separate model as rank 0 of 1. Start them with the launcher, which sets the ranks:\n"
-        f"    {start} accelerate-core launch {command}\n"
-        "If each of them should train alone, set RANK=0 and WORLD_SIZE=1:\n"
-        f"    {start} env RANK=0 WORLD_SIZE=1 python {command}"
+        f"a separate model as rank 0 of 1. {how} If each of them should train alone, set RANK=0 and "
+        "WORLD_SIZE=1."
     )
 
 
@@ -124,29 +115,12 @@ def check_address(topology: Topology, environ: Mapping[str, str]) -> None:
     """
     if "MASTER_ADDR" in environ or "RANK" in environ:
         return
-    slurm_nodes = environ.get("SLURM_STEP_NUM_NODES", "1") if several_slurm_tasks(environ) else "1"
-    if topology.local_num_processes < topology.num_processes or slurm_nodes != "1":
+    if topology.local_num_processes < topology.num_processes:
         raise ConfigurationError(
             f"The {topology.num_processes} ranks ({topology.source}) are on several machines, but "
             "MASTER_ADDR does not say on which one rank 0 is. Set MASTER_ADDR to its host name for "
             "all ranks, or start the script with the launcher: accelerate-core launch."
         )
-
-
-def several_slurm_tasks(environ: Mapping[str, str]) -> bool:
-    """Return whether `srun` started this process as one of several tasks.
-
-    A batch script and the shell of `salloc` run only once, regardless of the number of tasks.
-    """
-    step, rank = environ.get("SLURM_STEP_ID", ""), environ.get("SLURM_PROCID", "")
-    in_step = step.isdigit() and int(step) < _RESERVED_STEP
-    is_task = rank.isdigit() and (in_step or int(rank) > 0)
-    return is_task and _slurm_tasks(environ) > 1
-
-
-def _slurm_tasks(environ: Mapping[str, str]) -> int:
-    text = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
-    return int(text) if text.isdigit() else 1
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -29,6 +29,7 @@ from accelerate_core.contract.topology import (
     read_topology,
 )
 from accelerate_core.errors import ConfigurationError, RuntimeConflictError, warn
+from accelerate_core.plugins.discovery import disabled_names, installed
 
 if TYPE_CHECKING:
     import torch
@@ -134,15 +135,27 @@ def acquire(
 
 
 def launched_topology() -> Topology:
-    """Return the ranks that the launcher assigned.
+    """Return the ranks that a launcher or a scheduler assigned.
 
     Raises:
-        ConfigurationError: a scheduler started several processes, but no launcher assigned ranks.
+        ConfigurationError: several processes were started without ranks.
     """
+    if not _has_group() and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        os.environ.update(_scheduled_ranks())
     topology = read_topology(os.environ)
     if not _has_group():
         check_launched(topology, os.environ)
     return topology
+
+
+def _scheduled_ranks() -> Mapping[str, str]:
+    """Return the rank variables that follow from the variables of a scheduler, if one started us."""
+    for record in installed().of_kind("scheduler"):
+        if record.triggers & os.environ.keys() and record.name not in disabled_names():
+            ranks: Mapping[str, str] = record.load()(os.environ)
+            if ranks:
+                return ranks
+    return {}
 
 
 def _has_group() -> bool:

@@ -37,6 +37,7 @@ GROUPS = {
     "accelerate_core.loaders": "loaders",
     "accelerate_core.tracking": "tracking",
     "accelerate_core.devices": "device",
+    "accelerate_core.schedulers": "scheduler",
 }
 #: Kinds that extensions host: the name of the kind -> the entry point group of its plugins.
 _KINDS = "accelerate_core.kinds"

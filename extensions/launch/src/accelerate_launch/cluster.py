@@ -34,15 +34,36 @@ def detect_cluster(environ: Mapping[str, str]) -> ClusterEnvironment:
     """
     if "TORCHELASTIC_RUN_ID" in environ or {"RANK", "LOCAL_RANK"} <= environ.keys():
         return ClusterEnvironment()  # already a rank; `planning` refuses that
-    flavour = mpi.around(environ)
-    # `srun --mpi=pmi2` sets the ranks of PMI, but not the local ranks, which only SLURM knows.
-    if flavour is not None and not (slurm.in_step(environ) and flavour.ranks[2] not in environ):
+    flavour = _flavour(environ)
+    if flavour is not None:
         return _mpi(flavour, environ)
     if "SLURM_JOB_ID" in environ:
         return _slurm(environ)
     if pods.in_pod(environ):
         return ClusterEnvironment("Kubernetes", pods.pod_values(environ))
     return ClusterEnvironment()
+
+
+def slurm_task_ranks(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the rank variables of a script that `srun` started as one of several tasks.
+
+    Each task is one rank, regardless of the number of tasks per node: unlike `launch`, a script cannot
+    start more ranks. A batch script and the shell of `salloc` are no tasks.
+
+    Raises:
+        ConfigurationError: the nodes have different numbers of tasks.
+    """
+    alone = slurm.tasks_of_step(environ) == 1
+    return {} if alone or _flavour(environ) is not None else _slurm_rank(environ).ranks
+
+
+def _flavour(environ: Mapping[str, str]) -> mpi.Flavour | None:
+    """Return the MPI whose mpirun started this process."""
+    flavour = mpi.around(environ)
+    # `srun --mpi=pmi2` sets the ranks of PMI, but not the local ranks, which only SLURM knows.
+    if flavour is not None and slurm.in_step(environ) and flavour.ranks[2] not in environ:
+        return None
+    return flavour
 
 
 def _mpi(flavour: mpi.Flavour, environ: Mapping[str, str]) -> ClusterEnvironment:
@@ -69,10 +90,8 @@ def _mpi(flavour: mpi.Flavour, environ: Mapping[str, str]) -> ClusterEnvironment
 def _slurm(environ: Mapping[str, str]) -> ClusterEnvironment:
     job = environ["SLURM_JOB_ID"]
     step = slurm.in_step(environ)
-    of = "STEP" if step else "JOB"
-    nodes = _first(environ, f"SLURM_{of}_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
-    names = environ.get(f"SLURM_{of}_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
-    hosts = slurm.expand_nodes(names or environ.get("SLURM_NODELIST", ""))
+    tasks, nodes, names = _slurm_size(environ)
+    hosts = slurm.expand_nodes(names)
     origin = f"SLURM job {job}"
     if not step and environ.get("SLURM_HET_SIZE", "1") != "1":
         groups = int(environ["SLURM_HET_SIZE"]) - 1
@@ -81,10 +100,8 @@ def _slurm(environ: Mapping[str, str]) -> ClusterEnvironment:
             f"itself. Start one launcher per node: srun --het-group=0-{groups} accelerate-core launch."
         )
     run = _number(environ, "SLURM_STEP_ID") if step else os.getpid()
-    if step:
-        tasks = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-        if tasks > nodes:
-            return _slurm_rank(environ, tasks, nodes, hosts, origin)
+    if step and tasks > nodes:
+        return _slurm_rank(environ)
     values: dict[str, SourcedValue] = {}
     if nodes > 1:
         if not hosts:
@@ -110,10 +127,21 @@ def _slurm(environ: Mapping[str, str]) -> ClusterEnvironment:
     return ClusterEnvironment("SLURM", values)
 
 
-def _slurm_rank(
-    environ: Mapping[str, str], tasks: int, nodes: int, hosts: list[str], origin: str
-) -> ClusterEnvironment:
-    """Return the rank of this task: with several tasks per node, each task is one rank."""
+def _slurm_size(environ: Mapping[str, str]) -> tuple[int, int, str]:
+    """Return the numbers of tasks and nodes, and the node list, of the step or else of the job."""
+    of = "STEP" if slurm.in_step(environ) else "JOB"
+    tasks = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    nodes = _first(environ, f"SLURM_{of}_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    names = (f"SLURM_{of}_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    listed = next((environ[name] for name in names if environ.get(name)), "")
+    return tasks, nodes, listed
+
+
+def _slurm_rank(environ: Mapping[str, str]) -> ClusterEnvironment:
+    """Return the rank of this task, if each task is one rank."""
+    tasks, nodes, names = _slurm_size(environ)
+    hosts = slurm.expand_nodes(names)
+    origin = f"SLURM job {environ['SLURM_JOB_ID']}"
     rank, local = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID")
     listed = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     # Without --ntasks-per-node, SLURM fills the first node before it uses the next one.

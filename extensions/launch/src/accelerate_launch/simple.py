@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from accelerate_core.contract.topology import several_slurm_tasks
 from accelerate_launch.plan import LaunchPlan, Target
+from accelerate_launch.slurm import tasks_of_step
 
 
 class SimpleLauncher:
@@ -32,9 +32,9 @@ class SimpleLauncher:
     def launch_environment(self, plan: LaunchPlan) -> dict[str, str]:
         """Return rank variables for a process that trains alone next to other SLURM tasks.
 
-        Without them the script refuses to start, because each task might train alone by mistake.
+        Without them the script would take its rank from SLURM and train together with the other tasks.
         """
-        if "RANK" in plan.environment or not several_slurm_tasks(os.environ):
+        if "RANK" in plan.environment or tasks_of_step(os.environ) == 1:
             return {}
         return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 

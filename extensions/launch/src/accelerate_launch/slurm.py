@@ -45,6 +45,12 @@ def in_step(environ: Mapping[str, str]) -> bool:
     return step.isdigit() and int(step) < _RESERVED_STEP and "SLURM_PROCID" in environ
 
 
+def tasks_of_step(environ: Mapping[str, str]) -> int:
+    """Return the number of tasks that srun started together with this process; 1 outside a step."""
+    text = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
+    return int(text) if in_step(environ) and text.isdigit() else 1
+
+
 def port_of_run(job: str, run: int) -> int:
     """Return a port that is the same on all nodes and rarely the same for two runs.
 
