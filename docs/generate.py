@@ -186,10 +186,11 @@ def compatibility() -> str:
     backends |= {**_examples(), "level": written["level"]}
     precisions["grid"] = written["grid"]
     examples = " and ".join(f"`{name}`" for name in _examples())
-    scaffolds = ", ".join(f"`{name}`" for name in _WRITTEN)
+    *others, last = (f"`{name}`" for name in _WRITTEN)
+    scaffolds = f"{', '.join(others)} and {last}"
     lines = ["# Compatibility matrix", ""]
     lines += [
-        "Which backend runs with which precision, and what each plugin declares.",
+        "This page shows which backends run with which precisions, and what each plugin declares.",
         "",
         "A precision declares what it needs, and a backend declares what it accepts "
         "([all words](hooks.md#what-a-precision-needs-and-a-backend-accepts)). If they don't match, "
@@ -246,7 +247,7 @@ def compatibility() -> str:
     lines += table(["precision", "`compile`", "`mesh`"], rows)
     lines += ["## Declarations of trackers", ""]
     lines += [
-        "Every tracker works with every backend and precision, because it runs on a thread of the main "
+        "Every tracker works with every backend and precision, because it runs in a thread of the main "
         "process. [Tracking](tracking.md#what-each-tracker-supports) shows what you can log to each tracker, "
         "and [write a tracker](write_a_tracker.md) explains these declarations.",
         "",
@@ -366,8 +367,8 @@ def _variables() -> set[str]:
 def configuration() -> str:
     lines = ["# Configuration", ""]
     lines += [
-        "Every setting with its environment variable and its default, and the keys of the core's settings "
-        "in the config file. "
+        "This page lists every setting with its environment variable and its default, and the keys of the "
+        "core's settings in the config file. "
         "[Launching](launching.md) lists the options of `accelerate-core launch`.",
         "",
         "If several sources set the same value, the first in this list wins: constructor argument, command "
@@ -407,8 +408,8 @@ def commands() -> str:
     """Return the page of all commands of our packages, with their arguments and options."""
     lines = ["# Commands", ""]
     lines += [
-        "All commands of `accelerate-core`, with their arguments and options. `accelerate-core COMMAND "
-        "--help` prints the same for the packages that are installed on your machine.",
+        "This page lists all commands of `accelerate-core`, with their arguments and options. "
+        "`accelerate-core COMMAND --help` prints the same for the packages that are installed on your machine.",
         "",
         "Options of `launch` that set a value also have a key in [config files](launching.md). Settings "
         "of the training processes also have an [environment variable](configuration.md).",
