@@ -409,7 +409,8 @@ def commands() -> str:
     lines = ["# Commands", ""]
     lines += [
         "This page lists all commands of `accelerate-core`, with their arguments and options. "
-        "`accelerate-core COMMAND --help` prints the same for the packages that are installed on your machine.",
+        "`accelerate-core COMMAND --help` prints the same for the packages that are installed on your "
+        "machine.",
         "",
         "Options of `launch` that set a value also have a key in [config files](launching.md). Settings "
         "of the training processes also have an [environment variable](configuration.md).",
