@@ -322,7 +322,7 @@ out([first, attempt(Accelerator)])
     )
     owner, wrapper = dummies.run(tmp_path, script)
     assert owner[0] == wrapper[0] == "PluginError"
-    assert "'backward', which only the active backend may answer" in owner[1]
+    assert "'backward', which only the active backend may implement" in owner[1]
     assert "not wrapped" in wrapper[1]
 
 

@@ -348,7 +348,11 @@ def test_name_comes_from_the_script(script: str, kind: str, name: str) -> None:
         ({}, {"volumes": ["data"]}, "--kubernetes_volumes data must have the form CLAIM:/PATH"),
         ({}, {"secrets": ["A=b"]}, "must have the form SECRET or VARIABLE=SECRET/KEY"),
         ({}, {"shm_size": "big"}, "--kubernetes_shm_size big must be a size such as 16Gi"),
-        ({}, {"env": ["NOT_SET_HERE"]}, "copies this variable from here, but it is not set"),
+        (
+            {},
+            {"env": ["NOT_SET_HERE"]},
+            "copies this variable from this machine, where it is not set",
+        ),
     ],
 )
 def test_error_says_what_is_missing_or_wrong(

@@ -91,7 +91,7 @@ def check_data_is_read_as_written() -> None:
     assert all(torch.equal(a.cpu(), b) for a, b in zip(rows, told, strict=True))
     # Several files: one pass over each, or with weights as often as necessary.
     other = write(accelerator, scratch("read"), json.encoder)
-    with pytest.warns(UserWarning, match="9999 samples are wanted for train"):
+    with pytest.warns(UserWarning, match="9999 samples are requested for train"):
         both = build_datasets(
             accelerator, seq_length=LENGTH, data_path=[path, other, path], split="98,1,1",
             samples=(9999, 0, 0), num_dataset_builder_threads=2,

@@ -56,7 +56,7 @@ class TransformersUlysses:
         if any("linear" in kind for kind in getattr(text, "layer_types", None) or ()):
             raise ConfigurationError(
                 f"{type(model).__name__} has layers with linear attention, which carry a state along "
-                f"the sequence. With sp_size={self.size}, the state would start anew on each rank. "
+                f"the sequence. With sp_size={self.size}, the state would start over on each rank. "
                 "Use sp_size=1."
             )
         heads = getattr(its, "num_attention_heads", None)

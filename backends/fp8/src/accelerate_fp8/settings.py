@@ -81,7 +81,7 @@ class AORecipeKwargs(KwargsHandler):
         ask_if="backend=AO",
     )
     emulate: bool | None = option(
-        default=None, help="compute fp8 in fp32 (default: if the device has no fp8)"
+        default=None, help="compute fp8 in fp32 (default: if the device does not support fp8)"
     )
     precompute_scales: bool = option(
         default=True, help="compute the scales of all weights in one collective after each step"

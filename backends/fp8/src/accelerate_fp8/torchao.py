@@ -102,8 +102,8 @@ class TorchAO(FP8):
             self._config = recipe.config
         if self._config.emulate and recipe.emulate is None and recipe.config is None:
             runtime.warn_once(
-                f"fp8 is emulated, because {_device_name(runtime.device)} has no fp8 matrix "
-                "product. Losses are the same as with fp8, but training is slower than in bf16. To "
+                f"fp8 is emulated, because {_device_name(runtime.device)} does not support fp8 "
+                "matrix products. Losses are the same as with fp8, but training is slower than in bf16. To "
                 "hide this warning, pass emulate=True."
             )
 

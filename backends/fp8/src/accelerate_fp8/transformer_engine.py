@@ -220,7 +220,7 @@ class TransformerEngine(FP8):
     def on_load(self, accelerator: AcceleratorView, directory: Path) -> None:
         """Read this rank's scales.
 
-        If this rank has no file, it uses rank 0's. If there are no files, scales start anew.
+        If this rank has no file, it uses rank 0's. If there are no files, scales start from scratch.
         """
         from safetensors.torch import load_file
 
@@ -538,7 +538,7 @@ def _ignore(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> No
     if any(isinstance(one, torch.Tensor) and one.numel() for one in held):
         warn(
             "The loaded state contains Transformer Engine's extra state, a pickle, which is ignored. "
-            "Scales start anew."
+            "Scales start from scratch."
         )
 
 

@@ -115,8 +115,8 @@ def write(
                 local(sharded.grad).add_(local(part))
         elif factor is not None:
             raise CheckpointError(
-                "The checkpoint was saved in the middle of an accumulation cycle, with another mesh "
-                f"or number of ranks, and contains sharded gradients. {_WAY_OUT}"
+                "The checkpoint was saved in the middle of an accumulation cycle, on a different "
+                f"mesh or number of ranks, and contains sharded gradients. {_WAY_OUT}"
             )
         elif kind == _PARTIAL:
             group = groups[int(name)]
@@ -176,8 +176,8 @@ def _from_another_mesh(parameter: Any, name: str, value: torch.Tensor) -> torch.
     shape = parameter.sharded_param.shape
     if value.shape != shape:
         raise CheckpointError(
-            "The checkpoint was saved in the middle of an accumulation cycle, with another mesh. Its "
-            f"gradient of {name!r} has shape {list(value.shape)}, because it is split over tensor "
+            "The checkpoint was saved in the middle of an accumulation cycle, on a different mesh. "
+            f"Its gradient of {name!r} has shape {list(value.shape)}, because it is split over tensor "
             f"parallel ranks. {_WAY_OUT}"
         )
     if not parameter.is_dtensor:

@@ -182,10 +182,10 @@ def shard_mesh(model: nn.Module, own: DeviceMesh, config: ParallelismConfig) -> 
     by_ranks = {_ranks(root, number): name for number, name in enumerate(names)}
     if not all(ranks in by_ranks for ranks in needed):
         raise PrepareError(
-            f"The layers of {type(model).__name__} are split on the mesh {root}, which has no "
-            f"dimension over the ranks {list(wanted.dp_shard)}, over which parallelism_config "
-            f"({config.arithmetic()}) shards it. Split the layers on "
-            "accelerator.torch_device_mesh['tp'], or on a part of a mesh that has both dimensions."
+            f"The layers of {type(model).__name__} are split on the mesh {root}. "
+            f"parallelism_config ({config.arithmetic()}) shards it over the ranks "
+            f"{list(wanted.dp_shard)}, but that mesh has no dimension over these ranks. Split the layers "
+            "on accelerator.torch_device_mesh['tp'], or on a part of a mesh that has both dimensions."
         )
     chosen = tuple(by_ranks[ranks] for ranks in needed)
     return root[chosen] if len(chosen) > 1 else root[chosen[0]]

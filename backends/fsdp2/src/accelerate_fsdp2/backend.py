@@ -106,8 +106,8 @@ class FSDP2Backend(Backend):
         if torch.__version__ < "2.11":
             raise ConfigurationError(
                 f"The backend 'fsdp2' needs torch 2.11 or newer, but torch {torch.__version__} is "
-                "installed, with which training would give other weights. Run: pip install "
-                "'torch>=2.11'"
+                "installed. With that version, training would silently end with different weights. "
+                "Run: pip install 'torch>=2.11'"
             )
         super().__init__(settings or FullyShardedDataParallelPlugin(), handlers)
         self.options: FullyShardedDataParallelPlugin = self.settings

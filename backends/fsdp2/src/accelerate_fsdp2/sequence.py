@@ -16,7 +16,7 @@ from accelerate_core.plugin import ConfigurationError, warn
 
 
 def refuse_recurrent(model: Any) -> None:
-    """Reject models with recurrent layers, whose state would start anew on each rank.
+    """Reject models with recurrent layers, whose state would start over on each rank.
 
     Raises:
         ConfigurationError: the model's config lists such layers.
@@ -27,7 +27,7 @@ def refuse_recurrent(model: Any) -> None:
     if kinds:
         raise ConfigurationError(
             f"{type(model).__name__} has {', '.join(kinds)} layers, which carry a state along the "
-            "sequence. If ranks shared a sequence, the state would start anew on each rank and "
+            "sequence. If ranks shared a sequence, the state would start over on each rank, and "
             "gradients would be wrong. Train this model with cp_size=1 and sp_size=1."
         )
 

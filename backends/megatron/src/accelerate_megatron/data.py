@@ -193,7 +193,7 @@ def _as_wanted(
             continue
         if count is not None and len(dataset) < count:
             warn(
-                f"{count} samples are wanted for {name}, but the data has only {len(dataset)}: "
+                f"{count} samples are requested for {name}, but the data has only {len(dataset)}: "
                 "files without weights are read once."
             )
         size = len(dataset) if count is None else min(count, len(dataset))

@@ -149,8 +149,8 @@ def convert(model: nn.Module, run: Run) -> LocalChunks:
     if tied and sizes.pp > 1 and not embeddings.weight.requires_grad:
         raise PrepareError(
             f"The embedding of {type(model).__name__} is frozen and tied to its head. With a pipeline, "
-            "the first and the last stage each have a copy, between which megatron always reduces "
-            "gradients. Train the embedding, or run without pp."
+            "the first and the last stage each have a copy, and megatron always reduces gradients "
+            "between the copies. Train the embedding, or run without pp."
         )
     for name, parameter in models.parameters_of(chunks):
         parameter.requires_grad_(trained.get(name, True))

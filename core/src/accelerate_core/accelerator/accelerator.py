@@ -296,7 +296,9 @@ class Accelerator(
         result = run.prepare(self._prepared, args, device_placement)
         never = self.backend.reduces_gradients == "never" and self.num_processes > 1
         if self.optimizers and never:
-            self.warn_once(f"Each rank trains its own model: {self.backend.name!r} never reduces.")
+            self.warn_once(
+                f"Each rank trains its own model: backend {self.backend.name!r} never reduces gradients."
+            )
         if self.optimizers and not self._saving.possible:
             self.warn_once(f"This run cannot be saved: {why_without('checkpointer')}")
         return result[0] if len(result) == 1 else tuple(result)

@@ -72,7 +72,7 @@ class DataLoaderConfiguration:
     #: None means True. In scripts that import `accelerate`, it means the value of use_stateful_dataloader.
     restore_positions: bool | None = option(default=None, help="load_state continues mid-epoch")
     read_ahead: bool = option(
-        default=True, help="when dispatching, read the next step on a thread in the meantime"
+        default=True, help="when dispatching, read the next step in a background thread"
     )
 
 

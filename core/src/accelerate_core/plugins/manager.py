@@ -159,7 +159,7 @@ class BoundHooks(OwnerHooks):
     def holding(self) -> BoundHooks:
         """Return the same hooks, which keep the Accelerator alive."""
         accelerator = self._accelerator()
-        assert accelerator is not None, "holding() is called while the Accelerator exists"
+        assert accelerator is not None, "holding() must be called while the Accelerator exists"
         return BoundHooks(self._methods, accelerator, hold=True)
 
     if not TYPE_CHECKING:  # type checkers read the hooks' own signatures
@@ -248,7 +248,7 @@ class ActivePlugins:
             self._manager.register(plugin, name=key)
         except pluggy.PluginValidationError as error:
             raise PluginError(
-                f"{record.label} does not keep the contract: {error}{_written_for(plugin)}. "
+                f"{record.label} violates the contract: {error}{_written_for(plugin)}. "
                 "`accelerate-core plugins hooks NAME` shows what a hook may take."
             ) from None
         callers = self._manager.get_hookcallers(plugin) or []
@@ -256,7 +256,7 @@ class ActivePlugins:
         if wrap is not None:
             self._wrappers.append(wrap)
         elif record.kind == "extension" and not callers:
-            raise PluginError(f"{label} has no hook: nobody would ever call it.")
+            raise PluginError(f"{label} has no hook, so it would never be called.")
         for caller in callers:
             for implementation in caller.get_hookimpls():
                 if implementation.plugin is plugin:
@@ -269,7 +269,7 @@ class ActivePlugins:
             if is_newer(implementation.plugin) or implementation.optionalhook:
                 return  # a hook of a newer contract, which this version does not call
             raise PluginError(
-                f"{record.label} does not keep the contract: unknown hook {hook!r}."
+                f"{record.label} violates the contract: unknown hook {hook!r}."
                 f"{did_you_mean(hook, HOOKS)}"
             )
         for name in (hook, *(f"{hook}({argument})" for argument in implementation.argnames)):
@@ -283,11 +283,11 @@ class ActivePlugins:
                 )
         if implementation.hookwrapper or implementation.wrapper:
             raise PluginError(
-                f"{record.label} wraps hook {hook!r}; hooks of this contract are not wrapped."
+                f"{record.label} wraps hook {hook!r}, but this contract does not allow wrappers."
             )
         if HOOKS.get(hook) == "owner" and record.kind != "backend":
             raise PluginError(
-                f"{record.label} implements {hook!r}, which only the active backend may answer."
+                f"{record.label} implements {hook!r}, which only the active backend may implement."
             )
 
     @property

@@ -43,7 +43,9 @@ class Claim:
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int | float) or not math.isfinite(self.priority):
-            raise TypeError(f"the priority of a Claim is a finite number, not {self.priority!r}")
+            raise TypeError(
+                f"the priority of a Claim must be a finite number, not {self.priority!r}"
+            )
 
 
 @dataclass(frozen=True)

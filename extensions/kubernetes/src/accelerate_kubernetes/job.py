@@ -310,8 +310,8 @@ def _variable(text: str, option: str) -> tuple[str, str]:
         return name, value
     if name not in os.environ:
         raise ConfigurationError(
-            f"--kubernetes_env {name} copies this variable from here, but it is not set. Set it, or "
-            f"write --kubernetes_env {name}=VALUE."
+            f"--kubernetes_env {name} copies this variable from this machine, where it is not set. Set it, "
+            f"or write --kubernetes_env {name}=VALUE."
         )
     return name, os.environ[name]
 

@@ -108,9 +108,7 @@ def _slurm(environ: Mapping[str, str]) -> ClusterEnvironment:
             raise ConfigurationError(
                 f"{origin} has {nodes} nodes, but SLURM_JOB_NODELIST is not set."
             )
-        numbers = (
-            "the numbers of job and step" if step else "its number and the launcher's process ID"
-        )
+        numbers = "the job and step numbers" if step else "its number and the launcher's process ID"
         port_origin = f"{origin}, from {numbers}"
         values = {
             "num_machines": SourcedValue(nodes, f"{origin}, nodes {names}"),

@@ -206,7 +206,7 @@ def _keys_of_accelerate() -> dict[str, Schema]:
     no = {"const": False, "description": "YAML reads a bare NO as false."}
     made: dict[str, Schema] = {
         "distributed_type": {
-            "description": "What Hugging Face Accelerate calls the backend. backend is clearer.",
+            "description": "Hugging Face Accelerate's key for the backend. The key backend is clearer.",
             "anyOf": [{"enum": types}, _any_case(types), other_devices, no, unset],
         },
         "compute_environment": {

@@ -132,9 +132,9 @@ def run(
                 placements += 1
                 if placements == _PLACEMENTS:
                     raise ConfigurationError(
-                        f"Ray could not place the ranks, although it was tried {placements} times: "
-                        f"{error} If no node died meanwhile, check that RAY_AUTH_MODE and the token of "
-                        "Ray are the same here and on the cluster."
+                        f"Ray could not place the ranks in {placements} attempts: {error} If no "
+                        "node died in the meantime, check that RAY_AUTH_MODE and Ray's token are the "
+                        "same here and on the cluster."
                     ) from None
                 continue
             finally:

@@ -66,7 +66,7 @@ def parse_resources(text: str) -> dict[str, float]:
         if not (name and equals and number > 0):
             raise ConfigurationError(
                 f"ray_resources={text!r} must have the form name=amount,name=amount with positive "
-                f"amounts; {pair!r} has not."
+                f"amounts; {pair!r} does not."
             )
         if name in ("CPU", "GPU"):
             raise ConfigurationError(

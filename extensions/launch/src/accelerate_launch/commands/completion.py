@@ -36,7 +36,7 @@ def command(shell: str, install: bool) -> None:
         path.write_text(script + "\n", encoding="utf-8")
         click.echo(f"Written: {path}")
         if startup is not None and _add_line(startup, f'source "{path}"'):
-            click.echo(f"Changed: {startup}, which now reads it")
+            click.echo(f"Changed: {startup}, so that new shells load it")
     except OSError as error:
         raise ConfigurationError(f"Cannot write {error.filename}: {error.strerror}.") from None
     click.echo(f"New {shell} shells complete {_PROGRAM}.")

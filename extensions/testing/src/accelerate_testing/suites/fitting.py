@@ -211,8 +211,8 @@ def needs(ctx: CheckContext) -> str:
     unseen = [word for word in done if word in said and not done[word]]
     observable = [word for word in done if word in said]
     assert not observable or unseen != observable, (
-        f"its `needs` declare {listing(observable)}, but it does nothing of that to a model of linear "
-        "layers and its optimizer, so it trains in full precision"
+        f"its `needs` declare {listing(observable)}, but it has no such effect on a model of "
+        "linear layers and its optimizer, so it trains in full precision"
     )
     seen = ", ".join(sorted(said.difference(unseen))) or "nothing"
     return f"{seen}; not observed here: {', '.join(unseen)}" if unseen else seen
@@ -233,7 +233,7 @@ def forward_collectives(ctx: CheckContext) -> str:
         trainer.accelerator.end_training()
     line = f"{calls[1]} collectives in a forward, {calls[0]} in full precision"
     assert calls[1] <= calls[0] or "forward_collectives" in said, (
-        f"{line}, but `needs` do not have 'forward_collectives': {sorted(said)}"
+        f"{line}, but `needs` does not contain 'forward_collectives': {sorted(said)}"
     )
     return line
 

@@ -400,7 +400,9 @@ def _bounds_norm(trainer: Trainer, limit: float) -> str:
     kind = type(norm).__name__, norm.ndim
     trainer.ctx.equal(kind, ("Tensor", 0), "what clip_grad_norm_ returns")
     left = float(torch.stack([grad.norm() for grad in local_gradients(parameters)]).norm())
-    line = f"a norm of {float(norm):.3g}, as it returns, is {left:.3g} after clipping to {limit}"
+    line = (
+        f"the norm is {left:.3g} after clipping to {limit} (before, it returned {float(norm):.3g})"
+    )
     assert left <= 1.01 * limit < float(norm), line
     return f"not exact: {line}"
 

@@ -169,9 +169,9 @@ def kept(ctx: CheckContext) -> str:
         'directory, or {"elsewhere": true}, to skip this check'
     )
     assert reader or _has_number(folder, NUMBER), (
-        f"the name 'suite_number' is in the files of the run's directory, and its value {NUMBER} "
-        "is not: it is another one there, or packed; the option 'read' names a function "
-        "`module:name` of the directory that reads it"
+        f"the name 'suite_number' is in the files of the run's directory, but its value {NUMBER} "
+        "is not. The tracker wrote a different value, or packs its values. If it packs them, set the "
+        "option 'read', a function `module:name` that reads the directory"
     )
     return f"{len(words)} words"
 
@@ -234,7 +234,7 @@ def _has_integer(folder: Path, number: int) -> bool:
 def read_back(ctx: CheckContext) -> str:
     """The reader finds the values, steps, order and config that were logged."""
     if not ctx.options.get("read"):
-        ctx.skip("the option 'read', a function `module:name` of a directory, is not set")
+        ctx.skip("the option 'read', a function `module:name` that reads a directory, is not set")
     series = {
         "loss": [[step, 1.0 / (step + 1)] for step in range(STEPS)],
         "nested/value": [[step, float(step)] for step in range(STEPS)],
