@@ -111,6 +111,35 @@ def test_a_stream_that_does_not_wait_is_a_race():
     assert "reads memory before another stream has written it" in log.races[0].name
 
 
+@pytest.mark.parametrize(
+    ("care", "races"), [("none", 1), ("wait_stream", 0), ("record_stream", 0), ("empty_cache", 0)]
+)
+def test_freed_memory_that_another_stream_uses_is_a_race_when_it_is_reused(care, races):
+    """The rule of torch's caching allocators: freed memory belongs to the stream that allocated it."""
+    side = torch.Stream(DEVICE)
+    main = torch.accelerator.current_stream()
+    freed = torch.ones(1234, device=DEVICE)
+    place = freed.data_ptr()
+    side.wait_stream(main)
+    with fake_device.record() as log:
+        with side:
+            freed + 1
+        if care == "record_stream":
+            freed.record_stream(side)
+        del freed
+        if care == "wait_stream":
+            main.wait_stream(side)
+        if care == "empty_cache":
+            torch.accelerator.empty_cache()  # torch waits for the device before it returns memory
+        reused = torch.empty(1234, device=DEVICE)
+        assert care == "empty_cache" or reused.data_ptr() == place
+        reused.fill_(2)
+        reused.fill_(3)
+    assert len(log.races) == races, [*map(str, log.races)]
+    if races:
+        assert log.races[0].name.startswith("aten::fill_ reuses freed memory")
+
+
 def test_generators_of_devices_are_independent():
     torch.manual_seed(3)
     state = torch.fake.get_rng_state("fake:1")

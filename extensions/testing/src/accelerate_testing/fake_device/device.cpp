@@ -47,17 +47,27 @@ void merge(Clock& into, const Clock& from) {
   }
 }
 
+// The last work of each stream that uses some memory.
+using Uses = std::map<StreamKey, uint64_t>;
+
 struct Block {
   size_t size;
   StreamKey owner;
-  std::map<StreamKey, uint64_t> reads;
+  Uses freed; // uses of a freed tensor that had this memory before
+  Uses reads;
   std::pair<StreamKey, uint64_t> write{};
   std::set<StreamKey> recorded;
 };
 
+// A freed block. Its owner's stream may reuse the memory at once, as in torch's caching allocators.
+struct Cached {
+  void* pointer;
+  Uses uses;
+};
+
 struct Memory {
   size_t limit = 0; // 0 means unlimited
-  std::multimap<std::pair<StreamKey, size_t>, void*> cached;
+  std::multimap<std::pair<StreamKey, size_t>, Cached> cached;
   c10::CachingDeviceAllocator::DeviceStats stats;
 };
 
@@ -135,6 +145,16 @@ Block* block_of(const void* pointer) {
   return pointer < found->first + std::max<size_t>(found->second.size, 1) ? &found->second : nullptr;
 }
 
+// Report work on other streams that may still be using memory when it is written for a new tensor.
+void check_reuse(Block& block, StreamKey stream, const std::string& name) {
+  for (auto& [other, number] : block.freed) {
+    if (!finished(stream, other, number)) {
+      note("race", name + " reuses freed memory that another stream may still use; record_stream was not called", stream);
+    }
+  }
+  block.freed.clear();
+}
+
 // Record that a stream uses memory, and report work on other streams that may still be using it.
 void use(const Tensor& tensor, StreamKey stream, uint64_t number, bool writes, const std::string& name) {
   if (!tensor.has_storage() || tensor.storage().nbytes() == 0) {
@@ -148,6 +168,7 @@ void use(const Tensor& tensor, StreamKey stream, uint64_t number, bool writes, c
     note("race", name + (writes ? " writes" : " reads") + " memory before another stream has written it", stream);
   }
   if (writes) {
+    check_reuse(*block, stream, name);
     for (auto& [other, at] : block->reads) {
       if (!finished(stream, other, at)) {
         note("race", name + " writes memory that another stream still reads", stream);
@@ -180,9 +201,11 @@ struct FakeAllocator final : c10::DeviceAllocator {
     auto& memory = state().memory[current_device];
     auto owner = current_stream(current_device);
     void* pointer = nullptr;
+    Uses freed;
     auto kept = memory.cached.find({owner, size});
     if (size > 0 && kept != memory.cached.end()) {
-      pointer = kept->second;
+      pointer = kept->second.pointer;
+      freed = std::move(kept->second.uses);
       memory.cached.erase(kept);
     } else if (size > 0) {
       if (memory.limit != 0 && reserved(current_device) + size > memory.limit) {
@@ -203,7 +226,7 @@ struct FakeAllocator final : c10::DeviceAllocator {
     }
     if (pointer != nullptr) {
       std::memset(pointer, 0xAB, size); // so that a test notices when uninitialised memory is used
-      state().blocks[static_cast<char*>(pointer)] = {size, owner};
+      state().blocks[static_cast<char*>(pointer)] = {size, owner, std::move(freed)};
       for (auto* stat : {&memory.stats.allocated_bytes, &memory.stats.active_bytes, &memory.stats.requested_bytes}) {
         add(*stat, size);
       }
@@ -214,8 +237,8 @@ struct FakeAllocator final : c10::DeviceAllocator {
 
   static void drop_cached(DeviceIndex device) {
     auto& memory = state().memory[device];
-    for (auto& [key, pointer] : memory.cached) {
-      std::free(pointer);
+    for (auto& [key, cached] : memory.cached) {
+      std::free(cached.pointer);
       add(memory.stats.reserved_bytes, -static_cast<int64_t>(key.second));
       memory.stats.num_device_free += 1;
     }
@@ -274,12 +297,11 @@ void free_block(void* pointer) {
   auto found = state().blocks.find(static_cast<char*>(pointer));
   Block block = found->second;
   state().blocks.erase(found);
-  auto uses = block.reads;
-  uses.insert(block.write);
-  for (auto& [stream, number] : uses) {
-    if (!finished(block.owner, stream, number) && block.recorded.count(stream) == 0) {
-      note("race", "memory is freed that another stream may still use; record_stream was not called", block.owner);
-    }
+  Uses uses = std::move(block.freed);
+  merge(uses, block.reads);
+  merge(uses, {block.write});
+  for (auto& stream : block.recorded) {
+    uses.erase(stream); // torch's caching allocators reuse the memory after these streams have finished
   }
   auto& memory = state().memory[block.owner.first];
   auto size = static_cast<int64_t>(block.size);
@@ -287,7 +309,7 @@ void free_block(void* pointer) {
     add(*stat, -size);
   }
   add(memory.stats.allocation, -1);
-  memory.cached.insert({{block.owner, block.size}, pointer});
+  memory.cached.insert({{block.owner, block.size}, {pointer, std::move(uses)}});
 }
 
 // Pinned host memory.
@@ -626,6 +648,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack, const c10::Ope
     if ((*stack)[i].isTensor() && is_fake((*stack)[i].toTensor())) {
       Block* block = block_of((*stack)[i].toTensor().storage().data());
       if (block != nullptr && block->write.second == 0) {
+        check_reuse(*block, stream, call.name);
         block->write = {stream, state().issued[stream]};
       }
     }
