@@ -17,7 +17,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     if garbage_collection:
         gc.collect()
     if torch.accelerator.is_available():
-        owner: Any = torch.accelerator
-        if not hasattr(owner, "empty_cache"):  # torch 2.8
-            owner = torch.get_device_module()
+        # torch.accelerator.empty_cache is missing in torch 2.8, and up to 2.12 it fails on Apple's device.
+        module: Any = torch.get_device_module()
+        owner = module if hasattr(module, "empty_cache") else torch.accelerator
         owner.empty_cache()

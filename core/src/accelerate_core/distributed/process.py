@@ -274,7 +274,9 @@ def default_device(topology: Topology, cpu: bool) -> torch.device:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     several = topology.num_processes > 1
-    if several and kind.type not in dist.Backend.default_device_backend_map:
+    own = dist.Backend.default_device_backend_map.get(kind.type, "")
+    # For Apple's device, torch names gloo, which can't send that device's tensors.
+    if several and kind.type not in dist.Backend.backend_capability.get(own, ()):
         warn(f"torch has no collectives for {kind.type} devices, so the processes run on the CPU.")
         return torch.device("cpu")
     if topology.local_num_processes > count:

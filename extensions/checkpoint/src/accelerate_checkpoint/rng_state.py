@@ -52,8 +52,8 @@ def restore_rng_state(state: Mapping[str, Any]) -> list[str]:
         numpy.random.set_state((name, numpy.asarray(keys, dtype="uint32"), *rest))
     missed = []
     for name, tensor in _device_states(state):
-        device = torch.device(name)
         try:
+            device = torch.device(name)
             torch.get_device_module(device).set_rng_state(tensor, device)
         except (RuntimeError, AttributeError, AssertionError, IndexError):
             missed.append(name)
@@ -63,7 +63,8 @@ def restore_rng_state(state: Mapping[str, Any]) -> list[str]:
 def _device_states(state: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
     found = list(state.get("devices", {}).items())
     for key, tensors in state.items():
+        # Accelerate's key for a type of device is such as torch_cuda_manual_seed.
         kind = key.removeprefix("torch_").removesuffix("_manual_seed")
-        if key.startswith("torch_") and kind in ("cuda", "xpu") and isinstance(tensors, list):
+        if key == f"torch_{kind}_manual_seed" and isinstance(tensors, list):
             found += [(f"{kind}:{index}", tensor) for index, tensor in enumerate(tensors)]
     return found
