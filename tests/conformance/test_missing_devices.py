@@ -12,6 +12,8 @@ import pytest
 import torch
 from support import clean_environment
 
+from accelerate_testing.runner import _device_count
+
 PLUGINS = """
 from accelerate_core import Backend, BackendSettings, Precision, option, settings
 from accelerate_core.errors import ConfigurationError
@@ -81,3 +83,31 @@ def test_checks_that_need_a_device_are_skipped_by_name(
     undeclared = {check for check, said in skipped.items() if "does not declare" in said}
     own = {"settings"} if name == "narrow" else set()  # it has none
     assert {skipped[check] for check in skipped.keys() - undeclared - own} == {why}
+
+
+@pytest.mark.needs("torch>=2.13")
+def test_checks_on_ranks_are_skipped_with_one_warning_if_there_are_too_few_devices() -> None:
+    command = [sys.executable, "-m", "accelerate_core", "plugins", "check", "ddp", "--json"]
+    command += ["--device", "fake", "--env", "ACCELERATE_TESTING_FAKE_DEVICES=1"]
+    for name in ("declarations", "selection", "training", "collectives", "save_and_load"):
+        command += ["--only", name]
+    done = subprocess.run(
+        command, env=clean_environment(), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    why = "num_processes=2 needs as many fake devices, and there are only 1"
+    assert done.stderr.count(f"The checks on ranks are skipped: {why}.") == 1
+    checks = json.loads(done.stdout)["checks"]
+    skipped = {one["name"]: one["detail"] for one in checks if one["state"] == "skipped"}
+    assert skipped == dict.fromkeys(("training", "collectives", "save_and_load"), why)
+    assert {one["name"] for one in checks if one["state"] == "passed"} == {
+        "declarations",
+        "selection",
+    }
+
+
+@pytest.mark.needs("torch>=2.13")
+def test_devices_that_a_prelude_adds_are_counted() -> None:
+    environ = clean_environment() | {"ACCELERATE_TESTING_FAKE_DEVICES": "3"}
+    assert _device_count("vendor", "accelerate_testing.fake_device.auto", environ) == 3
+    assert _device_count("vendor", "no_such_module", environ) is None

@@ -119,12 +119,8 @@ def run_suite(
         raise ConfigurationError(f"num_processes={num_processes} must be at least 1.")
     if not timeout > 0:
         raise ConfigurationError(f"timeout={timeout:g} must be a number of seconds above 0.")
-    few = ""
     if device:
         _check_device(device, kind, prelude)
-        few = _too_few(device, num_processes, prelude)
-    if few:
-        warn(f"The checks on ranks are skipped: {few}.")
     every = checks_of(kind)
     check_options(kind, options or {}, "options")
     for one in only or ():
@@ -139,8 +135,11 @@ def run_suite(
         from accelerate_testing.fake_device import build
 
         build.compiled()  # before a time limit starts
-        named[fake_device.DEVICES] = str(num_processes)
+        named[fake_device.DEVICES] = os.environ.get(fake_device.DEVICES, str(num_processes))
     variables = clean_environment(**{**named, **(environ or {})})
+    few = _too_few(device, num_processes, prelude, variables)
+    if few:
+        warn(f"The checks on ranks are skipped: {few}.")
     with tempfile.TemporaryDirectory(prefix="accelerate-check-") as folder:
         session = _Session(
             kind, name, Path(folder), variables, dict(options or {}), timeout, num_processes,
@@ -168,16 +167,32 @@ def _check_device(device: str, kind: str, prelude: str) -> None:
         )
 
 
-def _too_few(device: str, num_processes: int, prelude: str) -> str:
+def _too_few(device: str, num_processes: int, prelude: str, environ: Mapping[str, str]) -> str:
     """Return why the checks on ranks can't run, "" if there is a device for each rank."""
-    import torch
+    if device in ("", "cpu"):
+        return ""
+    count = _device_count(device, prelude, environ)
+    if count is None or count >= num_processes:
+        return ""
+    return (
+        f"num_processes={num_processes} needs as many {device} devices, and there are only {count}"
+    )
 
-    if device in ("cpu", fake_device.NAME) or prelude:
-        return ""
-    count = torch.accelerator.device_count()
-    if count >= num_processes:
-        return ""
-    return f"num_processes={num_processes} needs as many {device} devices, and this machine has {count}"
+
+def _device_count(device: str, prelude: str, environ: Mapping[str, str]) -> int | None:
+    """Return how many devices the processes of the checks have, None if they fail to start."""
+    if device == fake_device.NAME:
+        text = environ[fake_device.DEVICES]
+        return int(text) if text.isdigit() else None
+    if not prelude:
+        import torch
+
+        return torch.accelerator.device_count()
+    # Only a process that has imported the module has its devices.
+    script = f"import torch, {prelude}; print(torch.accelerator.device_count())"
+    run = run_command([sys.executable, "-c", script], dict(environ), timeout=_START_UP)
+    count = run.stdout.split()[-1:]
+    return int(count[0]) if run.returncode == 0 and count and count[0].isdigit() else None
 
 
 @dataclass
