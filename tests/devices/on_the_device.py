@@ -253,12 +253,37 @@ def test_accumulated_items_do_not_wait_for_the_device():
     assert not log.host_waits, [*map(str, log.host_waits)]
 
 
-def test_compiled_model_trains_without_waiting():
-    accelerator, model, optimizer, loader, scheduler = trainer(dynamo_backend="aot_eager")
-    train(accelerator, model, optimizer, loader, scheduler)
+def check_compiled(compiler):
+    """Train with a compiler like without one, and don't wait for the device."""
+    prepared = trainer()
+    train(*prepared)
+    expected = [parameter.detach().cpu() for parameter in prepared[1].parameters()]
+    prepared[0].end_training()
+    prepared = trainer(dynamo_backend=compiler)
+    train(*prepared)
+    found = [parameter.detach().cpu() for parameter in prepared[1].parameters()]
+    assert all(map(torch.allclose, found, expected))
     with fake_device.record() as log:
-        train(accelerator, model, optimizer, loader, scheduler)
+        train(*prepared)
     assert not log.host_waits, [*map(str, log.host_waits)]
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_compiled_model_trains_without_waiting(compiler):
+    check_compiled(compiler)
+
+
+def test_model_compiled_by_inductor_trains_without_waiting():
+    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+
+    init_backend_registration()
+    if get_scheduling_for_device("fake") is None:
+        pytest.skip(
+            "torch's inductor has no code generator for the device. It has them for cpu, cuda, xpu, mps "
+            "and mtia, and for devices that are registered with "
+            "torch._inductor.codegen.common.register_backend_for_device."
+        )
+    check_compiled("inductor")
 
 
 # ---- state ----
@@ -284,6 +309,18 @@ def test_checkpoint_restores_weights_on_the_device(tmp_path):
     accelerator.load_state(path)
     assert all(parameter.device == DEVICE for parameter in model.parameters())
     assert all(map(torch.equal, weights, (p.cpu() for p in model.parameters())))
+
+
+def test_states_of_accelerates_checkpoints_are_restored():
+    from accelerate_checkpoint.rng_state import capture_rng_state, restore_rng_state
+
+    state = capture_rng_state()
+    state["torch_fake_manual_seed"] = [torch.fake.get_rng_state(f"fake:{i}") for i in range(2)]
+    drawn = torch.rand(3, device="fake:1").cpu()
+    assert restore_rng_state(state) == []
+    assert torch.equal(torch.rand(3, device="fake:1").cpu(), drawn)
+    state["torch_nosuch_manual_seed"] = state["torch_fake_manual_seed"]
+    assert restore_rng_state(state) == ["nosuch:0", "nosuch:1"]
 
 
 def test_free_memory_releases_the_device():

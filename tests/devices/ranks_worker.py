@@ -19,7 +19,6 @@ from accelerate_core import Accelerator  # noqa: E402
 from accelerate_core.data.rng import synchronize_rng_states  # noqa: E402
 from accelerate_testing import write_result  # noqa: E402
 
-
 BATCH = 4
 
 
@@ -47,9 +46,7 @@ def losses_of_raw_torch(ranks: int) -> list[float]:
 
 
 def main(backend: str, precision: str, folder: str) -> None:
-    accelerator = Accelerator(
-        backend=backend, mixed_precision=precision, process_group_timeout=60
-    )
+    accelerator = Accelerator(backend=backend, mixed_precision=precision, process_group_timeout=60)
     device = accelerator.device
     model, optimizer, data = parts()
     loader = DataLoader(data, batch_size=BATCH)
