@@ -1,4 +1,4 @@
-"""The public names: where each is defined. `__init__.py` reads them from here."""
+"""The public names, and where each is defined. `__init__.py` reads them from here."""
 
 from accelerate_core.accelerator import Accelerator as Accelerator
 from accelerate_core.backend import Backend as Backend

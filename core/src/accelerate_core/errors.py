@@ -109,8 +109,8 @@ class RuntimeConflictError(AccelerateError, RuntimeError):
 
     Cause: an earlier Accelerator, the script or a notebook created a group or used a device that conflicts
     with the new request, or not every rank creates an Accelerator.
-    Fix: end the earlier one with `end_training()`, or request the same. In a notebook, restart the kernel.
-    Create the Accelerator on every rank.
+    Fix: end the earlier one with `end_training()`, or request the same settings. In a notebook, restart the
+    kernel. Create the Accelerator on every rank.
     """
 
 
@@ -127,7 +127,7 @@ class PrepareError(AccelerateError, RuntimeError):
 class CheckpointError(AccelerateError, RuntimeError):
     """A checkpoint cannot be written or read.
 
-    Cause: a file is missing or damaged, or the checkpoint contains other objects than the registered ones.
+    Cause: a file is missing or damaged, or the checkpoint contains objects that are not registered.
     Fix: `accelerate-core checkpoints verify DIR` names the file. Load an earlier checkpoint, or prepare and
     register the same objects in the same order.
     """
@@ -146,7 +146,7 @@ class DistributedOperationException(AccelerateError, RuntimeError):
     """Ranks called a collective with incompatible data.
 
     Cause: shapes, dtypes or structures differ between ranks. The first call of each collective compares
-    them, and every call with `launch --debug` or `ACCELERATE_DEBUG_MODE=1`.
+    them. With `launch --debug` or `ACCELERATE_DEBUG_MODE=1`, every call does.
     Fix: the message shows the data of each rank. Pad it first (`pad_across_processes`), or use
     `gather_for_metrics`, which drops samples that were repeated to fill the last batch.
     """

@@ -102,9 +102,9 @@ class Accelerator(
         process_group_timeout: time limit of a collective, in seconds.
         upcast_outputs: convert half-precision outputs of models to fp32 (default: True).
         parallelism_config: sizes of the dimensions of the device mesh, for backends with a mesh.
-        scheduler_steps: how far a prepared scheduler moves when the optimizer steps: `"per_process"` is
-            one step for each process that reads different data, and `"per_step"` is one step. The
-            backend sets the default, as in Hugging Face Accelerate.
+        scheduler_steps: how far a prepared scheduler advances when the optimizer steps: `"per_process"`
+            means one step for each process that reads different data, and `"per_step"` means one step.
+            The backend sets the default, as in Hugging Face Accelerate.
         preemption_signals: signals, such as "SIGTERM,SIGUSR1". When one arrives, all ranks save at the
             next step boundary and exit with status 75. Requires automatic checkpoint naming.
         checkpointer: name of the plugin that saves and loads; default: `directory`.

@@ -254,7 +254,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
 
         * `runtime`: the setup, the ranks and the device.
 
-        Default: as `data_shard`. On a mesh, the ranks of a cp or sp group count as well.
+        Default: the same as `data_shard`. On a mesh, the ranks of a cp or sp group count as well.
         """
         config = runtime.parallelism_config
         if config is None:
@@ -300,7 +300,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
 
         Override this if models and optimizers can only be prepared together.
 
-        Default: prepare models, then optimizers, then schedulers, one at a time, by the hooks below.
+        Default: prepare models, then optimizers, then schedulers, one at a time, with the hooks below.
         """
         hooks = accelerator.hooks
 

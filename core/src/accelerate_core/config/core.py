@@ -50,8 +50,8 @@ class CoreSettings:
     scheduler_steps: str = option(
         default="per_process",
         choices=("per_process", "per_step"),
-        help="how far a prepared scheduler moves when the optimizer steps: once for each process that "
-        "reads different data, or once; some backends have another default",
+        help="how far a prepared scheduler advances when the optimizer steps: one step for each process "
+        "that reads different data, or one step; some backends have a different default",
     )
     preemption_signals: str | None = option(
         default=None,

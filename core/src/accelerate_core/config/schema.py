@@ -86,7 +86,7 @@ def option(
         cli: additional options of `launch` only, or () for no options at all.
         choices: the allowed values in a file or on the command line, ignoring case.
         ask: the question that `accelerate-core config` asks.
-        ask_if: asks it only under this condition, `other_field=value`.
+        ask_if: ask it only under this condition, `other_field=value`.
         read: `read(text, variable)` converts a string to the value.
         default_factory: creates the default for each instance.
         per_rank: whether ranks may have different values. Otherwise starting with different ones fails.

@@ -1,4 +1,4 @@
-"""The checkpointer as a replaceable part, and what it gets of a run."""
+"""The checkpointer as a replaceable part, and what it gets from a run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class SharedHooksView(Protocol):
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a checkpointer saves and restores of a run; `accelerate_checkpoint.TrainingState` does both.
+    """The parts of a run that a checkpointer saves; `accelerate_checkpoint.TrainingState` reads them.
 
     Attributes:
         hooks: the backend's owner hooks, bound to the Accelerator.

@@ -234,7 +234,7 @@ class AcceleratorView(RuntimeView, Protocol):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler, None if losses are not scaled."""
+        """The gradient scaler, or None if losses are not scaled."""
 
     def reshare(self) -> None:
         """Divide the rest of the data over the ranks of a new `data_shard`; for elastic backends.

@@ -116,7 +116,7 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
 
 
 def reshare(loader: CoreLoader, index: int, count: int) -> None:
-    """Divide the rest of a loader's data over another number of ranks.
+    """Divide the rest of a loader's data over a different number of ranks.
 
     Raises:
         ConfigurationError: the loader does not read a map-style dataset by index.
@@ -124,8 +124,8 @@ def reshare(loader: CoreLoader, index: int, count: int) -> None:
     old = getattr(loader, "_source", None)
     if not isinstance(old, IndexedSource):
         raise ConfigurationError(
-            f"The data of {loader!r} cannot be divided over another number of ranks. Use a torch "
-            "DataLoader with a map-style dataset, without dispatch_batches and without a loader plugin."
+            f"The data of {loader!r} cannot be divided over a different number of ranks. Use a "
+            "torch DataLoader with a map-style dataset, without dispatch_batches and without a loader plugin."
         )
     plan = old.stream.plan
     if isinstance(plan, BatchSamplerShard):

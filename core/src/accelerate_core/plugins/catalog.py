@@ -1,7 +1,7 @@
 """Known packages outside the core: the one place that turns a missing plugin into a pip command.
 
 Most tables are generated into `known_packages.json` (`make docs`) from what our packages declare, and
-from `docs/planned.toml`, which has words of Accelerate's, too.
+from `docs/planned.toml`, which also lists names from Hugging Face Accelerate.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ class DevicePlugin:
         name: torch's name for the type, also the name of the entry point.
         visible_devices: the environment variable that selects the devices that a process sees, for
             `launch --gpu_ids`; "" if there is none.
-        builds: names of versions in torch's `version.py` that mean that torch was built for this type.
+        builds: names in torch's `version.py` that show that torch was built for this type.
         precisions: names of the precisions that the device can compute in, or None for all.
         collectives: torch.distributed's backend for the device, "" for the one that torch chose.
-        label: how `distributed_type` calls it, as in `MULTI_GPU`; "" for the name in capitals.
+        label: its name in `distributed_type`, as in `MULTI_GPU`; "" for `name` in capitals.
         float64: whether kernels can compute in float64.
     """
 
@@ -33,7 +33,7 @@ class DevicePlugin:
     float64: ClassVar[bool] = False
 
     def start(self) -> None:
-        """Work around what the device needs. Called before a process uses it; by default does nothing."""
+        """Apply workarounds for the device; called before a process uses it. By default, do nothing."""
 
 
 def device_plugin(kind: str) -> Any:

@@ -308,7 +308,7 @@ def exported(name: str) -> Any:
     """Return the object that an installed plugin exports under `name`.
 
     Raises:
-        MissingPluginError: a known plugin exports it, or it needs a library, that is not installed.
+        MissingPluginError: the plugin that exports it, or a library that it needs, is not installed.
             The message has the pip command.
         PluginError: the plugin that exports it is broken.
         AttributeError: the name is unknown, or an installed plugin does not export it.

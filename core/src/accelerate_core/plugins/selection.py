@@ -202,7 +202,7 @@ def select(
 ) -> Selection:
     """Select a plugin of one kind. If this fails, `error` of the result contains the reason.
 
-    The request with the highest precedence is met, or is an error. At equal precedence, a name comes before
+    The request with the highest precedence succeeds or is an error. At equal precedence, a name comes before
     a claim, and a claim before the usual plugin. Only plugins that may claim are imported here; the others
     are imported when they are created.
 
@@ -389,7 +389,7 @@ def _strongest(
 
 
 def trigger_hits(request: Request) -> dict[str, TriggerHit]:
-    """Return the triggers that this request sets off, each with its cause.
+    """Return the triggers that match this request, each with its cause.
 
     A trigger has the name of a constructor argument, an environment variable or a key of the config
     file, or it is `multi_process` (more than one process) or `always`. Two kinds of hits do not

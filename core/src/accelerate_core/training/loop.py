@@ -290,7 +290,7 @@ def _check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
 
 @dataclass(eq=False, slots=True)
 class MicroBatch:
-    """The context of `accumulate`. A class, because a generator would cost more than its work."""
+    """The context of `accumulate`. It is a class because a generator would be slower."""
 
     _loop: TrainingLoop
     _models: Sequence[torch.nn.Module]
