@@ -320,6 +320,7 @@ VARIABLES = {
     "ACCELERATE_IN_TPU_POD": "set on each machine of a TPU pod by the command that starts it",
     "ACCELERATE_INIT_INCLUDE_BUFFERS": "`init_empty_weights` also puts buffers on the meta device",
     "ACCELERATE_LOG_LEVEL": "level of the loggers that `get_logger` returns",
+    "ACCELERATE_OBJECT_STORE_URL": "keep checkpoints below this URL, such as s3://bucket/run",
     "ACCELERATE_PLUGINS": "comma-separated names of extensions to activate",
     "ACCELERATE_TESTING_FAKE_DEVICES": "how many fake devices each process has, 2 by default",
     "ACCELERATE_TESTING_FAKE_MEMORY": "bytes of memory of each fake device; no limit by default",
@@ -717,6 +718,8 @@ def known_packages() -> str:
                 found["VARIABLES"][name] = extra
             elif name.endswith("_config") and name not in _ARGUMENTS:
                 found["SECTIONS"][name] = extra
+            elif target in points.get("checkpointers", {}).values():
+                continue  # asked because of the core's own arguments
             elif name.isidentifier() and name.islower() and name not in _RESERVED:
                 found["ARGUMENTS"].setdefault(name, extra)
     added = tomllib.loads((ROOT / "docs" / "planned.toml").read_text(encoding="utf-8"))

@@ -319,8 +319,9 @@ def check(setup: Setup) -> tuple[Saving, LoaderFactory | None]:
     """
     with attribution("check", setup.backend_record):
         setup.backend.check(setup)
-    # Create a checkpointer that was named now, so that invalid settings fail before training.
-    named = setup.provenance["checkpointer"].value is not None
+    # Create a checkpointer that was named, or that a URL needs, now: its mistakes fail before training.
+    chosen = setup.provenance["checkpointer"].value is not None
+    named = chosen or "://" in str(setup.project.project_dir)
     signals = setup.provenance["preemption_signals"]
     saving = Saving(setup.parts["checkpointer"], setup.project, signals, named)
     loaders = setup.parts["loaders"]

@@ -192,7 +192,7 @@ def converted(field: SettingField, value: Any, shown: str, *, variable: str = ""
                 f"{shown} is not one of {listing(field.choices)}.{did_you_mean(text, field.choices)}"
             )
         value = by_lower[text] if isinstance(value, str) else value
-    if field.kind == "text":
+    if field.kind == "text" and (field.read is None or not isinstance(value, str)):
         return _annotated(field, value, shown) if isinstance(value, str) else value
     if isinstance(value, bool | dict | list):
         raise ConfigurationError(f"{shown} must be a string.")

@@ -258,6 +258,7 @@ from accelerate_megatron.step import BertTrainStep as BertTrainStep
 from accelerate_megatron.step import GPTTrainStep as GPTTrainStep
 from accelerate_megatron.step import T5TrainStep as T5TrainStep
 from accelerate_mlflow import MLflowTracker as MLflowTracker
+from accelerate_object_store import ObjectStoreSettings as ObjectStoreSettings
 from accelerate_swanlab import SwanLabTracker as SwanLabTracker
 from accelerate_tensorboard import TensorBoardTracker as TensorBoardTracker
 from accelerate_tracking.profiler import ProfileKwargs as ProfileKwargs

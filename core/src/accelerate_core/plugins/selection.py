@@ -190,7 +190,7 @@ _BACKEND_BY_NAME = "Accelerator(backend={name!r}), ACCELERATE_BACKEND={name}"
 RULES = {
     "backend": Rule("single", claims=True, by_name=_BACKEND_BY_NAME),
     "precision": Rule("no"),
-    "checkpointer": Rule("directory"),
+    "checkpointer": Rule("directory", claims=True),
     "tracking": Rule("queued"),
     "loaders": Rule(),
     "extension": Rule(claims=True, several=True),
@@ -232,7 +232,8 @@ def _choose(made: Selection, request: Request) -> None:
     if made.kind == "backend" and made.wanted.value is not None:
         least = Precedence.of(made.wanted.origin)
         _refuse_missing(request, least + 1)
-        if any(one.precedence > least for one in made.trigger_hits.values()):
+        mine = {name for record in installed().of_kind(made.kind) for name in record.triggers}
+        if any(hit.precedence > least for name, hit in made.trigger_hits.items() if name in mine):
             made.wanted = NOTHING
     text = made.wanted.value or ""
     names = [one.strip() for one in text.split(",")] if rule.several else [text]

@@ -29,7 +29,7 @@ from accelerate_checkpoint.load import (
     read_checkpoint,
     run_collectively,
 )
-from accelerate_checkpoint.local_storage import LocalStorage
+from accelerate_checkpoint.local_storage import LocalStorage, refuse_url
 from accelerate_checkpoint.model import is_weights, save_object, save_weights
 from accelerate_checkpoint.numbering import Numbering
 from accelerate_checkpoint.preemption import Preemption, read_signals
@@ -59,6 +59,7 @@ class DirectoryCheckpointer:
 
     Raises:
         ConfigurationError: one of the signals cannot be caught.
+        CheckpointError: without a storage, `project_dir` is a URL.
     """
 
     name = "directory"
@@ -71,6 +72,8 @@ class DirectoryCheckpointer:
         storage: Storage | None = None,
         root: str | None = None,
     ) -> None:
+        if storage is None:
+            refuse_url(project.project_dir)
         self.storage: Storage = LocalStorage() if storage is None else storage
         self._root = root
         self._signals = read_signals(signals)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -20,6 +21,22 @@ from accelerate_checkpoint.directories import (
 from accelerate_checkpoint.files import Progress, write_text
 from accelerate_checkpoint.manifest import MANIFEST
 from accelerate_checkpoint.storage import Storage, is_save
+from accelerate_core.plugin import CheckpointError, find
+
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
+
+
+def refuse_url(target: str | os.PathLike[str] | None) -> None:
+    """Raise an error for a URL, which names the plugin that keeps checkpoints there."""
+    text = "" if target is None else os.fspath(target)
+    if not _URL.match(text):
+        return
+    find("checkpointer", "object_store", source=text)
+    raise CheckpointError(
+        f"{text} is a URL, but the checkpointer 'directory' writes to local disks. To keep "
+        f"checkpoints there, pass Accelerator(project_dir={text!r}), or choose the checkpointer "
+        "with Accelerator(checkpointer='object_store')."
+    )
 
 
 class LocalStorage(Storage):
@@ -36,8 +53,11 @@ class LocalStorage(Storage):
         """Return the real path, with links and `~` resolved.
 
         Raises:
-            CheckpointError: a save cannot replace a file, a mount point or the current directory.
+            CheckpointError: the target is a URL, or a save cannot replace a file, a mount point or the
+                current directory.
+            MissingPluginError: the target is a URL, and no plugin for object stores is installed.
         """
+        refuse_url(target)
         return str(target_of(target) if saving else real_path(target))
 
     def path(self, place: str, name: str = "") -> Path:
