@@ -99,6 +99,7 @@ PLUGINS = (
     "extensions/dispatch",
     "extensions/big_model",
     "extensions/kubernetes",
+    "extensions/object_store",
 )
 
 

@@ -30,7 +30,7 @@ TIMEOUT = 120
 
 #: Reason in `<!-- not run: REASON -->` -> pages with such blocks.
 NOT_RUN = {
-    "it installs packages": {"tutorials/install.md"},
+    "it installs packages": {"how_to/object_stores.md", "tutorials/install.md"},
     "it needs GPUs": {"how_to/sweeps.md", "tutorials/eight_gpus.md"},
     "it needs several machines": {
         "how_to/cloud_machines.md",
@@ -89,6 +89,7 @@ REAL_INTERPRETERS = {"how_to/debug_a_hang.md", "how_to/ray.md", "how_to/ray_tune
 #: Page -> marks with packages that it needs, apart from those of this repository.
 MARKS = {
     "how_to/debugger.md": [pytest.mark.needs("debugpy")],
+    "how_to/object_stores.md": [pytest.mark.needs("moto"), pytest.mark.needs("obstore")],
     "how_to/ray.md": [pytest.mark.needs("ray"), pytest.mark.soak],
     "how_to/ray_tune.md": [pytest.mark.needs("ray"), pytest.mark.soak],
     "how_to/sweeps.md": [pytest.mark.needs("optuna")],

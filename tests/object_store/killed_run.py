@@ -64,9 +64,8 @@ def main(out: str, how: str, when: str) -> None:
     adam = torch.optim.AdamW(net.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(5)
     data = TensorDataset(torch.randn(24, 64, generator=generator), torch.arange(24) % 10)
-    model, optimizer, loader = accelerator.prepare(
-        net, adam, DataLoader(data, batch_size=4, shuffle=True)
-    )
+    batches: Any = DataLoader(data, batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(net, adam, batches)
     storage = accelerator.checkpointer.storage
     arm(storage, when)
     if storage.list(f"{url}/checkpoints"):

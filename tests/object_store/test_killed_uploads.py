@@ -23,11 +23,8 @@ def train(url: str, machine: Path, how: str, when: str) -> str:
     home = machine / "home"
     for folder in (machine, home, machine / "tmp"):
         folder.mkdir()
-    environ = {
-        **os.environ,
-        **{"RUN": url, "OMP_NUM_THREADS": "1", "HOME": str(home)},
-        **{"TMPDIR": str(machine / "tmp"), "PYTHONPATH": str(WORKER.parent)},
-    }
+    environ = {**os.environ, "RUN": url, "OMP_NUM_THREADS": "1", "HOME": str(home)}
+    environ |= {"TMPDIR": str(machine / "tmp"), "PYTHONPATH": str(WORKER.parent)}
     command = [sys.executable, str(WORKER), str(machine / "weights.pt"), how, when]
     done = subprocess.run(
         command, env=environ, cwd=machine, capture_output=True, text=True, timeout=240

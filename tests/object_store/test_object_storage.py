@@ -87,7 +87,9 @@ def test_unknown_option_is_an_error_with_its_name_and_without_its_value(
     s3: object,
 ) -> None:
     settings = ObjectStoreSettings(options={"secret_acces_key": "hunter2hunter2"})
-    with pytest.raises(CheckpointError, match=r"'secret_acces_key' is not valid for store 'S3'") as e:
+    with pytest.raises(
+        CheckpointError, match=r"'secret_acces_key' is not valid for store 'S3'"
+    ) as e:
         ObjectStorage(None, settings).locate("s3://tests/x")
     assert "hunter2" not in str(e.value)
 
@@ -122,7 +124,8 @@ def test_large_file_is_uploaded_in_parts_and_a_failed_upload_leaves_none(tmp_pat
     client = s3_client()
     head = client.head_object(Bucket="tests", Key="large/save-0/model", PartNumber=1)
     assert head["ContentLength"] <= 6 * MIB
-    assert sum(sent) == 12 * MIB and len(sent) == 3
+    assert sum(sent) == 12 * MIB
+    assert len(sent) == 3
     assert store.read("s3://tests/large", "save-0/model") == source.read_bytes()
 
     def fail(count: int) -> None:
@@ -139,7 +142,9 @@ def test_profile_without_boto3_is_an_error_with_the_command(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "obstore.auth.boto3", None)
     monkeypatch.setenv("AWS_PROFILE", "work")
-    with pytest.raises(CheckpointError, match=r'pip install "accelerate-object-store\[aws-profiles\]"'):
+    with pytest.raises(
+        CheckpointError, match=r'pip install "accelerate-object-store\[aws-profiles\]"'
+    ):
         ObjectStorage().locate("s3://tests/x")
 
 

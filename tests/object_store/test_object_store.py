@@ -16,7 +16,7 @@ from accelerate_core.plugins import discovery
 from accelerate_core.utils import ProjectConfiguration
 
 
-def prepared(**arguments: Any) -> tuple[Accelerator, torch.nn.Module]:
+def prepared(**arguments: Any) -> tuple[Accelerator, Any]:
     accelerator = Accelerator(cpu=True, **arguments)
     return accelerator, accelerator.prepare(torch.nn.Linear(3, 1))
 

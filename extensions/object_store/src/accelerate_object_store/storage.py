@@ -142,7 +142,8 @@ class ObjectStorage(Storage):
     def write(self, place: str, name: str, source: Path, progress: Callable[[int], None]) -> None:
         """Upload a file. A large one is sent in several parts at once, and exists once all are."""
         if not is_url(place):
-            return self._local.write(place, name, source, progress)
+            self._local.write(place, name, source, progress)
+            return
         store, path = self._open(place, name)
         size = source.stat().st_size
         with self._errors(join(place, name)):
@@ -157,7 +158,8 @@ class ObjectStorage(Storage):
     def publish(self, place: str, save: str, manifest: bytes) -> None:
         """Write the manifest. An object appears as a whole."""
         if not is_url(place):
-            return self._local.publish(place, save, manifest)
+            self._local.publish(place, save, manifest)
+            return
         store, path = self._open(place, MANIFEST)
         with self._errors(join(place, MANIFEST)):
             obstore.put(store, path, manifest, use_multipart=False)
@@ -165,7 +167,8 @@ class ObjectStorage(Storage):
     def delete(self, place: str, name: str = "") -> None:
         """Delete an object, or everything below a folder."""
         if not is_url(place):
-            return self._local.delete(place, name)
+            self._local.delete(place, name)
+            return
         store, path = self._open(place, name)
         with self._errors(join(place, name)):
             below = [one["path"] for page in obstore.list(store, prefix=path) for one in page]

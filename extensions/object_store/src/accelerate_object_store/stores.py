@@ -32,6 +32,15 @@ _CLIENT = {
 #: obstore's own limit is 30 seconds for a whole request, which a part on a slow line exceeds.
 _TIMEOUT = "5 minutes"
 
+#: If one of these variables is set, credentials of S3 don't come from a profile.
+_OTHER_CREDENTIALS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_SKIP_SIGNATURE",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+)
+
 #: The stores of `memory://` URLs, which all parts of this process share.
 _memory: dict[str, MemoryStore] = {}
 
@@ -83,17 +92,13 @@ class Stores:
             client["allow_http"] = True
         client |= {name: one for name, one in self._options.items() if name in _CLIENT}
         config = {name: one for name, one in self._options.items() if name not in _CLIENT}
-        more: dict[str, Any] = {}
+        arguments: dict[str, Any] = {"config": config, "client_options": client}
         if scheme.startswith("s3") and _needs_profile(config):
-            more["credential_provider"] = _profile(bucket)
-        retry: Any = {
-            "max_retries": self._attempts - 1,
-            "backoff": {"init_backoff": timedelta(seconds=0.5), "max_backoff": timedelta(seconds=30)},
-        }
+            arguments["credential_provider"] = _profile(bucket)
+        pauses = {"init_backoff": timedelta(seconds=0.5), "max_backoff": timedelta(seconds=30)}
+        arguments["retry_config"] = {"max_retries": self._attempts - 1, "backoff": pauses}
         try:
-            return from_url(
-                bucket, config=config, client_options=client, retry_config=retry, **more
-            )
+            return from_url(bucket, **arguments)
         except (BaseError, ValueError, TypeError) as error:
             text = redact(str(error).partition("\n")[0], self._options)
             raise CheckpointError(
@@ -115,9 +120,7 @@ def _needs_profile(config: Mapping[str, Any]) -> bool:
         return False
     if os.environ.get("AWS_PROFILE"):
         return True
-    others = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
-    others += ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
-    if any(os.environ.get(name) for name in others):
+    if any(os.environ.get(name) for name in _OTHER_CREDENTIALS):
         return False
     file = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
     return Path(file).expanduser().is_file()
