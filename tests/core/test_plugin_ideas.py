@@ -110,6 +110,6 @@ def test_running_loaders_continue_in_order_on_another_number_of_ranks(counts, sp
 def test_stream_cannot_be_divided_over_another_number_of_ranks():
     stream = prepare_loader(iter([1, 2]), LoaderOptions())
     with pytest.raises(
-        ConfigurationError, match="cannot be divided over a different number of ranks"
+        ConfigurationError, match="cannot be split across a different number of ranks"
     ):
         reshare(stream, 0, 2)

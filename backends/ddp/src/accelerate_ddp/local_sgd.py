@@ -112,6 +112,6 @@ def _refuse_sharded(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ConfigurationError(
-                f"LocalSGD averages whole parameters, but {name!r} is sharded over ranks. Use a "
+                f"LocalSGD averages whole parameters, but {name!r} is sharded across ranks. Use a "
                 "backend that keeps the whole model on every rank, or LocalSGD(enabled=False)."
             )

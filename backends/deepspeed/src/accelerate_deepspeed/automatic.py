@@ -370,7 +370,7 @@ def resolve_optimizer(
 
     Args:
         data_ranks: the numbers of steps in `DummyScheduler` are divided by this, unless `split`.
-        split: whether batches are split over ranks.
+        split: whether batches are split across ranks.
     """
     dummy = optimizer if isinstance(optimizer, DummyOptim) else None
     makes = dummy is not None and dummy.optimizer_callable is not None

@@ -177,7 +177,7 @@ def _from_another_mesh(parameter: Any, name: str, value: torch.Tensor) -> torch.
     if value.shape != shape:
         raise CheckpointError(
             "The checkpoint was saved in the middle of an accumulation cycle, on a different mesh. "
-            f"Its gradient of {name!r} has shape {list(value.shape)}, because it is split over tensor "
+            f"Its gradient of {name!r} has shape {list(value.shape)}, because it is split across tensor "
             f"parallel ranks. {_WAY_OUT}"
         )
     if not parameter.is_dtensor:

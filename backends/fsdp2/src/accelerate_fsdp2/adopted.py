@@ -51,7 +51,7 @@ def layout_of(model: nn.Module) -> Layout | None:
     """Return the layout of a model that is already sharded, or None if it is not.
 
     Raises:
-        PrepareError: parts of the model are sharded over different ranks, as with expert parallelism.
+        PrepareError: parts of the model are sharded across different ranks, as with expert parallelism.
     """
     here = (dist.get_rank(),) if dist.is_initialized() else (0,)
     replicas: dict[Ranks, None] = {}
@@ -81,7 +81,7 @@ def layout_of(model: nn.Module) -> Layout | None:
         if len(found) > 1:
             groups = " and ".join(str(list(ranks)) for ranks in found)
             raise PrepareError(
-                f"Parts of {type(model).__name__} are sharded over different ranks: {groups}. This "
+                f"Parts of {type(model).__name__} are sharded across different ranks: {groups}. This "
                 "backend trains models with one mesh for all layers. Expert parallelism is not "
                 "supported."
             )
@@ -183,7 +183,7 @@ def shard_mesh(model: nn.Module, own: DeviceMesh, config: ParallelismConfig) -> 
     if not all(ranks in by_ranks for ranks in needed):
         raise PrepareError(
             f"The layers of {type(model).__name__} are split on the mesh {root}. "
-            f"parallelism_config ({config.arithmetic()}) shards it over the ranks "
+            f"parallelism_config ({config.arithmetic()}) shards it across the ranks "
             f"{list(wanted.dp_shard)}, but that mesh has no dimension over these ranks. Split the layers "
             "on accelerator.torch_device_mesh['tp'], or on a part of a mesh that has both dimensions."
         )

@@ -311,7 +311,7 @@ class FSDP2Backend(Backend):
         shards = mesh.size(mesh.ndim - 1)
         if not isinstance(reshard, bool | None) and shards % reshard:
             raise ConfigurationError(
-                f"Parameters are sharded over {shards} ranks, which is not divisible by "
+                f"Parameters are sharded across {shards} ranks, which is not divisible by "
                 f"reshard_after_forward={reshard}."
             )
         ignored = units.ignored_parameters(model, self.options.ignored_modules)

@@ -180,7 +180,7 @@ class Engine:
             group = optimizer.get_grad_stats_parallel_group()
             return ((group, optimizer.get_main_grads_for_grad_norm()),)
         found = []
-        # Experts are split over different ranks than the rest.
+        # Experts are split across different ranks than the rest.
         state, single = imported("parallel_state"), imported("tensor_parallel")
         whole = (state.get_model_parallel_group, state.get_tensor_model_parallel_group)
         expert = (
@@ -273,7 +273,7 @@ class Engine:
 
     @property
     def distributed(self) -> bool:
-        """Whether the optimizer's state is split over the data ranks."""
+        """Whether the optimizer's state is split across the data ranks."""
         return hasattr(self.optimizer, "model_param_group_index_map")
 
     def held(self) -> Iterator[tuple[nn.Parameter, torch.Tensor, int, int]]:

@@ -85,7 +85,7 @@ def convert_or_keep(model: nn.Module, run: Run) -> LocalChunks:
         return convert(model, run)
     if cuts(run.sizes):
         raise PrepareError(
-            f"{type(model).__name__} cannot be split over tp {run.sizes.tp} x pp {run.sizes.pp} x ep "
+            f"{type(model).__name__} cannot be split across tp {run.sizes.tp} x pp {run.sizes.pp} x ep "
             f"{run.sizes.ep} ranks. Only GPT-2, Llama and Mistral models of Transformers are converted "
             "automatically. Pass a provider instead, a function (pre_process, post_process, "
             "vp_stage=None) that returns a model of megatron-core."

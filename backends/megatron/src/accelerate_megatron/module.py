@@ -173,7 +173,7 @@ def _mask(mask: torch.Tensor | None, tokens: torch.Tensor, megatrons: bool) -> t
 def causal_loss(
     logits: torch.Tensor, read: MicroBatch, *, total: bool, items: Any = None
 ) -> torch.Tensor:
-    """Return the cross entropy of logits that are split over tensor parallel ranks.
+    """Return the cross entropy of logits that are split across tensor parallel ranks.
 
     Megatron computes it in place, so float32 logits are overwritten.
 

@@ -110,7 +110,7 @@ def _of_code(what: str, default: Any = None) -> Any:
     yaml_prefix="megatron_lm_",
 )
 class MegatronLMPlugin(BackendSettings):
-    """Options of megatron-core: how a model is split over ranks, its schedule and its optimizer.
+    """Options of megatron-core: how a model is split across ranks, its schedule and its optimizer.
 
     None means the default of the model or of megatron-core: no recomputation, one rank in each
     dimension, and the dropout and positions of the model's config. Fields of Accelerate that are not

@@ -17,7 +17,7 @@ from torch import nn
 from accelerate_core.plugin import ConfigurationError, did_you_mean, listing, map_tensors
 from accelerate_xla.library import imported
 
-#: Style -> the dimension of a Linear's weight, and of an Embedding's, that is split over `tp`.
+#: Style -> the dimension of a Linear's weight, and of an Embedding's, that is split across `tp`.
 _STYLES: dict[str, tuple[int, int] | None] = {
     "colwise": (0, 1),
     "colwise_rep": (0, 1),

@@ -48,7 +48,7 @@ class PreparedVerbs:
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How data is divided over the ranks."""
+        """How data is split across the ranks."""
         return self._options.dataloader_config
 
     @dataloader_config.setter

@@ -27,7 +27,7 @@ class Collectives:
         world, data, loss: all ranks; those that read different samples; those over which a loss
             is summed.
         state: tracks the last batch that a loader yielded.
-        options: how data is divided over the ranks.
+        options: how data is split across the ranks.
         has_mesh: whether tensors may be distributed over a device mesh.
         shard: asks the backend for this process's index in a scope, and the scope's size.
     """
@@ -117,7 +117,7 @@ def make_collectives(
     Args:
         started: ranks, device and settings.
         hooks: the hooks of the Accelerator.
-        options: how data is divided over the ranks.
+        options: how data is split across the ranks.
         state: tracks the last batch that a loader yielded.
 
     Raises:

@@ -118,7 +118,7 @@ class ParallelismConfig(KwargsHandler):
 
     #: Whether shards are replicated.
     dp_replicate_enabled = _enabled("dp_replicate")
-    #: Whether parameters are sharded over ranks with different samples.
+    #: Whether parameters are sharded across ranks with different samples.
     dp_shard_enabled = _enabled("dp_shard")
     #: Whether layers are computed by several ranks.
     tp_enabled = _enabled("tp")

@@ -44,7 +44,7 @@ class BackendView(Protocol):
 
     @property
     def shards(self) -> Mapping[str, tuple[str, ...]]:
-        """Mode -> which of `weights`, `gradients` and `optimizer` are divided over the ranks."""
+        """Mode -> which of `weights`, `gradients` and `optimizer` are split across the ranks."""
 
     def scope_group(self, scope: Scope) -> dist.ProcessGroup | None:
         """Return the process group of a scope; None means the default group."""

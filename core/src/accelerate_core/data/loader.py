@@ -35,10 +35,10 @@ _TWICE = " No backward followed. If your script skips batches itself, set restor
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """How a loader is divided over the ranks, and the device of its batches.
+    """How a loader is split across the ranks, and the device of its batches.
 
     Args:
-        config: how data is divided over the ranks.
+        config: how data is split across the ranks.
         num_processes, process_index: the number of ranks with different data, and the index of this rank.
         device, put_on_device: the device of batches, and whether they are moved to it.
         rng_types: generators whose state rank 0 shares at the start of every iteration: "torch",
@@ -106,7 +106,7 @@ class CoreLoader(DataLoader[Any]):
         source: reads batches from `base`.
         view: the user's loader as seen from outside, with the order that all ranks follow.
         users: the user's loader itself; pickling or copying this loader pickles or copies that one.
-        options: how data is divided over the ranks, and the device of batches.
+        options: how data is split across the ranks, and the device of batches.
         batch_size: the batch size of the user's loader, or None if it has none.
     """
 

@@ -45,7 +45,7 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
 
     Args:
         loader: a `DataLoader`, or any iterable of batches.
-        options: how data is divided over the ranks, and the device of batches.
+        options: how data is split across the ranks, and the device of batches.
 
     With one process, the batches, their order and the random numbers are the same as without `prepare`. A
     prepared loader is returned unchanged. Batches that are already on the device are not copied.
@@ -124,7 +124,7 @@ def reshare(loader: CoreLoader, index: int, count: int) -> None:
     old = getattr(loader, "_source", None)
     if not isinstance(old, IndexedSource):
         raise ConfigurationError(
-            f"The data of {loader!r} cannot be divided over a different number of ranks. Use a "
+            f"The data of {loader!r} cannot be split across a different number of ranks. Use a "
             "torch DataLoader with a map-style dataset, without dispatch_batches and without a loader plugin."
         )
     plan = old.stream.plan

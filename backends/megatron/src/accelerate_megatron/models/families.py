@@ -443,7 +443,7 @@ def _padded(vocab_size: int, tp: int) -> int:
 def _divides(
     config: Any, tp: int, sizes: Mapping[str, int], groups: int | None = None, width: int = 1
 ) -> None:
-    """Reject sizes that cannot be split over the tensor parallel ranks.
+    """Reject sizes that cannot be split across the tensor parallel ranks.
 
     Args:
         groups: the number of groups of heads: a rank has several groups, or several ranks have one.
@@ -463,7 +463,7 @@ def _divides(
     told = told or [f"num_key_value_heads={groups} is neither a multiple nor a divisor of {tp}"]
     allowed = [str(ranks) for ranks in range(1, min(sizes.values()) + 1) if fits(ranks)]
     raise ConfigurationError(
-        f"A {type(config).__name__} cannot be split over {tp} tensor parallel ranks: "
+        f"A {type(config).__name__} cannot be split across {tp} tensor parallel ranks: "
         f"{', '.join(told)}. Possible sizes: {', '.join(allowed)}."
     )
 
