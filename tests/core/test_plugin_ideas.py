@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import idea_plugins
 import pytest
+import torch
 from support import case_names, check_case, run_workers
 from torch.utils.data import DataLoader
 
+from accelerate_core import Accelerator, Backend
 from accelerate_core.data.loader import LoaderOptions
 from accelerate_core.data.prepare_loader import prepare_loader, reshare
 from accelerate_core.errors import ConfigurationError
@@ -76,6 +81,36 @@ def test_replicas_join_and_die_while_others_train(tmp_path, workers):
     assert [len(first), len(dead), len(newcomer)] == [3 + 5 + 12, 3 + 5, 5 + 12]
     seen = sorted(number for steps in (first, dead, newcomer) for step in steps for number in step)
     assert len(seen) == len(set(seen)) == 12 + 30 + 48
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_elastic_backend_defers_communication_although_it_has_one_process(elastic):
+    entered = []
+
+    class Alone(Backend):
+        name = "alone"
+        api_version = (1, 0)
+        reduces_gradients = "backward"
+        supports: ClassVar[Mapping[str, Any]] = {"elastic": elastic}
+
+        def no_sync(self, accelerator, model):
+            entered.append(accelerator.sync_gradients)
+            return nullcontext()
+
+    accelerator = Accelerator(cpu=True, backend=Alone, gradient_accumulation_steps=3)
+    try:
+        net = torch.nn.Linear(2, 1)
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in range(6):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 2)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert entered == ([False] * 4 if elastic else [])
+        with accelerator.no_sync(model):
+            assert len(entered) == (5 if elastic else 0)
+    finally:
+        accelerator.end_training()
 
 
 @pytest.mark.parametrize("split", [False, True])

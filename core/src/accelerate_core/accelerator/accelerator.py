@@ -217,13 +217,15 @@ class Accelerator(
             loader_plugin=setup.parts["loaders"],
             warn_once=self._warn_once,
         )
+        # With an elastic backend, a world of one process may share gradients with other worlds.
+        shares_gradients = self.use_distributed or setup.backend.supports.get("elastic", False)
         self._training = TrainingLoop(
             hooks=self.hooks,
             backend=setup.backend,
             state=self.gradient_state,
             comm=self._collectives.loss,
-            distributed=self.use_distributed,
-            defers_sync=self.use_distributed and self.hooks.is_overridden("no_sync"),
+            distributed=shares_gradients,
+            defers_sync=shares_gradients and self.hooks.is_overridden("no_sync"),
             models=objects.models,
             optimizers=objects.optimizers,
             scaler=loss_scaler,
