@@ -1,6 +1,7 @@
-"""Train with each mutant for a few steps, and report what the run itself says about it.
+"""Train with each mutant, and report what the run itself says about it.
 
-Run on two ranks: `in_a_run.py FOLDER`. Each rank reports `{mutant: [text without, text with debug mode]}`.
+Run on two ranks: `in_a_run.py FOLDER [MUTANT...]`. Each rank reports `{mutant: [outcome without, outcome
+with debug mode]}`; `outcome_of` combines the ranks' outcomes.
 """
 
 from __future__ import annotations
@@ -8,65 +9,135 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import of_common_mistakes  # noqa: F401  # fills the table
-import torch
-from registry import MUTANTS
-from torch.utils.data import DataLoader, TensorDataset
-
-from accelerate_testing import CheckContext, write_result
-from accelerate_testing.training import Net, loss_of, sgd
-from accelerate_testing.worker import Ranks
+#: Kinds of outcomes, from the most to the least helpful.
+KINDS = ("error", "warning", "unnamed error", "lost", "nothing")
+#: A kind, the place in the script, and the text.
+Outcome = list[str]
 
 
-def train(ctx: CheckContext) -> str:
-    """Train 60 steps, save, load, and return the first warning that names a fault."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        accelerator = ctx.accelerator()
+def outcome_of(ranks: Sequence[Outcome]) -> str:
+    """Return what a user learns from the ranks, such as "error in `save_state`"."""
+    kind, place, _ = min(ranks, key=lambda one: KINDS.index(one[0]))
+    if kind == "nothing":
+        return "nothing"
+    if kind == "lost":
+        return "the process dies"
+    return f"{'error' if 'error' in kind else kind} in {place}" + (
+        " (1)" if kind == "unnamed error" else ""
+    )
+
+
+class Observed:
+    """What a run says about its backend, and in which part of the script."""
+
+    def __init__(self) -> None:
+        self.place = ""
+        self.found: list[Outcome] = []
+
+    def at(self, place: str) -> None:
+        """Begin another part of the script."""
+        self.place = place
+
+    def warned(self, message: Any, *more: Any) -> None:
+        """Keep a warning if it is about the backend."""
+        if "backend" in str(message) or "sound" in str(message):
+            self.found.append(["warning", self.place, str(message)])
+
+    def raised(self, error: BaseException) -> None:
+        """Keep an error. It is named if it or one of its notes names the backend."""
+        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        named = "sound" in text or "rank" in text.split("\n")[0] or "prepare()" in text
+        self.found.append(["error" if named else "unnamed error", self.place, text])
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Observe a block, and suppress the error that ends it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = self.warned
+            try:
+                yield
+            except Exception as error:
+                self.raised(error)
+
+    def outcome(self) -> Outcome:
+        """Return the most helpful one."""
+        nothing = ["nothing", "", ""]
+        return min([*self.found, nothing], key=lambda one: KINDS.index(one[0]))
+
+
+def train(ctx: Any, observed: Observed) -> None:
+    """Train 60 steps on a model with a tensor of 160,000 elements, evaluate, save and load."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from accelerate_testing.training import Net, loss_of
+
+    observed.at("the constructor")
+    accelerator = ctx.accelerator()
+    with torch.random.fork_rng():
+        torch.manual_seed(accelerator.process_index)
         model: Any = Net(accelerator.process_index)
-        optimizer: Any = sgd(model.parameters())
-        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 20)
-        x = torch.randn(480, 6, generator=torch.Generator().manual_seed(0))
-        loader: Any = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4)
-        model, optimizer, scheduler, loader = accelerator.prepare(
-            model, optimizer, scheduler, loader
+        model.inner = torch.nn.Sequential(
+            *(torch.nn.Linear(6, 400), torch.nn.Tanh(), torch.nn.Linear(400, 400), torch.nn.Tanh())
         )
-        for batch in loader:
-            accelerator.backward(loss_of(model, batch))
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        accelerator.gather_for_metrics(batch[0])
-        _ = getattr(accelerator, "no_such_attribute", None)
-        accelerator.load_state(accelerator.save_state(str(ctx.scratch("state"))))
-        ctx.end()
-    texts = [str(one.message) for one in caught]
-    return next((text for text in texts if "backend" in text or "sound" in text), "")
+        model.out = torch.nn.Linear(400, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.003, momentum=0.9)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 20)
+    x = torch.randn(480, 6, generator=torch.Generator().manual_seed(0))
+    loader: Any = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4)
+    observed.at("`prepare`")
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    observed.at("the loader")
+    for step, batch in enumerate(loader, 1):
+        observed.at(f"step {step}")
+        accelerator.backward(loss_of(model, batch))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    observed.at("`gather_for_metrics`")
+    accelerator.gather_for_metrics(batch[0])
+    observed.at("a served attribute")
+    _ = getattr(accelerator, "no_such_attribute", None)
+    observed.at("`save_state`")
+    path = accelerator.save_state(str(ctx.scratch("state")))
+    observed.at("`load_state`")
+    accelerator.load_state(path)
+    observed.at("`end_training`")
+    ctx.end()
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]).parent
-    found: dict[str, list[str]] = {}
-    for name, (cls, _) in MUTANTS.items():
-        found[name] = []
-        for debug in ("0", "1"):
-            os.environ["ACCELERATE_DEBUG_MODE"] = debug
+    from every_mutant import MUTANTS
+
+    from accelerate_testing import CheckContext, write_result
+    from accelerate_testing.worker import Ranks
+
+    folder, wanted = Path(sys.argv[1]).parent, sys.argv[2:]
+    found: dict[str, list[Outcome]] = {}
+    for name in wanted or [name for name in MUTANTS if "." not in name]:
+        cls, _ = MUTANTS[name]
+        lost = ["lost", "", ""]
+        found[name] = [lost, lost]
+        write_result(found)
+        for debug in (0, 1):
+            os.environ["ACCELERATE_DEBUG_MODE"] = str(debug)
             here = folder / f"{name}_{debug}"
             here.mkdir(exist_ok=True)
             ctx = CheckContext("backend", "sound", cls, here, timeout=5.0)
             ranks = Ranks(here, 10.0)
-            line: dict[str, Any] = {"state": "passed"}
-            try:
-                text = train(ctx)
-            except Exception as error:
-                text = f"{type(error).__name__}: {error}"
-                line["state"] = "failed"
-            found[name].append(text)
-            ranks.say("run", line)
+            observed = Observed()
+            with observed.watched():
+                train(ctx, observed)
+            found[name][debug] = observed.outcome()
+            ended = all(kind == "warning" for kind, *_ in observed.found)
+            ranks.say("run", {"state": "passed" if ended else "failed"})
             if not ranks.all_well("run"):
                 ctx.abandon()
             write_result(found)

@@ -11,34 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import of_checkpoints
-import of_common_mistakes
-import of_endings
-import of_loose
-import of_models
-import of_optimizers
-import of_precisions
-import of_ranks
-import of_steps
-from registry import MUTANTS
+from every_mutant import MUTANTS
 
 from accelerate_core.contract.hooks import HOOKS
 from accelerate_testing import CheckContext, checks_of, write_result
 from accelerate_testing.checks import about, missing_capability
 from accelerate_testing.suites import leaving
 from accelerate_testing.worker import Ranks, run_check
-
-__all__ = [
-    "of_checkpoints",
-    "of_common_mistakes",
-    "of_endings",
-    "of_loose",
-    "of_models",
-    "of_optimizers",
-    "of_precisions",
-    "of_ranks",
-    "of_steps",
-]
 
 
 def damaged(cls: type) -> list[str]:
