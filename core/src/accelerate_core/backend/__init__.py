@@ -265,8 +265,8 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
     def fixed_batch(self, accelerator: AcceleratorView) -> int | None:
         """Return a number; the size of each rank's batches will be a multiple of it.
 
-        Use this if the backend compiles for fixed shapes. The core fills up a batch of another size, or
-        one that is shorter than the loader's batch size, by repeating some of its samples, and
+        Use this if the backend compiles for fixed shapes. If the size of a batch isn't a multiple, or is
+        smaller than the loader's batch size, the core pads the batch by repeating some of its samples.
         `gather_for_metrics` drops the repeated ones. On several ranks, the batch size must already be a
         multiple.
 

@@ -98,7 +98,7 @@ class BatchView(Protocol):
 
     #: Whether it is the last batch on this rank.
     last: bool
-    #: Number of real samples in the global batch if it was filled up, else None.
+    #: Number of real samples in the global batch if it was padded, else None.
     real: int | None
     #: Number of samples in a full global batch; None if unknown.
     whole: int | None

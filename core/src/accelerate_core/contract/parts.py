@@ -19,7 +19,7 @@ class PreparedLoader(Protocol):
     only restored if it belongs to a dataset of the same size.
     """
 
-    #: Whether to fill up the last global step so that all ranks get batches of the same size. The core sets
+    #: Whether to pad the last global step so that all ranks get batches of the same size. The core sets
     #: it after creating the loader, and `join_uneven_inputs` changes it temporarily.
     even_batches: bool
     #: Whether the backend's `feed_device` moves the batches. The core sets it after creating the loader.
@@ -31,7 +31,7 @@ class PreparedLoader(Protocol):
 
     @property
     def remainder(self) -> int:
-        """The number of real samples in the last global batch if it is short or filled up.
+        """The number of real samples in the last global batch if it is short or padded.
 
         0 means that the batch is complete, -1 that the number is unknown.
         """
@@ -45,7 +45,7 @@ class PreparedLoader(Protocol):
 
         * `info.last`: whether this is the last batch on this rank. If so, accumulation ends and the
           optimizer steps.
-        * `info.real`: if the global batch was filled up, the number of real samples in it, otherwise
+        * `info.real`: if the global batch was padded, the number of real samples in it, otherwise
           None. The global batch consists of the batches of all ranks in rank order, with real samples
           first. `gather_for_metrics` drops the rest.
 

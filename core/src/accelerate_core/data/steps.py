@@ -15,7 +15,7 @@ SliceFn = Callable[..., Any]
 #: A raw batch, the number of real samples of its step if known, and the data's state after it.
 Read = tuple[Any, int | None, Any]
 #: `(batch, last, real, state)`: a rank's batch, whether it's the last, the number of real samples if it
-#: was filled up, and the state.
+#: was padded, and the state.
 Item = tuple[Any, bool, int | None, Any]
 #: The slice of a rank that gets no batch in a step.
 NOTHING: Any = object()

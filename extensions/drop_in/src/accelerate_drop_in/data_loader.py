@@ -67,7 +67,7 @@ def prepare_data_loader(
         dispatch_batches: rank 0 reads for all ranks; None means only for iterable datasets. If False,
             an iterable dataset with enough shards (`n_shards`, `shard`) is divided by shards instead of
             samples.
-        even_batches: fill up the last global step with samples from the start of the epoch.
+        even_batches: pad the last global step with samples from the start of the epoch.
         slice_fn_for_dispatch: a function `(data, tensor_slice, process_index=, num_processes=)` that
             returns a part of a batch.
         use_seedable_sampler, data_seed: shuffle by a seed and the epoch instead of a generator.
@@ -178,7 +178,7 @@ def _read_shards(loader: CoreLoader) -> None:
     """Let a rank read its own shards of a stream, if there are enough, as Accelerate does.
 
     A stream has shards if it has `n_shards` and `shard(num_shards=, index=)`, as those of Hugging Face
-    have. Batches are not repeated or filled up, so ranks may have different numbers of batches.
+    have. Batches are not repeated or padded, so ranks may have different numbers of batches.
     """
     base: Any = loader.base
     source: Any = loader._source

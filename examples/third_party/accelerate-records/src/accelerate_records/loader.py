@@ -132,7 +132,7 @@ class RecordsLoader:
                 yield at
 
     def _places(self, at: int) -> torch.Tensor:
-        """Return the positions that this rank reads. The end is filled up from the start."""
+        """Return the positions that this rank reads. The end is padded from the start."""
         size = len(self.dataset)
         low = at + self._index * self.batch_size
         places = torch.arange(low, low + self.batch_size)
