@@ -100,6 +100,7 @@ PLUGINS = (
     "extensions/big_model",
     "extensions/kubernetes",
     "extensions/object_store",
+    "extensions/watch",
 )
 
 

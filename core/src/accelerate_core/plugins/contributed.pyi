@@ -269,6 +269,7 @@ from accelerate_tracking import GeneralTracker as GeneralTracker
 from accelerate_tracking import on_main_process as on_main_process
 from accelerate_trackio import TrackioTracker as TrackioTracker
 from accelerate_wandb import WandBTracker as WandBTracker
+from accelerate_watch import WatchConfiguration as WatchConfiguration
 from accelerate_xla.launch.names import install_xla as install_xla
 from accelerate_xla.launch.names import prepare_tpu as prepare_tpu
 from accelerate_xla.settings import XLAPlugin as XLAPlugin

@@ -1,0 +1,130 @@
+"""The extension that starts the watching thread of each rank."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from accelerate_core.plugin import AcceleratorView, Claim, Request, hookimpl
+from accelerate_watch.settings import WatchConfiguration
+
+#: Seconds that a rank waits before a report, if the process group's timeout is not shorter.
+_HANG_AFTER = 60.0
+
+
+class Watch:
+    """Prints which rank is stuck, at which step and collective, and where, before a timeout ends the run.
+
+    Nothing is added to a training step: a thread on each rank reads torch's flight recorder and the
+    counters of the training loop.
+    """
+
+    name = "watch"
+    api_version = (1, 0)
+    Settings = WatchConfiguration
+
+    def __init__(self, settings: WatchConfiguration) -> None:
+        self._settings = settings
+        self._state = "not started"
+        self._ends: list[Callable[[], object]] = []
+        if settings.hang_after != 0 or settings.straggler_factor:
+            from accelerate_watch import flight_recorder
+
+            flight_recorder.request_recording()  # before the process group starts
+
+    @classmethod
+    def detect(cls, request: Request) -> Claim | None:
+        """Claim every run of several processes."""
+        if request.topology.num_processes < 2:
+            return None
+        return Claim(0, f"{request.topology.num_processes} processes")
+
+    @hookimpl
+    def on_start(self, accelerator: AcceleratorView) -> None:
+        """Start the thread."""
+        import torch.distributed as dist
+
+        from accelerate_watch import flight_recorder, run_folder, terminate
+        from accelerate_watch.report import ABORTS
+        from accelerate_watch.stragglers import Stragglers
+        from accelerate_watch.watcher import Watcher
+
+        if not dist.is_initialized():
+            self._state = "off: torch.distributed is not used"
+            return
+        hang_after = self._hang_after(accelerator)
+        recording = flight_recorder.is_recording()
+        if not recording:
+            hang_after = 0.0
+        try:
+            store = dist.PrefixStore("watch", dist.distributed_c10d._get_default_store()).clone()
+        except (RuntimeError, NotImplementedError) as error:
+            self._state = f"off: the process group's store has no second connection ({error})"
+            return
+        rank = accelerator.process_index
+        folder = run_folder.create(rank)
+        limit = accelerator.group_timeout
+        factor = self._settings.straggler_factor if recording else 0.0
+        watcher = Watcher(
+            rank=rank,
+            local_rank=accelerator.local_process_index,
+            ranks=accelerator.num_processes,
+            store=store,
+            folder=folder,
+            hang_after=hang_after,
+            timeout=None if limit is None else limit.total_seconds(),
+            steps=_step_counter(accelerator),
+            stragglers=Stragglers(factor, self._settings.straggler_interval) if factor else None,
+        )
+        restore = terminate.before_abort(lambda: watcher.report_and_wait(ABORTS))
+        self._ends = [watcher.stop, restore, _leaving(folder, rank)]
+        atexit.register(self._end)
+        watcher.start()
+        self._state = f"a report is printed after {hang_after:g} s in a collective"
+        if not recording:
+            self._state = "only on SIGUSR2, because this torch records no collectives"
+        elif not hang_after:
+            self._state = "a report is only printed on SIGUSR2"
+
+    def _hang_after(self, accelerator: AcceleratorView) -> float:
+        if self._settings.hang_after is not None:
+            return self._settings.hang_after
+        limit = accelerator.group_timeout
+        return _HANG_AFTER if limit is None else min(_HANG_AFTER, limit.total_seconds() / 2)
+
+    @hookimpl
+    def on_end(self, accelerator: AcceleratorView) -> None:
+        """End the thread before the process group ends."""
+        self._end()
+
+    def _end(self) -> None:
+        for end in self._ends:
+            end()
+        self._ends = []
+        atexit.unregister(self._end)
+
+    @hookimpl
+    def explain(self) -> str:
+        """Return when a report is printed."""
+        return f"hang reports: {self._state}"
+
+
+def _leaving(folder: Path, rank: int) -> Callable[[], None]:
+    from accelerate_watch import run_folder
+
+    return lambda: run_folder.leave(folder, rank)
+
+
+def _step_counter(accelerator: AcceleratorView) -> Callable[[], int]:
+    """Return a function that reads how many steps the optimizers took."""
+    reference = weakref.ref(accelerator)
+
+    def steps() -> int:
+        there = reference()
+        if there is None:
+            return 0
+        return max((one.steps_taken for one in there.optimizers), default=0)
+
+    return steps
