@@ -24,7 +24,7 @@ def test_dump_prints_the_report_of_a_job_named_by_launcher_or_rank() -> None:
     assert str(run.process.pid) not in run_cli("dump").stdout
 
 
-def test_dump_refuses_a_process_that_is_no_job() -> None:
+def test_dump_refuses_another_process() -> None:
     done = run_cli("dump", "1", forked=True)
     assert done.returncode == 1
     assert "JOB='1' is neither the process ID of a launcher on this machine nor of" in done.stderr

@@ -61,13 +61,13 @@ class Stragglers:
         place = places[0][0] if places else ""
         return json.dumps({"entered": entered, "step": seconds / max(1, steps), "place": place})
 
-    def describe(self, told: Sequence[bytes]) -> list[str]:
+    def describe(self, published: Sequence[bytes]) -> list[str]:
         """Return one line for each rank that has become slow.
 
         Args:
-            told: what `due` returned on each rank.
+            published: what `due` returned on each rank.
         """
-        ranks = [json.loads(one) for one in told]
+        ranks = [json.loads(one) for one in published]
         work = shares_of_work([{int(n): t for n, t in r["entered"].items()} for r in ranks])
         step = ranks[0]["step"]
         lines = []
