@@ -322,7 +322,8 @@ def _leave(run: Callable[[], object]) -> None:
             status = left.code or 0
         else:
             print(left.code, file=sys.stderr)
-    except BaseException:
+    except BaseException as error:
+        sys.last_value = error  # as Python does
         sys.excepthook(*sys.exc_info())
     threading._shutdown()
     atexit._run_exitfuncs()

@@ -92,7 +92,7 @@ def test_launchers_are_selected_and_named_in_errors_like_other_plugins(tmp_path:
     code = """
     from accelerate_core.config.provenance import SourcedValue
     from accelerate_launch import LaunchPlan, Target
-    from accelerate_launch.start import command_of
+    from accelerate_launch.starting import command_of
     def attempt(*triggers, launcher=None):
         triggered = {f"START_{name}": SourcedValue("1", "the test") for name in triggers}
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import dummies
 import pool
 import pytest
 from support import clean_environment
@@ -118,3 +119,11 @@ def test_internal_error_keeps_its_frames(tmp_path: Path) -> None:
     """It may be a bug in accelerate-core, and a bug report needs the frames."""
     output = printed(tmp_path / "train.py", f"{SETUP}accelerator.get_state_dict(3)\n")
     assert OURS.search(output), output
+
+
+def test_failing_function_at_start_is_named_in_a_warning(tmp_path: Path) -> None:
+    dummies.distribution(tmp_path, "late", "def begin(): 1 / 0\n", {"at_start": {"x": "begin"}})
+    code = "from accelerate_core import Accelerator; print(Accelerator(cpu=True).num_processes)"
+    done = pool.run(["-c", code], clean_environment(PYTHONPATH=str(tmp_path)), 60)
+    assert done.stdout == "1\n", done.stderr
+    assert "dummy_late:begin failed: ZeroDivisionError: division by zero" in done.stderr

@@ -14,7 +14,7 @@ from launched import run_cli
 from support import clean_environment
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from accelerate_core import failures
+from accelerate_launch import uncaught
 from accelerate_launch.failures import describe, describe_function, held
 
 HEAD = "Traceback (most recent call last):"
@@ -70,7 +70,7 @@ def test_invalid_setting_under_launch_shows_one_traceback_without_internal_frame
 def record(folder: Path, rank: int, error: Exception, left: bool) -> ProcessFailure:
     file = folder / str(rank) / "error.json"
     file.parent.mkdir()
-    assert failures.record(error, file, left) is left
+    assert uncaught.record(error, file, left) is left
     return ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=1, error_file=str(file))
 
 

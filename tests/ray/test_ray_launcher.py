@@ -22,7 +22,7 @@ from support import clean_environment
 from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.errors import ConfigurationError
 from accelerate_launch import LaunchPlan, Target, make_plan
-from accelerate_launch.start import child_environment, choose_launcher
+from accelerate_launch.starting import child_environment, choose_launcher
 from accelerate_ray.launcher import RayLauncher, processes_of
 from accelerate_ray.options import rank_command, shipped_variables
 from accelerate_ray.output import Output

@@ -1,4 +1,4 @@
-"""All exceptions of the core, helpers for error messages, and warnings and tracebacks at the user's line.
+"""All exceptions of the core, helpers for error messages, and warnings at the user's line.
 
 An error says what was wrong, where the value came from, what is allowed, and what to do next.
 """
@@ -6,15 +6,15 @@ An error says what was wrong, where the value came from, what is allowed, and wh
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
-from itertools import pairwise
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
+
+from accelerate_core import failures
 
 
 class AccelerateError(Exception):
@@ -26,7 +26,7 @@ class AccelerateError(Exception):
 
     def __init__(self, *args: object, **named: Any) -> None:
         super().__init__(*args, **named)
-        shorten_uncaught()
+        failures.report_uncaught()
 
 
 class ConfigurationError(AccelerateError, ValueError):
@@ -234,14 +234,15 @@ _OURS = re.compile(r"accelerate(_\w+)?(\.|$)")
 _BETWEEN = re.compile(r"(click|pluggy|torch)(\.|$)")
 
 
-def _is_ours(frame: FrameType) -> bool:
+def is_ours(frame: FrameType) -> bool:
+    """Return whether a frame belongs to the core or to one of our packages."""
     return _OURS.match(frame.f_globals.get("__name__", "")) is not None
 
 
 def of_the_user(frame: FrameType) -> bool:
     """Return whether a frame belongs to the user's code rather than to us or a library in between."""
     module = frame.f_globals.get("__name__", "")
-    if _is_ours(frame) or _BETWEEN.match(module):
+    if is_ours(frame) or _BETWEEN.match(module):
         return False
     return module.partition(".")[0] not in sys.stdlib_module_names
 
@@ -257,13 +258,6 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     # Our own threads have no line of the user, so warn at the current line.
     level = next((at for at, frame in enumerate(stack) if of_the_user(frame)), 0)
     warnings.warn(text, category, stacklevel=level + 2)
-
-
-# --- tracebacks of uncaught errors ------------------------------------------------------------
-
-_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
-#: The hook that showed uncaught errors before ours was installed.
-_previous_hook: _Hook | None = None
 
 
 class WarnOnce:
@@ -293,73 +287,3 @@ def call_all(first: Callable[[], object], *rest: Callable[[], object]) -> None:
     finally:
         if rest:
             call_all(*rest)
-
-
-def shorten_uncaught() -> None:
-    """Shorten tracebacks of uncaught errors from now on. Calling this again has no effect."""
-    global _previous_hook
-    if _previous_hook is None:
-        _previous_hook = sys.excepthook
-        sys.excepthook = _show_shortened
-
-
-def _show_shortened(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    shorten(error)
-    if _previous_hook is not None:
-        _previous_hook(kind, error, trace)
-
-
-def prints_only(hook: _Hook) -> bool:
-    """Return whether an exception hook only prints the traceback, as Python's default hook does."""
-    if hook is _show_shortened and _previous_hook is not None:
-        hook = _previous_hook
-    return hook is sys.__excepthook__
-
-
-def shorten(error: BaseException) -> None:
-    """Remove our frames from a traceback, so that the last line shown is the user's.
-
-    For our errors, the traceback ends at the line that called us. For errors in the user's code, such as in
-    a dataset that we read, it looks as it would without us. Any other error may be our bug and keeps all
-    frames. In debug mode (`ACCELERATE_DEBUG_MODE`, `launch --debug`), nothing is removed.
-    """
-    if os.environ.get("ACCELERATE_DEBUG_MODE", "").lower() in ("1", "true", "yes", "on", "y", "t"):
-        return
-    entries = _entries(error)
-    users = [at for at, entry in enumerate(entries) if of_the_user(entry.tb_frame)]
-    if not users:
-        return
-    if isinstance(error, AccelerateError):
-        del entries[users[-1] + 1 :]
-        _drop_internal_cause(error)
-    elif users[-1] != len(entries) - 1:
-        return
-    kept = [entry for entry in entries if not _is_ours(entry.tb_frame)]
-    for entry, following in pairwise(kept):
-        entry.tb_next = following
-    kept[-1].tb_next = None
-    error.__traceback__ = kept[0]
-
-
-def _entries(error: BaseException) -> list[TracebackType]:
-    entries = []
-    entry = error.__traceback__
-    while entry is not None:
-        entries.append(entry)
-        entry = entry.tb_next
-    return entries
-
-
-def _drop_internal_cause(error: AccelerateError) -> None:
-    """Hide the exception that we turned into this one, unless the user's or a plugin's code raised it."""
-    cause = error.__cause__ or error.__context__
-    if cause is None or isinstance(error, PluginError):
-        return
-    entries = _entries(cause)
-    caught_by_us = not entries or _is_ours(entries[0].tb_frame)
-    if caught_by_us and not (entries and of_the_user(entries[-1].tb_frame)):
-        error.__cause__ = None  # this also hides the context
-    else:
-        shorten(cause)

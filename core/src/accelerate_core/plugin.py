@@ -18,6 +18,8 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
     if name not in _HOMES:
         text = f"module {__name__!r} has no attribute {name!r}.{did_you_mean(name, _HOMES)}"
         raise UnknownNameError(text, name)

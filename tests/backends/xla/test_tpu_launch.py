@@ -22,7 +22,7 @@ from accelerate_core.errors import ConfigurationError
 from accelerate_launch.cli import cli
 from accelerate_launch.plan import LaunchPlan, Target
 from accelerate_launch.planning import make_plan
-from accelerate_launch.start import child_environment, command_of
+from accelerate_launch.starting import child_environment, command_of
 from accelerate_xla.launch import hosts, local, spawning
 from accelerate_xla.launch.run import Program, main
 from accelerate_xla.launch.settings import TPULaunch

@@ -155,7 +155,7 @@ def settings(
 
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             __tracebackhide__ = True
-            failures.install()
+            failures.report_uncaught()
             # Import pydantic here, because it takes a tenth of a second, which `--help` should not pay.
             import pydantic.dataclasses
             import pydantic_core

@@ -96,7 +96,7 @@ def acquire(
         RuntimeConflictError: the process already runs on another device or group.
     """
     global _current
-    failures.install()
+    failures.report_uncaught()
     runtime = _current
     if runtime is not None:
         _check_fits(runtime, cpu, device, timeout, comm_backend)
@@ -473,6 +473,7 @@ def _end_group(runtime: Runtime) -> None:
 
 def _end_at_exit(reference: weakref.ref[Runtime]) -> None:
     runtime = reference()
-    # After a failure, the other ranks may not respond, so let the operating system end the group.
-    if runtime is not None and not failures.happened():
+    # After a failure, the other ranks may not respond, so let the operating system end the group. Python
+    # sets `last_value` when an uncaught exception ends the process.
+    if runtime is not None and not hasattr(sys, "last_value"):
         _end_group(runtime)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from accelerate_core import failures
 from accelerate_core.config.enums import LoggerType, PrecisionType
 from accelerate_core.contract.hooks import API_VERSION
 from accelerate_core.errors import (
@@ -145,7 +146,8 @@ def installed() -> Installed:
     records: list[PluginRecord] = []
     exports: dict[str, tuple[str, str]] = {}
     triggers: dict[str, list[str]] = {}
-    found = importlib.metadata.entry_points()  # one scan; `select` only filters
+    found = failures.entry_points()
+    failures.entry_points.cache_clear()  # it isn't needed again
     groups = GROUPS | {point.value: point.name for point in found.select(group=_KINDS)}
     for group in (*groups, _EXPORTS, _TRIGGERS):
         for point in found.select(group=group):

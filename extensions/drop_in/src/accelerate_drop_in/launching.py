@@ -11,7 +11,7 @@ from accelerate_launch.devices import get_free_port
 from accelerate_launch.options import LAUNCH_OPTIONS
 from accelerate_launch.plan import DEFAULT_PORT, LaunchPlan
 from accelerate_launch.planning import draft_plan, make_plan
-from accelerate_launch.start import child_environment, command_of
+from accelerate_launch.starting import child_environment, command_of
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.distributed.launcher import api
 from accelerate_core.booleans import parse_bool
 from accelerate_core.errors import ConfigurationError
 from accelerate_launch import late_ranks
-from accelerate_launch.failures import AGENT_VARIABLE, describe, held, remember
+from accelerate_launch.failures import describe, held, remember
 from accelerate_launch.lost_rendezvous import LONG_PATIENCE, LostRendezvous
 from accelerate_launch.machine_0 import (
     MachineZero,
@@ -35,6 +35,7 @@ from accelerate_launch.machine_0 import (
     split_endpoint,
 )
 from accelerate_launch.plan import PREEMPTED
+from accelerate_launch.uncaught import AGENT_VARIABLE
 
 #: Separates the agent's options from the program.
 _TARGET = "--"

@@ -15,8 +15,6 @@ from typing import Any
 from accelerate_core.booleans import env_flag
 from accelerate_launch import late_ranks
 
-#: Holds the agent's process ID. Ranks that see it let the agent print their tracebacks.
-AGENT_VARIABLE = "ACCELERATE_AGENT_PID"
 #: If a failed rank has not exited after this many seconds, its traceback is shown.
 _PATIENCE = 5.0
 

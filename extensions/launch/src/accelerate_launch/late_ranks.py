@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.failures import DUMP_SIGNAL, DUMP_SUFFIX
 from accelerate_launch.thread_stacks import Frame, short_path, threads_of
+from accelerate_launch.uncaught import DUMP_SIGNAL, DUMP_SUFFIX
 
 #: Seconds in which a rank writes its stacks.
 _DUMP = 2.0

@@ -10,15 +10,15 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from accelerate_core import failures
 from accelerate_core.booleans import env_flag
 from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import find
+from accelerate_launch import uncaught
 from accelerate_launch.functions import patch_environment
 from accelerate_launch.plan import COUNTED, LOOPBACK, LaunchPlan, Target
 from accelerate_launch.planning import asks_launchers, refuse_nesting
-from accelerate_launch.start import choose_launcher
+from accelerate_launch.starting import choose_launcher
 
 
 class PrepareForLaunch:
@@ -49,7 +49,7 @@ class PrepareForLaunch:
             try:
                 return self.launcher(*args)
             except Exception as error:
-                failures.wait_for_culprit(error)
+                uncaught.wait_for_culprit(error)
                 raise
 
 
@@ -109,7 +109,7 @@ def notebook_launcher(
 
         notebook_launcher(train, (1e-3,), num_processes=2)
     """
-    failures.install()
+    uncaught.install()
     if not callable(function):
         raise ConfigurationError(
             f"function must be callable, not {type(function).__name__}. Pass the function itself, and its "
@@ -185,7 +185,7 @@ def debug_launcher(
 
         debug_launcher(report, num_processes=2)
     """
-    failures.install()
+    uncaught.install()
     refuse_nesting(os.environ)
     plan = LaunchPlan(
         _target(function),

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from ray import cloudpickle
 
-from accelerate_core.failures import record
+from accelerate_launch.uncaught import record
 
 #: Folders of the packages that call the function.
 _CALLERS = ("/accelerate_ray/", "/accelerate_launch/")

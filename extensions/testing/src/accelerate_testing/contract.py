@@ -28,7 +28,7 @@ from accelerate_core.plugin import (
     Tracking,
 )
 from accelerate_launch.plan import LaunchPlan, Target
-from accelerate_launch.start import FunctionLauncher, Launcher
+from accelerate_launch.starting import FunctionLauncher, Launcher
 from accelerate_tracking import GeneralTracker
 
 #: The classes whose public names and signatures are part of the contract, in addition to the hooks.

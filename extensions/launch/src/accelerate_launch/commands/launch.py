@@ -23,7 +23,7 @@ from accelerate_launch.contributed import plugin_variables
 from accelerate_launch.options import Unused
 from accelerate_launch.plan import LaunchPlan
 from accelerate_launch.planning import find_config, make_plan
-from accelerate_launch.start import (
+from accelerate_launch.starting import (
     child_environment,
     choose_launcher,
     command_of,

@@ -24,7 +24,7 @@ from accelerate_launch.commands.tables import print_table
 from accelerate_launch.devices import count_accelerators
 from accelerate_launch.plan import counted
 from accelerate_launch.planning import find_config, make_plan
-from accelerate_launch.start import child_environment, command_of
+from accelerate_launch.starting import child_environment, command_of
 
 _SELF_CHECK = "accelerate_launch.commands.self_check"
 

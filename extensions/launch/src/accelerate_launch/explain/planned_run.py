@@ -15,7 +15,7 @@ from accelerate_core.errors import AccelerateError, ConfigurationError, PluginVe
 from accelerate_core.plugins.discovery import OWN_DISTRIBUTION
 from accelerate_core.plugins.selection import NOTHING, RULES, Request, Selection, select
 from accelerate_launch.planning import draft_plan
-from accelerate_launch.start import child_environment, consider_launchers
+from accelerate_launch.starting import child_environment, consider_launchers
 
 #: Kinds of plugins whose setting has another name.
 _SETTINGS = {"precision": "mixed_precision"}

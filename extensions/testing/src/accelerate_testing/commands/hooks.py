@@ -18,7 +18,7 @@ from accelerate_core.plugin import ConfigurationError, did_you_mean
 from accelerate_launch.commands.tables import print_table
 from accelerate_launch.hook_trace import VARIABLE, HookCount
 from accelerate_launch.planning import find_config, make_plan
-from accelerate_launch.start import child_environment, command_of
+from accelerate_launch.starting import child_environment, command_of
 
 
 @click.command("hooks")

@@ -25,7 +25,7 @@ from accelerate_core.plugins.discovery import (
     find,
     installed,
 )
-from accelerate_launch.start import Launcher
+from accelerate_launch.starting import Launcher
 from accelerate_testing.checks import SUITE_KINDS, changed, check, own_classes, own_hooks
 from accelerate_testing.import_time import check_import_time
 

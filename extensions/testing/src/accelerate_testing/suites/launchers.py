@@ -15,7 +15,7 @@ import psutil
 
 from accelerate_core.config.provenance import SourcedValue
 from accelerate_launch.plan import LaunchPlan, Target
-from accelerate_launch.start import child_environment, choose_launcher
+from accelerate_launch.starting import child_environment, choose_launcher
 from accelerate_testing.checks import changed, check
 from accelerate_testing.processes import CompletedRun, clean_environment, free_port, run_command
 
@@ -89,7 +89,7 @@ from pathlib import Path
 from accelerate_core.config.provenance import SourcedValue
 from accelerate_launch.notebook import PrepareForLaunch
 from accelerate_launch.plan import LaunchPlan, Target
-from accelerate_launch.start import choose_launcher
+from accelerate_launch.starting import choose_launcher
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
 
