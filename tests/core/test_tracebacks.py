@@ -121,7 +121,7 @@ def test_internal_error_keeps_its_frames(tmp_path: Path) -> None:
     assert OURS.search(output), output
 
 
-def test_failing_function_at_start_is_named_in_a_warning(tmp_path: Path) -> None:
+def test_failing_function_at_start_is_named_and_the_run_continues(tmp_path: Path) -> None:
     dummies.distribution(tmp_path, "late", "def begin(): 1 / 0\n", {"at_start": {"x": "begin"}})
     code = "from accelerate_core import Accelerator; print(Accelerator(cpu=True).num_processes)"
     done = pool.run(["-c", code], clean_environment(PYTHONPATH=str(tmp_path)), 60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import warnings
+import sys
 
 #: Entry points of functions that are called once, before this process uses the core. accelerate-launch
 #: has one, which records uncaught exceptions and shortens their tracebacks.
@@ -29,7 +29,7 @@ def report_uncaught() -> None:
         try:
             point.load()()
         except Exception as error:  # raising it could hide the error that is being created
-            warnings.warn(f"{point.value} failed: {type(error).__name__}: {error}", stacklevel=2)
+            sys.stderr.write(f"{point.value} failed: {type(error).__name__}: {error}\n")
 
 
 def is_failure(error: BaseException | None) -> bool:
