@@ -221,6 +221,7 @@ class Accelerator(
         shares_gradients = self.use_distributed or setup.backend.supports.get("elastic", False)
         self._training = TrainingLoop(
             hooks=self.hooks,
+            shared_hooks=self._shared_hooks,
             backend=setup.backend,
             state=self.gradient_state,
             comm=self._collectives.loss,

@@ -15,7 +15,7 @@ The first argument is `accelerator`. An implementation may leave out any argumen
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -218,6 +218,19 @@ class HookSpecs(Protocol):
         """
 
     @_broadcast
+    def on_prepared(
+        self, accelerator: AcceleratorView, given: Sequence[object], prepared: Sequence[object]
+    ) -> None:
+        """`prepare`, or another method that prepares objects, is about to return.
+
+        `given` are the script's objects, and `prepared` what the method returns for them.
+        """
+
+    @_broadcast
+    def on_early_backward(self, accelerator: AcceleratorView, loss: torch.Tensor) -> None:
+        """The script has called `backward` for the first or second time. `loss` is its argument."""
+
+    @_broadcast
     def on_save(self, accelerator: AcceleratorView, directory: Path) -> None:
         """A checkpoint is being saved. Write the plugin's files to `directory`, which only it uses."""
 
@@ -262,6 +275,13 @@ class HookSpecs(Protocol):
 
         Called in `prepare`, on several ranks, for each model that is trained. Only one plugin may
         return a reducer.
+        """
+
+    @_registration
+    def on_first_micro_batch(self, accelerator: AcceleratorView) -> Callable[[], None] | None:
+        """Return a function to call when the `accumulate` block ends, or None.
+
+        Called once, in the first micro-batch that does not end its accumulation cycle.
         """
 
     @_registration

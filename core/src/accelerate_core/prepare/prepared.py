@@ -39,10 +39,8 @@ from accelerate_core.prepare.plan import PreparePlan
 from accelerate_core.training.forward import unwrap_forward, wrap_forward
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.loss_scaler import LossScaler
-from accelerate_core.training.misuse import NotCalled, warn_if_thrown_away
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.scheduler import AcceleratedScheduler
-from accelerate_core.training.skipped_steps import SkipWatch
 
 
 @dataclass
@@ -194,7 +192,6 @@ class Prepared:
             prepared.put_on_device = on_device
             prepared.even_batches = options.dataloader_config.even_batches
         self.objects.loaders.append(prepared)
-        warn_if_thrown_away([data_loader], [prepared])
         return prepared
 
     def _core_loader(
@@ -247,20 +244,10 @@ class Prepared:
         """Keep a prepared object for saving, unwrapping and `free_memory`."""
         if kind == "model" and not evaluation:
             self.objects.models.append(value)
-            if self._is_wrapper(value):
-                NotCalled(value)
         elif kind == "optimizer":
             self.objects.optimizers.append(value)
         elif kind == "scheduler":
             self.objects.schedulers.append(value)
-
-    def _is_wrapper(self, model: Any) -> bool:
-        """Return whether the backend wrapped a model in its own module, which is not compiled."""
-        if not isinstance(model, torch.nn.Module) or uncompiled(model) is not model:
-            return False
-        if model._compiled_call_impl is not None:
-            return False  # adding and removing a hook would recompile it
-        return self.hooks.unwrap_model(model) is not model
 
     def ask_classification(self, obj: Any) -> list[ObjectKind]:
         """Ask the active plugins what kind of object this is."""
@@ -278,13 +265,7 @@ class Prepared:
             hooks=self.hooks.holding(),
             loss_scaler=self.loss_scaler,
             after_step=self._announce_step if self._step_listeners else None,
-            skips=self._skip_watch(),
         )
-
-    def _skip_watch(self) -> SkipWatch | None:
-        """Return what watches skipped steps; None if skipping steps is normal, as with a loss scale."""
-        scales = self.loss_scaler is not None or "precision" in self.backend.owns
-        return None if scales else SkipWatch(self.backend.name)
 
     def _announce_step(self, optimizer: Any) -> None:
         for listener in self._step_listeners:  # runs in every step, so results are not collected

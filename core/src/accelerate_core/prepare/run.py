@@ -15,7 +15,6 @@ from accelerate_core.errors import PrepareError
 from accelerate_core.prepare.classify import check_preparable, classify
 from accelerate_core.prepare.plan import Entry, PreparePlan
 from accelerate_core.prepare.prepared import Prepared
-from accelerate_core.training.misuse import warn_if_thrown_away
 
 
 def prepare(
@@ -62,7 +61,7 @@ def prepare(
         if not entry.done and entry.kind != "other":
             prepared.remember(entry.kind, entry.value, evaluation=entry.evaluation_mode)
     made = [entry.value for entry in plan.entries[: len(objects)]]
-    warn_if_thrown_away(objects, made)
+    prepared.shared_hooks.call_each("on_prepared", given=objects, prepared=made)
     return made
 
 

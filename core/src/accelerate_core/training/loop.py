@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,14 +14,9 @@ from accelerate_core.contract.hooks import wrong_answer
 from accelerate_core.contract.members import BackendView, CommunicatorView
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugins.manager import SharedHooks
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.loss_scaler import LossScaler
-from accelerate_core.training.misuse import (
-    StepWatch,
-    check_loss,
-    refuse_replaced,
-    warn_never_accumulated,
-)
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.token_count import TokenCount
 
@@ -35,6 +30,7 @@ class TrainingLoop:
 
     Args:
         hooks: the hooks of the active backend.
+        shared_hooks: the hooks that every active plugin may implement.
         backend: declares what it does itself (`owns`).
         state: the position in the accumulation cycle.
         comm: the communicator of the ranks over which a loss is summed.
@@ -47,6 +43,7 @@ class TrainingLoop:
     """
 
     hooks: OwnerHooks
+    shared_hooks: SharedHooks
     backend: BackendView
     state: GradientState
     comm: CommunicatorView
@@ -58,8 +55,7 @@ class TrainingLoop:
     replaced: Mapping[torch.Tensor, tuple[Any, str]]
     #: Micro-batches seen in the current accumulation cycle.
     step: int = field(default=0, init=False)
-    #: Whether `accumulate` was entered, and whether a micro-batch inside a cycle was checked for misuse.
-    entered: bool = field(default=False, init=False)
+    #: Whether `on_first_micro_batch` was called.
     watched: bool = field(default=False, init=False)
     _clipped: bool = field(default=False, init=False)
 
@@ -115,14 +111,12 @@ class TrainingLoop:
             self.lomo_backward(self._divided(loss), learning_rate)
             return
         tokens, state = self.tokens, self.state
-        if not state.backwards:
-            check_loss(loss, self.models)
+        if state.backwards < 2:
+            self.shared_hooks.call_each("on_early_backward", loss=loss)
         # The same as `_divided`, inlined because this runs in every step.
         if tokens.open:
             loss = tokens.divided(loss)
         elif self._divides_loss and state.num_steps > 1:
-            if state.backwards == 1 and state.steps and not self.entered:
-                warn_never_accumulated(state.num_steps)
             loss = loss / state.num_steps
         if self.scaler is not None:
             if self.scaler.stepped:
@@ -213,7 +207,7 @@ class TrainingLoop:
         tensors = [parameters] if single else list(parameters)
         if not self._clipped:
             self._clipped = True
-            refuse_replaced(tensors, self.replaced)
+            _refuse_replaced(tensors, self.replaced)
         if self.scaler is None:
             return tensors, 1.0
         if not self.state.sync_gradients:
@@ -273,6 +267,27 @@ def _no_number(method: str, argument: str, value: object) -> ConfigurationError:
     return ConfigurationError(f"{method}({argument}={value!r}): {argument} must be a number.")
 
 
+def _refuse_replaced(
+    parameters: Iterable[torch.Tensor], replaced: Mapping[torch.Tensor, tuple[Any, str]]
+) -> None:
+    """Refuse to clip parameters that `prepare` replaced, because those have no gradients.
+
+    Args:
+        parameters: the parameters to clip.
+        replaced: replaced parameter -> (prepared model, name).
+
+    Raises:
+        ConfigurationError: the message has the name of one.
+    """
+    names = [replaced[one][1] for one in parameters if one in replaced]
+    if names:
+        raise ConfigurationError(
+            f"Gradient clipping got {len(names)} parameter(s) from before prepare(), such as "
+            f"{names[0]!r}. The backend replaced them, so they have no gradients. Pass the "
+            "parameters of the model that accelerator.prepare(...) returned."
+        )
+
+
 def _check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
     """Raise a clear error, after backward failed, for a loss that backward cannot start from.
 
@@ -296,12 +311,11 @@ class MicroBatch:
     _models: Sequence[torch.nn.Module]
     _num_items: int | float | torch.Tensor | None
     _unsynced: AbstractContextManager[Any] | None = None
-    _watch: StepWatch | None = None
+    _at_end: Iterable[Callable[[], None]] = ()
 
     def __enter__(self) -> None:
         loop = self._loop
         state = loop.state
-        loop.entered = True
         first = state.sync_gradients
         # Count one micro-batch and decide whether it ends the cycle.
         if state.sync_with_dataloader and state.end_of_dataloader:
@@ -318,12 +332,12 @@ class MicroBatch:
             self._unsynced.__enter__()
         if not (loop.watched or state.sync_gradients):
             loop.watched = True
-            self._watch = StepWatch(loop.optimizers)
+            self._at_end = loop.shared_hooks.call_each("on_first_micro_batch")
 
     def __exit__(self, *error: Any) -> bool | None:
         loop = self._loop
-        if self._watch is not None:
-            self._watch.end()
+        for end in self._at_end:
+            end()
         if loop.tokens.open and loop.state.sync_gradients:
             loop.tokens.open = False
         unsynced = self._unsynced

@@ -10,7 +10,19 @@ from torch.optim import Optimizer
 from accelerate_core.pickling import unwrapped
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.loss_scaler import LossScaler
-from accelerate_core.training.skipped_steps import SkipWatch
+
+
+class SkipWatch(Protocol):
+    """Watches the steps of an optimizer after one that was reported as skipped."""
+
+    #: Whether the next step is watched.
+    armed: bool
+
+    def before_step(self, optimizer: Any) -> None:
+        """Called before a step that is watched."""
+
+    def after_step(self, skipped: bool) -> None:
+        """Called after a step that was watched or reported as skipped."""
 
 
 class OptimizerHooks(Protocol):
@@ -34,7 +46,6 @@ class AcceleratedOptimizer(Optimizer):
         hooks: the backend's `optimizer_step` and `zero_grad`.
         loss_scaler: updates the scale after each step; None if losses are not scaled.
         after_step: called after each step.
-        skips: watches steps that the backend reports as skipped; None: nothing watches.
     """
 
     def __init__(
@@ -45,7 +56,6 @@ class AcceleratedOptimizer(Optimizer):
         hooks: OptimizerHooks,
         loss_scaler: LossScaler | None = None,
         after_step: Callable[[Any], None] | None = None,
-        skips: SkipWatch | None = None,
     ) -> None:
         # Optimizer.__init__ is not called, because groups and state stay in the inner optimizer.
         self.optimizer = optimizer
@@ -54,7 +64,8 @@ class AcceleratedOptimizer(Optimizer):
         self._loss_scaler = loss_scaler
         self._after_step = after_step
         self._was_skipped = False
-        self._skips = skips
+        #: Watches steps that the backend reports as skipped; None if nothing does.
+        self.skip_watch: SkipWatch | None = None
         #: The number of steps, and of backward passes before the last step.
         self.steps_taken = 0
         self.seen_backwards = 0
@@ -131,7 +142,7 @@ class AcceleratedOptimizer(Optimizer):
                 result.append(inner())
                 return result[-1]
 
-        skips = self._skips
+        skips = self.skip_watch
         if skips is not None and skips.armed:
             skips.before_step(self.optimizer)
         self._was_skipped = not self._hooks.optimizer_step(self.optimizer, closure)

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from accelerate_core.errors import warn
+from accelerate_core.plugin import warn
 
 
-class SkipWatch:
+class SkippedSteps:
     """Warns if a backend reports steps as skipped although they were taken, or skips all of them.
 
     Only for runs in which no loss scale gives a reason to skip a step. Nothing is called in a step
