@@ -73,6 +73,7 @@ from accelerate_core.data.sources import ReadSource as ReadSource
 from accelerate_core.data.steps import NOTHING as NOTHING
 from accelerate_core.data.steps import Item as Item
 from accelerate_core.data.steps import Step as Step
+from accelerate_core.data.steps import StepReader as StepReader
 from accelerate_core.distributed.communicator import Communicator as Communicator
 from accelerate_core.distributed.packing import Layout as Layout
 from accelerate_core.distributed.packing import layout_of as layout_of

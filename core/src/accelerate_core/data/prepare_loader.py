@@ -95,14 +95,10 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
         count, config.split_batches, config.even_batches, _drops_last(base), batch_size=batch_size
     )
     if make_dispatched is not None:
-        steps.slice_fn = options.slice_fn_for_dispatch
-        steps.evenly = options.fixed_batch is None
         if isinstance(base, DataLoader):
             _replace(base, generator=None)  # only the order may be drawn from it
         reading = ReadSource(base, steps.per_step, steps, index, _indexed(base, _plan_of(base)))
-        dispatched = make_dispatched(
-            reading, options.comm, _part_of_each_rank(options), config.read_ahead
-        )
+        dispatched = make_dispatched(reading, options)
         return DataLoaderDispatcher(base, dispatched, view, loader, options, batch_size)
     steps.wanted = [index]
     source = _own_source(base, steps, index)
@@ -340,15 +336,6 @@ def _indexed(loader: Any, plan: Any) -> IndexStream | None:
         return None
     stream = IndexStream(plan)
     return stream if _replace(loader, **{_order_name(loader): stream}) else None
-
-
-def _part_of_each_rank(options: LoaderOptions) -> list[int]:
-    """Return, for each rank of the communicator, the index of its part of a step."""
-    comm = options.comm
-    assert comm is not None
-    if comm.size == options.num_processes and comm.rank == options.process_index:
-        return list(range(comm.size))
-    return comm.gather_object(options.process_index)
 
 
 def _own_source(base: Any, steps: StepReader, index: int) -> IndexedSource | ReadSource:

@@ -11,7 +11,6 @@ from accelerate_core.data.batch import batch_size_of, concat_batches, slice_batc
 from accelerate_core.data.device_feed import look_ahead
 from accelerate_core.errors import ConfigurationError
 
-SliceFn = Callable[..., Any]
 #: A raw batch, the number of real samples of its step if known, and the data's state after it.
 Read = tuple[Any, int | None, Any]
 #: `(batch, last, real, state)`: a rank's batch, whether it's the last, the number of real samples if it
@@ -83,14 +82,12 @@ class StepReader:
         split_batches: a step is one batch, split among the ranks. Otherwise it is `num_processes` batches.
         even_batches: pad the last step with samples from the start of the epoch.
         drop_last: drop an incomplete last step.
-        slice_fn: the user's `(data, tensor_slice, process_index=, num_processes=) -> part`.
         wanted: the ranks whose parts are needed; by default all.
         batch_size: samples in a full batch; by default the size of the first one. 0 means that
             batches have no fixed size; missing ones are then replaced by whole batches.
         size_of: returns the size of a batch.
         cut: returns a slice of a batch.
         join: joins several batches.
-        evenly: pad the last step only until its parts are equal, not to full batches.
         looks_ahead: whether to read one step ahead. Otherwise a full step is yielded as soon as it
             is read, and its `last` and `more` have no meaning.
 
@@ -101,13 +98,11 @@ class StepReader:
     split_batches: bool
     even_batches: bool
     drop_last: bool
-    slice_fn: SliceFn | None = None
     wanted: Sequence[int] | None = None
     batch_size: int | None = None
     size_of: Callable[[Any], int | None] = batch_size_of
     cut: Callable[[Any, slice, int], Any] = slice_batch
     join: Callable[[Sequence[Any]], Any] = concat_batches
-    evenly: bool = False
     looks_ahead: bool = True
     _first: list[Any] = field(default_factory=list, init=False)
     _size: int | None = field(default=None, init=False)
@@ -178,22 +173,22 @@ class StepReader:
         if self.even_batches or not self.split_batches:
             return self.even_batches or rank < len(group)
         size = self.size_of(group[0][0]) or 0
-        return rank * self._width(size) < size
+        return rank * self.width(size) < size
 
-    def _width(self, size: int) -> int:
+    def width(self, size: int) -> int:
         """Samples per rank of a step that is one batch of `size` samples."""
-        full = size if self.evenly and self.fills else self._size or size
+        full = self._size or size
         return max(full, -(-size // self.num_processes) * self.num_processes) // self.num_processes
 
     def _split(self, batch: Any) -> tuple[list[Any], int | None]:
         size = self.size_of(batch) or 0
-        width = self._width(size)
+        width = self.width(size)
         target = width * self.num_processes
         if size < target and self.fills:
-            return self._parts(self._filled([batch], target), width, target), size
+            return self.cut_parts(self._filled([batch], target), width, target), size
         if self.even_batches:
             width = min(width, size // self.num_processes)
-        return self._parts(batch, width, size), None
+        return self.cut_parts(batch, width, size), None
 
     def _dealt(self, group: list[Any], is_last: bool) -> tuple[list[Any], int | None]:
         count = self.num_processes
@@ -205,24 +200,27 @@ class StepReader:
         if not full and self.fills:
             real = sum(known) if all_known else None
             return self._fill_dealt(group, short, real), real
-        if self.slice_fn is not None and full and len(set(sizes)) == 1 and sizes[0]:
-            try:
-                return self._parts(self.join(group), sizes[0], sizes[0] * count), None
-            except TypeError:
-                pass
-        return group + [NOTHING] * (count - len(group)), None
+        return self.deal_full(group, sizes) if full else group + [NOTHING] * (
+            count - len(group)
+        ), None
+
+    def deal_full(self, group: list[Any], sizes: list[int | None]) -> list[Any]:
+        """Return the parts of a full step. `sizes` are the sizes of its batches."""
+        return group
 
     def _fill_dealt(self, group: list[Any], short: bool, real: int | None) -> list[Any]:
-        size = self._size
         count = self.num_processes
-        if self.evenly and real:
-            size = -(-real // count)
-        if size and (short or self.evenly or self.slice_fn is not None):
+        size = self.padded_size(short, real)
+        if size:
             try:
-                return self._parts(self._filled(group, size * count), size, size * count)
+                return self.cut_parts(self._filled(group, size * count), size, size * count)
             except _CANNOT_JOIN:
                 pass  # batches of different shapes cannot be joined, so whole batches are repeated
         return group + list(islice(cycle(self._first), count - len(group)))
+
+    def padded_size(self, short: bool, real: int | None) -> int | None:
+        """Return the samples per rank of a step that is joined and padded; None to repeat whole batches."""
+        return self._size if short else None
 
     def _filled(self, group: list[Any], target: int) -> Any:
         """Join the batches, and pad them to `target` samples from the start of the epoch."""
@@ -238,17 +236,16 @@ class StepReader:
             have += size
         return self.cut(self.join(pieces), slice(0, target), have)
 
-    def _parts(self, batch: Any, width: int, total: int) -> list[Any]:
+    def cut_parts(self, batch: Any, width: int, total: int) -> list[Any]:
         parts: list[Any] = [NOTHING] * self.num_processes
         wanted = range(self.num_processes) if self.wanted is None else self.wanted
         for rank in wanted:
             part = slice(rank * width, min((rank + 1) * width, total))
             if part.start >= total:
                 continue
-            if self.slice_fn is None:
-                parts[rank] = self.cut(batch, part, total)
-            else:
-                parts[rank] = self.slice_fn(
-                    batch, part, process_index=rank, num_processes=self.num_processes
-                )
+            parts[rank] = self.cut_part(batch, part, total, rank)
         return parts
+
+    def cut_part(self, batch: Any, part: slice, total: int, rank: int) -> Any:
+        """Return the samples `part` of a batch of `total` samples."""
+        return self.cut(batch, part, total)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from accelerate_core.plugin import Communicator, Item, ReadSource, Step
+from accelerate_core.plugin import Communicator, Item, LoaderOptions, ReadSource, Step
 from accelerate_dispatch.sending import dispatch_steps
+from accelerate_dispatch.slicing import DispatchSteps
 from accelerate_dispatch.transport import SOURCE
 
 
@@ -22,24 +23,27 @@ class DispatchedSource:
 
     Args:
         reading: reads the loader in global steps.
-        comm: the ranks.
-        shard_of_rank: the index of each rank's part of a step.
-        read_ahead: read the next step on a thread.
+        options: the ranks, and how they share the data.
     """
 
     reading: ReadSource
-    comm: Communicator
-    shard_of_rank: Sequence[int]
-    read_ahead: bool
+    options: LoaderOptions
 
     def __post_init__(self) -> None:
+        options = self.options
+        assert options.comm is not None, "several ranks share the data"
+        self._comm = options.comm
+        self._shard_of_rank = _shard_of_each_rank(options.comm, options)
+        evenly = options.fixed_batch is None
+        steps = DispatchSteps.of(self.reading.steps, options.slice_fn_for_dispatch, evenly)
+        self.reading = replace(self.reading, steps=steps)
         self.per_step = self.reading.per_step
         self.filler = self.reading.filler
 
     @cached_property
     def _group(self) -> dist.ProcessGroup | None:
         """A process group for the messages only; all ranks create it at the first iteration."""
-        return self.comm.open_group()
+        return self._comm.open_group()
 
     def length(self) -> int:
         """Return the number of batches of an epoch; `TypeError` if it is unknown."""
@@ -55,7 +59,7 @@ class DispatchedSource:
         """
         group = self._group
         steps: Iterator[Step] | Exception | None = None
-        if self.comm.rank == SOURCE:
+        if self._comm.rank == SOURCE:
             try:
                 steps = self.reading.steps_from(batches, state)
             except Exception as error:  # sent in place of the first step, which the others wait for
@@ -64,8 +68,15 @@ class DispatchedSource:
             torch.empty((), dtype=torch.int64).random_()  # as the iterator of rank 0 does
         return dispatch_steps(
             steps,
-            comm=self.comm,
-            shard_of_rank=self.shard_of_rank,
+            comm=self._comm,
+            shard_of_rank=self._shard_of_rank,
             group=group,
-            read_ahead=self.read_ahead,
+            read_ahead=self.options.config.read_ahead,
         )
+
+
+def _shard_of_each_rank(comm: Communicator, options: LoaderOptions) -> list[int]:
+    """Return, for each rank of the communicator, the index of its part of a step."""
+    if comm.size == options.num_processes and comm.rank == options.process_index:
+        return list(range(comm.size))
+    return comm.gather_object(options.process_index)
