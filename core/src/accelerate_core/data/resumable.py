@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelerate_core.data.batch import batch_size_of
 from accelerate_core.data.shard import IterableDatasetShard
 from accelerate_core.data.steps import Read
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugins.discovery import exported
 
 
 @contextmanager
@@ -78,22 +77,6 @@ class _Tagging:
         return TaggedBatch(batch, real, worker.id if worker is not None else 0, state)
 
 
-@dataclass
-class _Restoring:
-    """Calls the user's `worker_init_fn`, then restores the state of the worker's dataset."""
-
-    states: list[Any]
-    init: Callable[[int], Any] | None
-
-    def __call__(self, worker_id: int) -> None:
-        if self.init is not None:
-            self.init(worker_id)
-        info: Any = torch.utils.data.get_worker_info()
-        state = self.states[worker_id]
-        if info is not None and state is not None:
-            info.dataset.load_state_dict(state)
-
-
 class ResumableReader:
     """Reads a loader, and records its state after every batch.
 
@@ -121,28 +104,26 @@ class ResumableReader:
 
         Args:
             state: where to continue; None for the start.
+
+        Raises:
+            MissingPluginError: continuing an iterable dataset needs accelerate-checkpoint.
+            ConfigurationError: the state was saved with another number of workers.
         """
         if self._asks_loader and state is not None:
             self.base.load_state_dict(state)
-        workers = _WorkerStates(max(self.base.num_workers, 1)) if self._asks_dataset else None
-        if workers is None or state is None:
+        if not self._asks_dataset:
+            return self._read(iter(self.base), None)
+        count = max(self.base.num_workers, 1)
+        if state is None:
+            workers = WorkerStates([0] * count, [None] * count, [None] * count)
             return self._read(iter(self.base), workers)
-        passed_over = workers.restore(state)
-        reading = self._read(self._restored(workers.before), workers)
-        next(islice(reading, passed_over, passed_over), None)  # skips them
+        items, resumed, passed_over = exported("resume_stream")(self.base, state)
+        reading = self._read(items, WorkerStates(**resumed))
+        for _ in range(passed_over):
+            next(reading, None)
         return reading
 
-    def _restored(self, states: list[Any]) -> Iterator[Any]:
-        base = self.base
-        if not base.num_workers:
-            if states[0] is not None:
-                base.dataset.load_state_dict(copy.deepcopy(states[0]))
-            return iter(base)
-        base.__dict__["_iterator"] = None  # persistent workers would not run worker_init_fn again
-        with swapped(base, "worker_init_fn", _Restoring(states, base.worker_init_fn)):
-            return iter(base)
-
-    def _read(self, iterator: Iterator[Any], workers: _WorkerStates | None) -> Iterator[Read]:
+    def _read(self, iterator: Iterator[Any], workers: WorkerStates | None) -> Iterator[Read]:
         state = None
         for item in iterator:
             if workers is not None:
@@ -156,7 +137,8 @@ class ResumableReader:
                 yield item, None, state
 
 
-class _WorkerStates:
+@dataclass
+class WorkerStates:
     """Tracks how far each worker's dataset has been read.
 
     Batches come from the workers in turn, and a new iteration begins with the first worker. So the
@@ -164,10 +146,10 @@ class _WorkerStates:
     skipped.
     """
 
-    def __init__(self, workers: int) -> None:
-        self.counts = [0] * workers
-        self.latest: list[Any] = [None] * workers
-        self.before: list[Any] = [None] * workers
+    #: Batches read from each worker, and the states of its dataset after and before its latest batch.
+    counts: list[int]
+    latest: list[Any]
+    before: list[Any]
 
     def note(self, worker: int, state: Any) -> None:
         """Record the state of a worker's dataset after one of its batches was returned."""
@@ -176,30 +158,5 @@ class _WorkerStates:
         self.latest[worker] = state
 
     def state(self) -> dict[str, Any]:
-        """Return the argument of `restore`."""
+        """Return the state to save."""
         return {name: list(values) for name, values in vars(self).items()}
-
-    def restore(self, state: dict[str, Any]) -> int:
-        """Return to the start of the unfinished round; return how many of its batches were read.
-
-        Raises:
-            ConfigurationError: the state was saved with another number of workers.
-        """
-        counts = state["counts"]
-        if len(counts) != len(self.counts):
-            raise ConfigurationError(
-                f"The position of an iterable dataset was saved with {len(counts)} reading "
-                f"processes and cannot be loaded with {len(self.counts)}, because every worker has its "
-                f"own position in the data. Set num_workers to its value when the position was saved."
-            )
-        # A worker without data keeps its count; the rounds continue without it.
-        rounds = max(counts)
-        seen = [count == rounds for count in counts]
-        if all(seen):  # the round is complete
-            seen = [False] * len(counts)
-        self.counts = [count - is_seen for count, is_seen in zip(counts, seen, strict=True)]
-        # A worker whose batch of this round was read returns to its state before that batch.
-        pairs = zip(state["before"], state["latest"], seen, strict=True)
-        self.before = [before if is_seen else latest for before, latest, is_seen in pairs]
-        self.latest = list(self.before)
-        return sum(seen)
