@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "src" / "accelerate_core"
 
 #: Lines of code; docstrings, comments and blank lines are not counted.
-TOTAL = 9_830  # docs/decisions/031-a-typed-contract.md explains why the limit is above 9,500
+TOTAL = 9_500  # docs/decisions/031-a-typed-contract.md explains what moved out to stay below it
 DEPENDENCIES = {"torch", "pluggy", "packaging", "pydantic", "PyYAML"}
 
 
