@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from accelerate_drop_in.accelerator import Accelerator
-from accelerate_drop_in.older_arguments import TorchTensorParallelPlugin, replace_older
 
 from accelerate_core import DataLoaderConfiguration
 from accelerate_core.errors import ConfigurationError
+from accelerate_drop_in.accelerator import Accelerator
+from accelerate_drop_in.older_arguments import TorchTensorParallelPlugin, replace_older
 
 
 @pytest.mark.parametrize(
