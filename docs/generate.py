@@ -333,7 +333,12 @@ VARIABLES = {
     "ACCELERATE_XLA_SPMD": "select the backend `xla`: one process with a mesh of its devices",
 }
 #: Environment variables that only our own processes set.
-INTERNAL = {"ACCELERATE_AGENT_PID", "ACCELERATE_PROVENANCE", "ACCELERATE_TESTING_RESULTS"}
+INTERNAL = {
+    "ACCELERATE_AGENT_PID",
+    "ACCELERATE_PROVENANCE",
+    "ACCELERATE_TESTING_RESULTS",
+    "ACCELERATE_TORCHFT_JOINED",
+}
 SOURCES = ("core", "extensions/*", "backends/*", "trackers/*")
 
 

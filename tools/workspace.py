@@ -37,7 +37,7 @@ class Member:
 
     @property
     def is_plugin(self) -> bool:
-        """Whether no other distribution may import it."""
+        """Whether no other distribution may import it, unless that one is built on it."""
         return self.folder.startswith(("backends/", "trackers/"))
 
 
@@ -113,7 +113,9 @@ def toml_list(key: str, values: list[str]) -> str:
 
 def import_contracts(found: list[Member]) -> str:
     """Return the part of pyproject.toml that names every distribution."""
-    plugins = [member.module for member in found if member.is_plugin]
+    names = {member.name for member in found if member.is_plugin}
+    # A plugin that requires others, such as accelerate-torchft, may import them.
+    plugins = [m.module for m in found if m.is_plugin and not names & set(m.requires)]
     return "\n".join(
         [
             "[tool.importlinter]",

@@ -233,7 +233,7 @@ class Accelerator(
             replaced=self._prepared.replaced_parameters,
         )
         self._tracking = setup.make_tracking(log_with, process)
-        self._saving.attach(bind(Accelerator._run_parts, self))
+        self._saving.attach(bind(Accelerator.run_parts, self))
         DistributedType.register(self.distributed_type)
         if setup.unasked:
             self.warn_once(setup.unasked)
@@ -435,8 +435,8 @@ class Accelerator(
         """Warn once per text, on the main process, or on every process with `every_rank`."""
         self._warn_once(text, every_rank=every_rank)
 
-    def _run_parts(self) -> RunParts:
-        """Return the parts of the run that a checkpointer saves and restores."""
+    def run_parts(self) -> RunParts:
+        """Return the parts of the run that a checkpointer saves and restores, for plugins."""
         saving = self._saving
         objects = self._prepared.objects
         options = self._options

@@ -115,6 +115,9 @@ class GradientStateView(Protocol):
     #: Number of backward passes, and of steps of prepared optimizers.
     backwards: int
     steps: int
+    #: Called with the loader before each batch of a loop, and once before its end. An elastic backend
+    #: changes the ranks here.
+    before_batch: Callable[[Any], None] | None
     #: Called by a loader each time the body of the loop over it has run.
     loop_body_end: Callable[[], None] | None
 

@@ -236,6 +236,12 @@ class AcceleratorView(RuntimeView, Protocol):
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler, or None if losses are not scaled."""
 
+    def run_parts(self) -> Any:
+        """Return the `RunParts` that a checkpointer saves and restores.
+
+        An elastic backend sends their state to a rank that joins.
+        """
+
     def reshare(self) -> None:
         """Divide the rest of the data over the ranks of a new `data_shard`; for elastic backends.
 

@@ -413,7 +413,8 @@ class CoreLoader(DataLoader[Any]):
                     position.ended = last
                     position.loader_state = data_state
                 yield batch
-                if self._moved and position.owner is info and not last:
+                # `load_state_dict` leaves a position without an owner.
+                if self._moved and position.owner in (info, None) and not position.ended:
                     position.owner = None
                     info.whole = self.total_batch_size
                     yield from self._batches(info)

@@ -141,9 +141,7 @@ def reshare(loader: CoreLoader, index: int, count: int) -> None:
 
 def _order_comm(options: LoaderOptions) -> Communicator | None:
     """Return the communicator of the ranks that read in one order, or None for a single rank."""
-    comm = options.order_comm
-    if comm is None and options.num_processes > 1:
-        comm = options.comm
+    comm = options.order_comm or (options.comm if options.num_processes > 1 else None)
     return None if comm is None or comm.size == 1 else comm
 
 

@@ -263,6 +263,7 @@ from accelerate_mlflow import MLflowTracker as MLflowTracker
 from accelerate_object_store import ObjectStoreSettings as ObjectStoreSettings
 from accelerate_swanlab import SwanLabTracker as SwanLabTracker
 from accelerate_tensorboard import TensorBoardTracker as TensorBoardTracker
+from accelerate_torchft.settings import TorchFTKwargs as TorchFTKwargs
 from accelerate_tracking.profiler import ProfileKwargs as ProfileKwargs
 from accelerate_tracking.profiler import build_profiler as build_profiler
 from accelerate_tracking.profiler import profile as profile

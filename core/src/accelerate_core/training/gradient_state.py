@@ -61,6 +61,8 @@ class GradientState(metaclass=_Current):
     backwards: int = field(default=0, init=False)
     #: The number of steps of prepared optimizers.
     steps: int = field(default=0, init=False)
+    #: Called with the loader before it reads a batch, and before its end; None for nothing.
+    before_batch: Callable[[Any], None] | None = field(default=None, init=False)
     #: Called after each iteration of a loop over a loader; None for nothing.
     loop_body_end: Callable[[], None] | None = field(default=None, init=False)
     #: Whether `loop_body_end` is running or has raised. Such an exception doesn't come from the loader.
@@ -92,6 +94,8 @@ class GradientState(metaclass=_Current):
                 iteration; set `last` and `real` in it before yielding a batch.
             whole: samples in a full global batch; None if unknown.
         """
+        if self.before_batch is not None:
+            self.before_batch(loader)
         info = BatchInfo(whole=whole)
         batches = start(info)
         exhausted = False
@@ -104,6 +108,8 @@ class GradientState(metaclass=_Current):
                     self.in_listener = True
                     self.loop_body_end()
                     self.in_listener = False
+                if self.before_batch is not None:
+                    self.before_batch(loader)
             exhausted = True
         finally:
             self._open = [one for one in self._open if one[1] is not info]

@@ -34,15 +34,12 @@ class SkippedSteps:
     def before_step(self, optimizer: Any) -> None:
         """Remember how often each parameter has been changed in place."""
         groups = getattr(optimizer, "param_groups", ())
-        held = [p for group in groups for p in group["params"] if not p.is_inference()]
-        self._parameters = held
-        self._versions = [parameter._version for parameter in held]
+        self._parameters = [p for g in groups for p in g["params"] if not p.is_inference()]
+        self._versions = [parameter._version for parameter in self._parameters]
 
     def after_step(self, skipped: bool) -> None:
         """Compare, after a step that was watched or reported as skipped."""
-        if not skipped:
-            self._in_a_row = 0
-        self._in_a_row += skipped
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
         versions = [parameter._version for parameter in self._parameters]
         changed = skipped and versions != self._versions
         self.armed = skipped and not self._warned

@@ -1,0 +1,133 @@
+"""A replica that dies at given steps, and records the samples of the steps that it committed.
+
+`--kill REPLICA:RANK:STEP[:WHEN]` is a death. WHEN is `step`, `heal` or `start` (before the first quorum).
+With `--wait`, the others wait until a dead replica has started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import mse_loss
+
+from accelerate_core import Accelerator, set_seed
+
+PARSER = argparse.ArgumentParser()
+PARSER.add_argument("folder", type=Path)
+PARSER.add_argument("--kill", action="append", default=[])
+PARSER.add_argument("--samples", type=int, default=240)
+PARSER.add_argument("--epochs", type=int, default=2)
+PARSER.add_argument("--pause", type=float, default=0.02)
+PARSER.add_argument("--workers", type=int, default=0)
+PARSER.add_argument("--wait", action="store_true")
+PARSER.add_argument("--accumulate", type=int, default=1)
+GIVEN = PARSER.parse_args()
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return GIVEN.samples
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.sin(torch.arange(4) + float(index))
+
+
+class Progress:
+    epoch = 0
+    step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        die(self.step, "heal")
+        self.epoch, self.step = state["epoch"], state["step"]
+
+
+def die(step: int, when: str) -> None:
+    """Kill this process, once for each `--kill` that matches."""
+    for index, text in enumerate(GIVEN.kill):
+        replica, rank, at, *kind = text.split(":")
+        done = GIVEN.folder / f"killed-{index}"
+        mine = (int(replica), int(rank)) == (REPLICA, RANK) and (kind or ["step"])[0] == when
+        if mine and not done.exists() and (when != "step" or step >= int(at)):
+            # A kill while healing or starting is for a process that was started again.
+            if when != "step" and not any(GIVEN.folder.glob("killed-*")) and int(at):
+                continue
+            done.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+REPLICA = int(os.environ["ACCELERATE_TORCHFT_REPLICA"])
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=GIVEN.accumulate)
+    set_seed(0)
+    if any(GIVEN.folder.glob("killed-*")):
+        torch.rand(7)  # the order must come from the replicas that train
+    loader = torch.utils.data.DataLoader(Numbers(), 2, shuffle=True, num_workers=GIVEN.workers)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.05)
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+    model, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
+    progress = Progress()
+    accelerator.register_for_checkpointing(progress)
+    record = (GIVEN.folder / f"{REPLICA}-{RANK}-{os.getpid()}").open("w")
+    die(0, "start")
+    (GIVEN.folder / f"started-{os.getpid()}").touch()
+    while progress.epoch < GIVEN.epochs:
+        for numbers, x in loader:
+            die(progress.step, "step")
+            if GIVEN.wait:
+                wait_for_others()
+            time.sleep(GIVEN.pause)
+            with accelerator.accumulate(model):
+                accelerator.backward(mse_loss(model(x), x.sum(1, keepdim=True)))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            taken = not accelerator.optimizer_step_was_skipped
+            progress.step += taken
+            row = [progress.epoch, numbers.tolist(), taken, accelerator.torchft.replicas]
+            print(json.dumps(row), file=record, flush=True)
+        progress.epoch += 1
+    weights = [
+        one.full_tensor() if hasattr(one, "full_tensor") else one for one in model.parameters()
+    ]
+    end = {
+        "weights": torch.cat([one.detach().reshape(-1) for one in weights]).tolist(),
+        "lr": scheduler.get_last_lr(),
+        "counts": vars(accelerator.torchft),
+        "explain": accelerator.explain().splitlines()[-1],
+        "steps": progress.step,
+    }
+    print(json.dumps(end), file=record, flush=True)
+    accelerator.end_training()
+
+
+def wait_for_others() -> None:
+    """Wait until each replica that was killed has started again."""
+    until = time.monotonic() + 90
+    while time.monotonic() < until:
+        killed = len(list(GIVEN.folder.glob("killed-*")))
+        started = len(list(GIVEN.folder.glob("started-*")))
+        if started >= STARTS + killed * PER_REPLICA or not killed:
+            return
+        time.sleep(0.05)
+
+
+STARTS = int(os.environ.get("TEST_PROCESSES", "2"))
+PER_REPLICA = int(os.environ.get("WORLD_SIZE", "1"))
+
+if __name__ == "__main__":
+    main()
