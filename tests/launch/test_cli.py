@@ -22,7 +22,7 @@ from warm_python import warm_python
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import PluginRecord, installed
 from accelerate_launch.cli import cli
-from accelerate_launch.commands.env import environment_report
+from accelerate_launch.commands.env import driver_version, environment_report
 from accelerate_launch.commands.launch import EXAMPLES
 
 COMMANDS = ("config", "launch", "env", "plugins", "estimate-memory", "test")
@@ -305,3 +305,31 @@ def test_self_check_with_an_invalid_setting_fails() -> None:
     done = run_cli("test", "--num_processes", "1", env={"ACCELERATE_USE_CPU": "perhaps"})
     assert done.returncode == 2
     assert "(from environment variable ACCELERATE_USE_CPU) is not a boolean" in done.stderr
+
+
+NVIDIA = """NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build  Wed Feb 26
+GCC version:  gcc version 12.2.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "version"),
+    [
+        ("proc/driver/nvidia/version", NVIDIA, "570.124.06"),
+        (
+            "proc/driver/nvidia/version",
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue",
+            "550.54.15",
+        ),
+        ("sys/module/amdgpu/version", "6.8.5\n", "6.8.5"),
+        ("sys/module/other/version", "1.0", ""),
+    ],
+)
+def test_env_shows_the_version_of_the_driver(
+    tmp_path: Path, name: str, text: str, version: str
+) -> None:
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text(text)
+    assert driver_version(object(), tmp_path) == version
+    xpu = SimpleNamespace(driver_version="1.6.33")
+    assert driver_version(xpu, tmp_path) == "1.6.33"

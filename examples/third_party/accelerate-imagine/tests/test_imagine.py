@@ -59,5 +59,6 @@ def test_env_shows_the_device_and_who_registered_it():
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     shown = json.loads(done.stdout)["devices"]
     assert shown["torch extension imagine"] == "accelerate-imagine 0.1.0"
+    assert shown["device 3"].startswith("Fake device 3, ")
     assert shown["device plugin"] == "fake (accelerate-imagine 0.1.0)"
     assert "fake: fakeccl (accelerate_testing.fake_device.module)" in shown["collectives"]

@@ -8,6 +8,7 @@ import platform
 import re
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import click
@@ -111,7 +112,28 @@ def _devices() -> dict[str, Any]:
         if properties is not None:
             memory = getattr(properties, "total_memory", 0) / 2**30
             made[f"device {index}"] = f"{getattr(properties, 'name', 'unnamed')}, {memory:.1f} GiB"
+            if driver := driver_version(properties):
+                made["driver"] = driver
     return made
+
+
+def driver_version(properties: Any, files: Path = Path("/")) -> str:
+    """Return the version of a device's driver, "" if it is unknown.
+
+    Args:
+        properties: the properties of the device, which contain the version for xpu.
+        files: the root of the files in which Linux shows the versions of NVIDIA's and AMD's drivers.
+    """
+    if driver := getattr(properties, "driver_version", ""):
+        return str(driver)
+    for name in ("proc/driver/nvidia/version", "sys/module/amdgpu/version"):
+        try:
+            text = (files / name).read_text(encoding="utf-8")
+        except OSError:
+            continue
+        if found := re.search(r"(?<!\S)\d+\.[\d.]+", text):
+            return found.group()
+    return ""
 
 
 def _owner(dist: metadata.Distribution | None) -> str:

@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -106,6 +107,14 @@ def set_device(device: Any) -> None:
 def get_device_name(device: Any = None) -> str:
     """Return a name to show to users."""
     return f"Fake device {_index(device)}"
+
+
+def get_device_properties(device: Any = None) -> SimpleNamespace:
+    """Return the name, the memory in bytes and the version of the driver."""
+    _, total = torch.accelerator.get_memory_info(_index(device))
+    return SimpleNamespace(
+        name=get_device_name(device), total_memory=total, driver_version=torch.__version__
+    )
 
 
 class device:
