@@ -1,8 +1,9 @@
-"""Hang and straggler reports: which rank is stuck, at which step and collective, and where."""
+"""Reports of ranks that are stuck or slow, and guards against bad steps."""
 
 from __future__ import annotations
 
+from accelerate_watch.guard import Guard, GuardError, GuardKwargs, StepGuard
 from accelerate_watch.plugin import Watch
 from accelerate_watch.settings import WatchConfiguration
 
-__all__ = ["Watch", "WatchConfiguration"]
+__all__ = ["Guard", "GuardError", "GuardKwargs", "StepGuard", "Watch", "WatchConfiguration"]

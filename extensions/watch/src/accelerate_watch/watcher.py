@@ -275,9 +275,10 @@ class Watcher(threading.Thread):
     def _compare_speeds(self, now: float, waited: float) -> None:
         compared = self.stragglers
         assert compared is not None
-        if not waited:
+        step = self.steps()
+        if step and not waited:  # starting up is no part of a step
             compared.sample(stacks.own_place())
-        mine = compared.due(now, self.steps())
+        mine = compared.due(now, step)
         if mine is None:
             return
         self._store.set(f"speed/{self.rank}", mine)
