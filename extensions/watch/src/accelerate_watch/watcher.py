@@ -276,7 +276,7 @@ class Watcher(threading.Thread):
         compared = self.stragglers
         assert compared is not None
         step = self.steps()
-        if step and not waited:  # starting up is no part of a step
+        if step and not waited:  # starting up does not belong to a step
             compared.sample(stacks.own_place())
         mine = compared.due(now, step)
         if mine is None:
