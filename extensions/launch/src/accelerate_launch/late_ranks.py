@@ -67,16 +67,17 @@ def _timed_out(file: Path, status: int | None) -> bool:
 
 def _dump(pid: int, file: Path) -> str:
     assert DUMP_SIGNAL is not None
+    start = file.stat().st_size  # accelerate-watch may have requested stacks before
     with suppress(ProcessLookupError):
         os.kill(pid, DUMP_SIGNAL)
     until = time.monotonic() + _DUMP
     before = -1
-    size = 0
-    while time.monotonic() < until and not (size and size == before):
+    size = start
+    while time.monotonic() < until and not (size > start and size == before):
         time.sleep(0.05)
         before = size
         size = file.stat().st_size
-    return file.read_text(encoding="utf-8", errors="replace")
+    return file.read_bytes()[start:].decode("utf-8", errors="replace")
 
 
 def describe_stacks(dump: str) -> str:

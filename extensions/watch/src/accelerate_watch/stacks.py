@@ -15,7 +15,7 @@ from types import FrameType
 
 import psutil
 
-#: Makes a rank write its stacks. `accelerate_core` registers it for ranks of its own launcher.
+#: Makes a rank write its stacks. accelerate-launch registers it for the ranks of its agent.
 _DUMP_SIGNAL: signal.Signals | None = getattr(signal, "SIGVTALRM", None)
 #: Requests a report.
 _REPORT_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR2", None)
