@@ -554,7 +554,7 @@ class DeepSpeedBackend(Backend):
     def load_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
     ) -> None:
-        """Read a checkpoint, which may have been saved with another number of ranks."""
+        """Read a checkpoint, which may have been saved with a different number of ranks."""
         for one in self.engines.trained:
             one.drop()
         checkpoint.load(accelerator, directory, options)

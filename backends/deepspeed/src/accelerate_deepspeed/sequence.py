@@ -15,7 +15,7 @@ from accelerate_deepspeed.settings import DeepSpeedSequenceParallelConfig
 
 
 class TransformersUlysses:
-    """Ulysses for models of Transformers.
+    """Ulysses for Transformers models.
 
     The ranks of an `sp` group read the same samples, and each computes with its part of the tokens.
     Around attention, ranks exchange heads for tokens.

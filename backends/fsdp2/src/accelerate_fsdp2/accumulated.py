@@ -81,7 +81,7 @@ def write(
             and added.
 
     Raises:
-        CheckpointError: another mesh saved the gradients, and they were already sharded.
+        CheckpointError: a different mesh saved the gradients, and they were already sharded.
     """
     _make_unsharded_parameters(model, groups)
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -172,7 +172,7 @@ def _laid_out(like: Any, value: torch.Tensor, numbers: torch.Tensor) -> torch.Te
 
 
 def _from_another_mesh(parameter: Any, name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a gradient that was whole on every rank of another mesh."""
+    """Return this rank's part of a gradient that was whole on every rank of a different mesh."""
     shape = parameter.sharded_param.shape
     if value.shape != shape:
         raise CheckpointError(

@@ -658,7 +658,7 @@ class FSDP2Backend(Backend):
     def load_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
     ) -> None:
-        """Read shards, which may have been written by another number of ranks or another mesh."""
+        """Read shards, which may have been written by a different number of ranks or a different mesh."""
         for sharded in self._models():
             sharded.forget_gradients()
         if "checkpoint" in self.owns:

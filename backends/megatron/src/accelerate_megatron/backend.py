@@ -474,7 +474,7 @@ class MegatronBackend(Backend):
     def load_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
     ) -> None:
-        """Read a checkpoint, which may have been saved with another layout."""
+        """Read a checkpoint, which may have been saved with a different layout."""
         _known("load_state", options)
         for engine in self.engines:
             engine.clear()

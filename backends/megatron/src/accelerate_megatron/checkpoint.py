@@ -57,7 +57,7 @@ def save(engines: list[Engine], directory: Path, *, optimizers: bool) -> None:
 
 
 def load(engines: list[Engine], directory: Path, *, optimizers: bool, strict: bool) -> None:
-    """Read a checkpoint, whatever layout wrote it.
+    """Read a checkpoint, regardless of the layout that wrote it.
 
     Raises:
         CheckpointError: something is missing or does not match, and nothing has been changed; or a

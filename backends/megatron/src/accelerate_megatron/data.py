@@ -93,7 +93,7 @@ def build_datasets(
         accelerator: the Accelerator.
         seq_length: the number of tokens in a sample, which may span several documents.
         samples: the number of samples for each of the three datasets: the documents are read as
-            often as necessary, and shuffled anew each time. None: one pass. 0: none are built.
+            often as necessary, and reshuffled each time. None: one pass. 0: none are built.
         data_path: the path of the files without `.bin` and `.idx`, a list of such paths, or
             alternating weights and paths, `[0.3, "a", 0.7, "b"]`; `split` divides their documents.
         split: the shares of the three datasets.

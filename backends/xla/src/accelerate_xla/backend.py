@@ -346,7 +346,7 @@ class XLABackend(XLACollectives, Backend):
     def load_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
     ) -> None:
-        """Read shards. They may have been written with another mesh."""
+        """Read shards. They may have been written with a different mesh."""
         if self.owns:
             from accelerate_xla import checkpoint
 

@@ -148,7 +148,7 @@ def _json(value: Any) -> Any:
 def load(
     accelerator: AcceleratorView, directory: Path, *, optimizers: bool = True, strict: bool = True
 ) -> None:
-    """Read a sharded checkpoint. It may have been written with another mesh.
+    """Read a sharded checkpoint. It may have been written with a different mesh.
 
     Raises:
         CheckpointError: the checkpoint does not match the models and optimizers, which are then

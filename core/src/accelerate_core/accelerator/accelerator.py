@@ -86,7 +86,7 @@ class Accelerator(
         split_batches: deprecated; use `DataLoaderConfiguration.split_batches`.
         mixed_precision: `no`, `fp16`, `bf16`, `downcast_bf16`, or a precision that a plugin adds.
         gradient_accumulation_steps: micro-batches per optimizer step; see `accumulate`.
-        cpu: run on the CPU even if accelerators are present, also with several processes.
+        cpu: run on the CPU even if accelerators are present, and even with several processes.
         dataloader_config: how data is split across the ranks.
         rng_types: random generators to synchronise at the start of each iteration over a loader.
         log_with: names, classes or instances of trackers, or `"all"`.

@@ -13,7 +13,7 @@ class DevicePlugin:
     """One type of device. Subclass it, and override what differs. The defaults are torch's answers.
 
     Attributes:
-        name: torch's name for the type, also the name of the entry point.
+        name: torch's name for the type, which is also the name of the entry point.
         visible_devices: the environment variable that selects the devices that a process sees, for
             `launch --gpu_ids`; "" if there is none.
         builds: names in torch's `version.py` that show that torch was built for this type.

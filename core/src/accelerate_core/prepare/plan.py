@@ -118,7 +118,7 @@ class PreparePlan:
         self.entries.append(Entry(kind, obj, obj))
 
     def drop(self, model: Any, names: Collection[str]) -> None:
-        """Remove parameters that this rank does not keep, also from the optimizers.
+        """Remove parameters that this rank does not keep, from the optimizers as well.
 
         Args:
             model: the model, as the plan holds it.

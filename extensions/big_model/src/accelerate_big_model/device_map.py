@@ -177,10 +177,10 @@ def get_max_memory(
     """Return the bytes that each device may use: accelerators first, then `mps`, `cpu` and `disk`.
 
     Without an argument, the free memory of the devices is measured. Sizes are converted to whole
-    bytes, also in the dict that the caller passed, because callers continue to use it.
+    bytes, even in the dict that the caller passed, because callers continue to use it.
 
     Args:
-        max_memory: bytes by device, also as a string such as "10GB"; None measures the free memory.
+        max_memory: bytes by device, or strings such as "10GB"; None measures the free memory.
 
     Raises:
         ConfigurationError: a key is not a device.

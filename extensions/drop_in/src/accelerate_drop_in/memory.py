@@ -49,7 +49,7 @@ def _nine_tenths(batch_size: int) -> int:
 
 
 def _shrinker(reduce: Callable[..., int] | None) -> Callable[[int], int]:
-    """Return a function of the last size, also for a function without arguments."""
+    """Return a function of the last size, even for a function without arguments."""
     if reduce is None:
         return _nine_tenths
     if inspect.signature(reduce).parameters:

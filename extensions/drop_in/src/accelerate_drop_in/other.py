@@ -148,7 +148,7 @@ def save(
 
     Args:
         obj: anything that `torch.save` accepts; with `safe_serialization`, a dict of tensors.
-        f: a path; without `safe_serialization`, also an open file.
+        f: a path or, without `safe_serialization`, an open file.
         save_on_each_node: write once per node, for disks that are not shared.
         safe_serialization: use safetensors.
     """

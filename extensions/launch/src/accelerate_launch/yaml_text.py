@@ -1,4 +1,4 @@
-"""Write YAML as people write it: without anchors, and with texts of several lines as blocks."""
+"""Write YAML as people write it: without anchors, and with multi-line strings as blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def as_yaml(documents: Sequence[Any]) -> str:
     """Return documents as YAML, in the order of their keys; several are separated by `---`.
 
     Args:
-        documents: trees of mappings, lists, texts and numbers.
+        documents: trees of mappings, lists, strings and numbers.
     """
     import yaml  # only launchers that write a manifest need it
 

@@ -126,7 +126,7 @@ class CheckContext:
         return find(self.kind, self.plugin, source="the conformance suite").load()
 
     def end(self) -> None:
-        """End everything that the check has started, also after a failure."""
+        """End everything that the check has started, even after a failure."""
         while self.made:
             accelerator = self.made.pop(0)
             if not accelerator._closed:

@@ -56,7 +56,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def count_communication() -> Iterator[Communication]:
     """Yield a `Communication` that counts while the block runs.
 
-    Bytes include all tensors that a call gets, also those for its result, so compare only blocks
+    Bytes include all tensors that a call gets, including those for its result, so compare only blocks
     that use the same collectives. Communication outside of torch.distributed is not counted.
     """
     found = Communication()

@@ -182,7 +182,7 @@ def replaces_whole(shelf: Shelf) -> None:
 
 
 def large_files(shelf: Shelf) -> None:
-    """A large file is returned unchanged, also in several parts at the same time."""
+    """A large file is returned unchanged, even in several parts at the same time."""
     place, save = shelf.place(), new_save()
     content = random.Random(0).randbytes(_LARGE)
     with shelf.storage.lock(place, save):
@@ -371,7 +371,7 @@ class StorageSuite:
 
     Attributes:
         storage: `module:name` of the class, or of a function that returns a store. It is called
-            without arguments, also in other processes.
+            without arguments, in other processes too.
         place: where tests may write: `{path}` is an unused path of this machine, `{name}` an unused
             name.
         one_process: True if other processes cannot see what one has written, as with memory.

@@ -76,7 +76,7 @@ class SwanLabTracker(GeneralTracker):
         self.run.config.update(kept)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers and texts in one call. `kwargs` go to `swanlab.Run.log`."""
+        """Log numbers and strings in one call. `kwargs` go to `swanlab.Run.log`."""
         if step is not None and step < 0:
             problem = f"was logged at step {step}, but SwanLab does not accept negative steps"
             raise NotTaken(dict.fromkeys(values, problem))

@@ -72,7 +72,7 @@ class TensorBoardTracker(GeneralTracker):
         self.writer.flush()
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write scalars and texts. `kwargs` go to `add_scalar`."""
+        """Write scalars and strings. `kwargs` go to `add_scalar`."""
         numbers, texts, _ = split(values)
 
         def write(key: str, value: Any) -> None:

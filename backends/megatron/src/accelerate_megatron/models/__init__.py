@@ -1,4 +1,4 @@
-"""Convert models of Transformers to megatron-core and back."""
+"""Convert Transformers models to megatron-core and back."""
 
 from accelerate_megatron.models.families import (
     Conversion,

@@ -51,7 +51,7 @@ _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Conversion:
-    """How a model of Transformers is built for a number of tensor parallel ranks.
+    """How a Transformers model is built for a given number of tensor parallel ranks.
 
     Attributes:
         family: "gpt2", "llama" or "mistral".
@@ -134,7 +134,7 @@ def of_config(config: Any, seed: int) -> nn.Module:
 
 
 def conversion_of(candidate: Any, tp: int = 1) -> Conversion:
-    """Return how to build a model of Transformers in megatron-core on `tp` tensor parallel ranks.
+    """Return how to build a Transformers model in megatron-core on `tp` tensor parallel ranks.
 
     Args:
         candidate: a GPT-2, Llama or Mistral causal language model, or its config.

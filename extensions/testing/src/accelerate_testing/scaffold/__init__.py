@@ -110,7 +110,7 @@ def _check(name: str, kind: str, distribution: str) -> None:
 
 
 def _copy(source: Traversable, target: Path, words: dict[str, str]) -> list[Path]:
-    """Copy a tree, and replace `@word@` in texts and `__word__` in paths."""
+    """Copy a tree, and replace `@word@` in file contents and `__word__` in paths."""
     made = []
     for entry in source.iterdir():
         if entry.name == "__pycache__":

@@ -158,7 +158,7 @@ def overwriting(ctx: CheckContext) -> None:
 
 @check("checkpointer", alone=True)
 def models(ctx: CheckContext) -> None:
-    """`save_model` writes readable weights, also in shards, and `save` writes an object."""
+    """`save_model` writes readable weights, even in shards, and `save` writes an object."""
     run = Training(ctx)
     inner = run.accelerator.unwrap_model(run.model)
     for name, how in (

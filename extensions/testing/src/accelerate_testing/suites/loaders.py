@@ -137,7 +137,7 @@ def metrics(ctx: CheckContext) -> None:
 
 @check("loaders", alone=True)
 def order(ctx: CheckContext) -> None:
-    """The shuffled order depends on the epoch, and `set_epoch` reproduces it, also in another run."""
+    """The shuffled order depends on the epoch, and `set_epoch` reproduces it, even in a different run."""
     reading = LoaderCase(ctx, shuffle=True)
     epochs = []
     for epoch in range(3):

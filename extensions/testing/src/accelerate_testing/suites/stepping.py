@@ -168,7 +168,7 @@ def backward_errors(ctx: CheckContext) -> None:
 
 @check("backend", hooks=STEP)
 def accumulation(ctx: CheckContext) -> str:
-    """Two micro-batches of any sizes give the same step as one large batch, also at the end of an epoch."""
+    """Two micro-batches of any sizes give the same step as one large batch, even at the end of an epoch."""
     trainer = Trainer.begin(ctx, gradient_accumulation_steps=2)
     backend = trainer.accelerator.backend
     start = trainer.weights()

@@ -99,7 +99,7 @@ def _groups(model: Net) -> list[dict[str, Any]]:
 
 @check("backend", hooks=f"prepare_optimizer {STEP} {SAVE}")
 def groups(ctx: CheckContext) -> str:
-    """Parameter groups keep their learning rates, and the optimizer its state, also in a checkpoint."""
+    """Parameter groups keep their learning rates, and the optimizer keeps its state, even in a checkpoint."""
     accelerator = ctx.accelerator()
     own = "optimizer" not in accelerator.backend.owns
     kind: Any = Counting if own else torch.optim.AdamW
