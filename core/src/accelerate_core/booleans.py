@@ -28,7 +28,7 @@ def require_bool(value: object, shown: str) -> bool:
     if parsed is None:
         allowed = ON + OFF
         raise ConfigurationError(
-            f"{shown} is not a boolean; allowed are {listing(allowed)}."
+            f"{shown} is not a boolean; allowed values are {listing(allowed)}."
             f"{did_you_mean(str(value).lower(), allowed)}"
         )
     return parsed

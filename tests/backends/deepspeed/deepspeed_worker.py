@@ -714,7 +714,7 @@ def ulysses_splits_sequences() -> None:
     config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2}
     accelerator = speed(config, parallelism_config=ParallelismConfig(sp_size=2))
     model = Tower()
-    with pytest.raises(ConfigurationError, match="only supports models of Transformers, and Tower"):
+    with pytest.raises(ConfigurationError, match="only supports Transformers models, and Tower"):
         accelerator.prepare(model, ADAM(model.parameters()))
     model = Tower()
     model.config = Qwen3NextConfig(num_hidden_layers=4)

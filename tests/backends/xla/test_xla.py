@@ -253,7 +253,7 @@ def test_generator_of_xla_can_be_synchronized(found: Found) -> None:
     assert seen["draws"][0] == seen["draws"][1]
     elsewhere = found("cpu", "no_generator")
     assert elsewhere.startswith("ConfigurationError: rng_types contains 'xla'")
-    assert "Allowed are 'torch', 'generator', 'cuda', " in elsewhere
+    assert "Allowed values are 'torch', 'generator', 'cuda', " in elsewhere
 
 
 def test_mesh_shards_weights_optimizer_state_and_batches(found: Found) -> None:

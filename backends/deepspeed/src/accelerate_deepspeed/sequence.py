@@ -62,7 +62,7 @@ class TransformersUlysses:
         heads = getattr(its, "num_attention_heads", None)
         if heads is None or not hasattr(its, "_attn_implementation"):
             raise ConfigurationError(
-                f"sp_size={self.size} with DeepSpeed only supports models of Transformers, and "
+                f"sp_size={self.size} with DeepSpeed only supports Transformers models, and "
                 f"{type(model).__name__} is not one. Use the backend fsdp2, which supports any model."
             )
         if heads % self.size:

@@ -110,8 +110,8 @@ def _style(pattern: str, style: Any) -> ParallelStyle | None:
         return None
     if not isinstance(style, str) or style not in _STYLES:
         raise ConfigurationError(
-            f"The tensor parallel plan has an unknown style {style!r} for {pattern!r}. Allowed are "
-            f"{listing([*_STYLES, _WHOLE, _ADDED])} and torch's ParallelStyle objects."
+            f"The tensor parallel plan has an unknown style {style!r} for {pattern!r}. Allowed "
+            f"styles are {listing([*_STYLES, _WHOLE, _ADDED])} and torch's ParallelStyle objects."
             f"{did_you_mean(str(style), _STYLES)}"
         )
     made: ParallelStyle = _STYLES[style]()

@@ -128,7 +128,7 @@ def refuse_unclaimed(handlers: Mapping[type, Any], active: Sequence[Any]) -> Non
             names = [c.__name__ for c in classes]
             asked = f" It is for mixed_precision={precisions.get(package)!r}."
             raise ConfigurationError(
-                f"No active plugin uses the {cls.__name__} in kwargs_handlers; allowed are "
+                f"No active plugin uses the {cls.__name__} in kwargs_handlers. The active plugins use "
                 f"{listing(names)}.{asked if package in precisions else did_you_mean(cls.__name__, names)}"
             )
 

@@ -203,7 +203,7 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
         dimensions = None if self._mesh is None else self._mesh.mesh_dim_names
         known = [*(dimensions or ()), *self._joint_meshes]
         if name not in known or self._mesh is None:
-            have = f"allowed are {listing(known)}" if known else "there is no mesh"
+            have = f"its parts are {listing(known)}" if known else "there is no mesh"
             raise ConfigurationError(f"The device mesh has no part {name!r}; {have}.")
         return self._mesh[name]
 

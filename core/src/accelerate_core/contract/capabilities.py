@@ -63,7 +63,7 @@ def check_words(plugin: object, words: Iterable[str], known: Collection[str], wh
     """
     for word in words:
         if word not in known:
-            problem = f"{where} contains the unknown word {word!r}. Allowed are {listing(known)}."
+            problem = f"{where} contains the unknown word {word!r}. The words are {listing(known)}."
             if not is_newer(plugin):
                 raise PluginError(f"{problem}{did_you_mean(word, known)}")
             warn(

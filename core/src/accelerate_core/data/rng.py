@@ -49,8 +49,8 @@ def check_rng_types(rng_types: Iterable[Any] | None) -> list[str]:
             devices = [record.name for record in installed().of_kind("device")]
             known = [*_NAMED, *dict.fromkeys([*devices, *GENERATORS])]
             raise ConfigurationError(
-                f"rng_types contains {name!r}, which is not a random number generator. Allowed are "
-                f"{listing(known)}.{did_you_mean(name, known)}"
+                f"rng_types contains {name!r}, which is not a random number generator. Allowed values "
+                f"are {listing(known)}.{did_you_mean(name, known)}"
             )
     return names
 

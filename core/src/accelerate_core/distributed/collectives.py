@@ -151,7 +151,7 @@ def reduce(tree: Any, reduction: str = "sum", scale: float = 1.0, *, comm: Commu
     """
     if reduction not in _REDUCTIONS:
         raise ConfigurationError(
-            f"reduce() received reduction={reduction!r}; allowed are {listing(_REDUCTIONS)}."
+            f"reduce() received reduction={reduction!r}; allowed values are {listing(_REDUCTIONS)}."
             + did_you_mean(str(reduction), _REDUCTIONS)
         )
     if reduction == "none":
@@ -234,8 +234,8 @@ def broadcast(tree: Any, from_process: int = 0, *, comm: Communicator) -> Any:
         return tree
     if not 0 <= from_process < comm.size:
         raise ConfigurationError(
-            f"broadcast() received from_process={from_process}; with {comm.size} processes, allowed are "
-            f"0 to {comm.size - 1}."
+            f"broadcast() received from_process={from_process}; with {comm.size} processes, it must "
+            f"be from 0 to {comm.size - 1}."
         )
     verify("broadcast", tree, comm)
     tensors = _tensors("broadcast", tree)

@@ -43,7 +43,7 @@ class Call:
     Attributes:
         verb: `save_state` or `save_model`.
         directory: the target.
-        done: number of steps and of backwards so far, which is equal on ranks at the same save.
+        done: number of steps and of backwards so far, which is the same on all ranks at the same save.
         place: the lines of the user's code that led here, innermost first.
     """
 

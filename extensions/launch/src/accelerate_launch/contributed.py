@@ -124,7 +124,7 @@ def refuse_unknown(name: str, known: Iterable[str]) -> None:
             f"Install it with: {catalog.pip_command(extra)}"
         )
     raise ConfigurationError(
-        f"No such option: --{name}. The plugin {extra!r} has none.{did_you_mean(name, known)}"
+        f"The plugin {extra!r} has no option --{name}.{did_you_mean(name, known)}"
     )
 
 

@@ -82,7 +82,7 @@ FLAVOURS = (
 
 
 def around(environ: Mapping[str, str]) -> Flavour | None:
-    """Return the MPI that started this process as one of several, None if there is none."""
+    """Return the MPI that started this process as one of several, or None."""
     for flavour in FLAVOURS:
         rank, size, _, _ = flavour.ranks
         started = rank in environ and environ.get(size, "1") != "1"
@@ -210,7 +210,7 @@ def _installed() -> tuple[str, Flavour]:
             return program, flavour
     first = said.strip().splitlines()[:1]
     raise ConfigurationError(
-        f"{program} is not supported ({first[0] if first else 'it prints no version'}). Supported are "
+        f"{program} is not supported ({first[0] if first else 'it prints no version'}). launch supports "
         f"{', '.join(flavour.name for flavour in FLAVOURS)}. Start it yourself: mpirun -n N "
         f"{sys.executable} SCRIPT."
     )

@@ -66,7 +66,7 @@ class Outcome:
     """How an attempt ended.
 
     Attributes:
-        failures: the ranks that failed, in the order in which they did.
+        failures: the ranks that failed, in the order of their failures.
         lost: why the actor of a rank ended without the rank's exit status.
         values: the return values of a function, in the order of ranks.
     """

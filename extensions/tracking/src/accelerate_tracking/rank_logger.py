@@ -88,7 +88,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         if wanted.upper() not in levels:
             origin = "log_level" if log_level is not None else f"variable {LOG_LEVEL_VARIABLE}"
             raise ConfigurationError(
-                f"{wanted!r} (from {origin}) is not a log level; allowed are {listing(levels)}."
+                f"{wanted!r} (from {origin}) is not a log level; the levels are {listing(levels)}."
                 f"{did_you_mean(wanted, levels)}"
             )
         logger.setLevel(wanted.upper())

@@ -70,7 +70,8 @@ def missing(name: str) -> MissingPluginError:
     known = [*names, *(one for table in tables for one in table)]
     hint = without_entry_point(name, near=did_you_mean(name, known))
     return MissingPluginError(
-        f"No plugin named {name!r} is installed. Installed are {listing(names)}.{hint}", name=name
+        f"No plugin named {name!r} is installed. The installed plugins are {listing(names)}.{hint}",
+        name=name,
     )
 
 
