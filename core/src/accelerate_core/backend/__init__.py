@@ -446,12 +446,14 @@ class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
     @owner
     def save_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any], later: bool
-    ) -> Callable[[], None] | None:
+    ) -> Callable[[], Mapping[str, Any] | None] | None:
         """Write the backend's own files of a checkpoint; called on every rank.
 
-        Return None after writing. If `later` is True, training continues during the save: copy the state
-        now and return a function that writes it, without using the default group. To also write models
-        and optimizers here instead of in the core, declare `owns={"checkpoint"}`.
+        Return None after writing, or a function that writes. If `later` is True, training continues during
+        the save: copy the state now and return a function that writes it, without using the default group.
+        The function may return the checksums of this rank's files (name in `directory` -> `FileEntry` of
+        accelerate-checkpoint); otherwise rank 0 reads the files to compute them. To also write models and
+        optimizers here instead of in the core, declare `owns={"checkpoint"}`.
 
         * `directory`: for the backend's files only, inside the checkpoint; it doesn't exist yet.
         * `options`: additional arguments of `Accelerator.save_state`.

@@ -65,6 +65,9 @@ class CommunicatorView(Protocol):
     ) -> torch.Tensor:
         """Return the elementwise sum, mean, max or min over the ranks."""
 
+    def all_equal(self, value: object) -> bool:
+        """Return whether all ranks pass a value with the same `repr`, with one reduction."""
+
     def broadcast(self, t: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Return the tensor of rank `src`."""
 

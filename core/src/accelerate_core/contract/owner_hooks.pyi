@@ -115,7 +115,7 @@ class OwnerHooks(CollectiveHooks, Protocol):
         """Restore the generators from `rng_state`, after everything else in the checkpoint is loaded."""
     def on_seed(self, seed: int) -> None:
         """Seed the generators of `rng_state`; called by `set_seed`."""
-    def save_state(self, directory: Path, options: Mapping[str, Any], later: bool) -> Callable[[], None] | None:
+    def save_state(self, directory: Path, options: Mapping[str, Any], later: bool) -> Callable[[], Mapping[str, Any] | None] | None:
         """Write the backend's own files of a checkpoint; called on every rank."""
     def load_state(self, directory: Path, options: Mapping[str, Any]) -> None:
         """Read the files that `save_state` wrote."""

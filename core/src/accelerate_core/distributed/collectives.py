@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast, get_args
+from typing import Any, NoReturn, cast, get_args
 
 import torch
 
@@ -117,7 +117,7 @@ def _gather_sizes(
     own = torch.tensor([*sizes, zlib.crc32(fixed.encode())], device=comm.device)
     table: list[list[int]] = comm.gather(own).view(comm.size, len(own)).tolist()
     if any(row[-1] != table[0][-1] for row in table):
-        _compare(verb, rows, comm)
+        _refuse(verb, rows, comm)
     return [row[:-1] for row in table]
 
 
@@ -391,24 +391,23 @@ def _row(path: str, leaf: Any, free_dim: Sequence[int]) -> tuple[str, tuple[Any,
 def verify(verb: str, tree: Any, comm: Communicator, free_dim: Sequence[int] = ()) -> None:
     """Raise `DistributedOperationException` on every rank if the trees don't match.
 
-    With unequal sizes, a process group may hang or abort the process without a Python error. So the trees
-    are compared first, with a collective that takes any size: at the first call of each verb, which
-    finds most mistakes, and at every call if `comm.debug` is set.
+    With unequal sizes, a process group may hang or abort the process without a Python error. So digests of
+    the trees are compared first: at the first call of each verb, which finds most mistakes, and at every
+    call if `comm.debug` is set.
 
     Args:
         free_dim: the dimensions whose lengths may differ.
     """
     if comm.size == 1 or (verb in comm.verified and not comm.debug):
         return
-    _compare(verb, [_row(path, leaf, free_dim) for path, leaf in iterate_leaves(tree)], comm)
+    rows = [_row(path, leaf, free_dim) for path, leaf in iterate_leaves(tree)]
+    if not comm.all_equal([fixed for _, fixed in rows]):
+        _refuse(verb, rows, comm)
     comm.verified.add(verb)
 
 
-def _compare(verb: str, rows: list[tuple[str, tuple[Any, ...]]], comm: Communicator) -> None:
+def _refuse(verb: str, rows: list[tuple[str, tuple[Any, ...]]], comm: Communicator) -> NoReturn:
     reports = comm.gather_object(rows)
-    compared = [[has_to_be_equal for _, has_to_be_equal in report] for report in reports]
-    if all(one == compared[0] for one in compared):
-        return
     lines = "\n".join(
         f"  - process {rank}: {', '.join(text.strip() for text, _ in report) or 'no tensor'}"
         for rank, report in enumerate(reports)

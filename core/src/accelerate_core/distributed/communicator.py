@@ -6,6 +6,7 @@ the identity, inputs are not changed, and the mean of integers is a float.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,17 @@ class Communicator:
             return t
         own = t if overwrite else t.clone()
         return self._checked("reduce", self.hooks.reduce(own, op, self.scope), t)
+
+    def all_equal(self, value: object) -> bool:
+        """Return whether all ranks pass a value with the same `repr`.
+
+        The ranks compare a digest with one reduction, so the cost doesn't grow with their number.
+        """
+        digest = hashlib.blake2b(repr(value).encode(), digest_size=7)
+        number = int(digest.hexdigest(), 16)
+        pair = torch.tensor([number, -number], device=self.device)
+        largest, smallest = self.reduce(pair, "max", overwrite=True).tolist()
+        return bool(largest == -smallest)
 
     def broadcast(self, t: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Return the tensor of rank `src`. On other ranks, `t` may be overwritten."""

@@ -8,6 +8,7 @@ and the group ends with the last one. Before anything else, the ranks compare th
 from __future__ import annotations
 
 import atexit
+import hashlib
 import itertools
 import json
 import os
@@ -73,8 +74,7 @@ def current_runtime() -> Runtime:
 def current_user() -> Any | None:
     """Return the newest Accelerator that is still alive, or None."""
     refs = _current.users if _current else []
-    alive = [user for ref in refs if (user := ref()) is not None]
-    return alive[-1] if alive else None
+    return next((user for ref in reversed(refs) if (user := ref()) is not None), None)
 
 
 def acquire(
@@ -103,11 +103,8 @@ def acquire(
     try:
         if runtime is None:
             topology, store = _adopted() if _has_group() else (launched_topology(), None)
-            if device is not None:
-                chosen = _named_device(device)
-            else:
-                choose = choose_device or default_device
-                chosen = choose(topology, cpu)
+            choose = choose_device or default_device
+            chosen = choose(topology, cpu) if device is None else _named_device(device)
             runtime = Runtime(
                 **vars(topology),
                 device=chosen,
@@ -386,8 +383,7 @@ def _check_fits(
     if timeout is not None and runtime.owns_group and timeout != runtime.timeout:
         wanted = f"A process group timeout of {timeout.total_seconds():g} s"
         if runtime.timeout is not None:
-            there = f"the group already runs with {runtime.timeout.total_seconds():g} s"
-            refuse(wanted, there)
+            refuse(wanted, f"the group already runs with {runtime.timeout.total_seconds():g} s")
         # A call as simple as set_seed(device_specific=True) may have started it.
         warn(
             f"{wanted} was requested, but the group is already running with torch's default, "
@@ -399,7 +395,11 @@ def _check_fits(
 
 
 def check_consistent(runtime: Runtime, facts: Mapping[str, Any]) -> None:
-    """Compare `facts` with those of rank 0, through the store.
+    """Compare `facts` on all ranks through the store.
+
+    A rank sends a few short messages, however many ranks there are: it counts itself under the digest of
+    its facts, and the last one to arrive sees whether all have the same digest. Facts are only read if they
+    differ.
 
     Raises:
         ConfigurationError: facts differ. Raised on every rank; the message lists the differences.
@@ -407,41 +407,45 @@ def check_consistent(runtime: Runtime, facts: Mapping[str, Any]) -> None:
     """
     if runtime.num_processes == 1 or runtime.store is None:
         return
+    store, count = runtime.store, runtime.num_processes
     prefix = f"consistent/{next(runtime.comparisons)}"
     mine = json.dumps(dict(facts), sort_keys=True, default=str)
-    store = runtime.store
-    wait = runtime.timeout or timedelta(minutes=5)
-    if runtime.process_index != 0:
-        store.set(f"{prefix}/{runtime.process_index}", mine)
-        _wait_for(store, [f"{prefix}/verdict"], wait, runtime)
-        verdict = store.get(f"{prefix}/verdict").decode()
-    else:
-        others = range(1, runtime.num_processes)
-        keys = [f"{prefix}/{rank}" for rank in others]
-        _wait_for(store, keys, wait, runtime)
-        facts_of_ranks = {
-            rank: json.loads(store.get(key)) for rank, key in zip(others, keys, strict=True)
-        }
-        verdict = _differences(json.loads(mine), facts_of_ranks)
+    digest = hashlib.sha256(mine.encode()).hexdigest()
+    alike = f"{prefix}/alike/{digest}"
+    store.set(f"{prefix}/{runtime.process_index}", digest)
+    if store.add(alike, 1) == 1:
+        store.set(f"{prefix}/facts/{digest}", mine)
+    if store.add(f"{prefix}/arrived", 1) == count:
+        verdict = "" if store.add(alike, 0) == count else _verdict(store, prefix, count)
         store.set(f"{prefix}/verdict", verdict)
+    else:
+        _wait_for_verdict(runtime, prefix)
+        verdict = store.get(f"{prefix}/verdict").decode()
     if verdict:
         raise ConfigurationError(f"The processes have different settings: {verdict}")
 
 
-def _wait_for(store: Any, keys: list[str], wait: timedelta, runtime: Runtime) -> None:
+def _wait_for_verdict(runtime: Runtime, prefix: str) -> None:
+    store, rank = runtime.store, runtime.process_index
+    wait = runtime.timeout or timedelta(minutes=5)
     try:
-        store.wait(keys, wait)
+        store.wait([f"{prefix}/verdict"], wait)
     except Exception as error:  # each store has its own class for a timeout
+        # Only rank 0 looks for every rank, because thousands would overload the store.
+        keys = [f"{prefix}/{other}" for other in range(runtime.num_processes if rank == 0 else 1)]
         missing = [key.rsplit("/", 1)[1] for key in keys if not store.check([key])]
-        names = ["0"] if missing == ["verdict"] else missing
-        if not names:
-            raise
+        names = f"rank {', '.join(missing)}" if missing else "the ranks that rank 0's error names"
         raise RuntimeConflictError(
-            f"Rank {runtime.process_index} constructed an Accelerator and waited "
-            f"{wait.total_seconds():g} s for rank {', '.join(names)} to do the same. Every rank must "
-            "construct it, so move it out of blocks that only some ranks run. If rank "
-            f"{', '.join(names)} was still importing or loading, increase process_group_timeout."
+            f"Rank {rank} constructed an Accelerator and waited {wait.total_seconds():g} s for {names} to do "
+            "the same. Every rank must construct it, so move it out of blocks that only some ranks run. If "
+            f"{names} was still importing or loading, increase process_group_timeout."
         ) from error
+
+
+def _verdict(store: Any, prefix: str, count: int) -> str:
+    digests = [store.get(f"{prefix}/{rank}").decode() for rank in range(count)]
+    facts = {each: json.loads(store.get(f"{prefix}/facts/{each}")) for each in set(digests)}
+    return _differences(facts[digests[0]], {r: facts[each] for r, each in enumerate(digests)})
 
 
 def _differences(reference: dict[str, Any], others: Mapping[int, dict[str, Any]]) -> str:
