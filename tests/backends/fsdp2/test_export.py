@@ -18,7 +18,7 @@ def runs():
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("case", case_names(WORKER))
 def test_case(runs, case, ranks):
     if ranks not in runs:

@@ -258,15 +258,19 @@ class FSDP2Backend(Backend):
             return
         group = self.scope_group("world")
         weights.check_models(model, group)
-        meta = accelerator.communicator.gather_object(weights.on_meta(model))
-        if all(meta) or (meta[0] and model not in self._adopted):
+        on_meta = weights.on_meta(model)
+        # Whether any rank has it on meta, whether all have, and whether rank 0 has.
+        flags = [on_meta, not on_meta, on_meta and accelerator.is_main_process]
+        found = torch.tensor(flags, dtype=torch.int32, device=accelerator.device)
+        some, not_all, first = accelerator.communicator.reduce(found, "max").tolist()
+        if (some and not not_all) or (first and model not in self._adopted):
             self._sources[model] = None
-        elif any(meta) and model in self._adopted:
+        elif some and model in self._adopted:
             raise PrepareError(
                 f"{type(model).__name__} is already sharded, but some ranks have it on the meta "
                 "device. Load its weights on all ranks, or on none and call load_state."
             )
-        elif any(meta):
+        elif some:
             held = weights.take_off(model)
             self._sources[model] = held if accelerator.is_main_process else "rank 0"
         elif self.options.sync_module_states is False:
@@ -649,7 +653,7 @@ class FSDP2Backend(Backend):
 
     def save_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any], later: bool
-    ) -> Callable[[], None] | None:
+    ) -> Callable[[], Mapping[str, Any] | None] | None:
         """Write each rank's shards with torch.distributed.checkpoint, unless whole ones are set."""
         if "checkpoint" not in self.owns:
             return super().save_state(accelerator, directory, options, later)

@@ -16,13 +16,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from accelerate_checkpoint import SafeReader, read_metadata
+from accelerate_checkpoint import (
+    FileEntry,
+    SafeReader,
+    read_metadata,
+    save_sharded,
+    writes_shard,
+)
 from accelerate_core.plugin import AcceleratorView, CheckpointError, ParallelismConfig, listing
 from accelerate_fsdp2.gradients import local
-from accelerate_fsdp2.weights import cut, local_part, whole
+from accelerate_fsdp2.weights import collective_device, cut, local_part, whole
 
 _PLAIN = "optimizers.json"
 
@@ -40,30 +46,31 @@ class Sharded:
         optimizers: list[Any],
         directory: Path,
         later: bool,
-    ) -> Callable[[], None] | None:
-        """Write the states into `directory`.
+    ) -> Callable[[], dict[str, FileEntry]]:
+        """Return a function that writes the states into `directory`.
+
+        It returns the checksums of the files that this rank wrote.
 
         Args:
             plain_states: the state dicts of the models, as plain tensors that share their memory.
-            later: copy the tensors now, and write them when the returned function is called.
+            later: whether training continues before the function is called, so the tensors are copied now.
         """
         tensors = _model_tensors(plain_states)
         states = _optimizer_states(models, optimizers)
         plain = [state.take_apart(tensors) for state in states]
-        if dist.get_rank() > 0:  # rank 0 writes the tensors that are not sharded
-            tensors = {n: tensor for n, tensor in tensors.items() if isinstance(tensor, DTensor)}
-        else:
+        if dist.get_rank() == 0:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / _PLAIN).write_text(json.dumps(plain))
         dist.barrier()
         if not later:
-            dcp.save(tensors, storage_writer=_writer(directory))
-            return None
+            return lambda: save_sharded(tensors, directory)
         if self._group is None:  # a separate group, because writing runs parallel to training
             self._group = dist.new_group(backend="gloo")
-        copies = {name: _copied(tensor) for name, tensor in tensors.items()}
-        group = self._group
-        return lambda: dcp.save(copies, storage_writer=_writer(directory), process_group=group)
+        rank = dist.get_rank()
+        copies = {
+            n: _copied(tensor) for n, tensor in tensors.items() if writes_shard(n, tensor, rank)
+        }
+        return lambda: save_sharded(copies, directory, self._group)
 
     def load(
         self,
@@ -99,16 +106,26 @@ class Sharded:
             buffers.append(state.allocate(stored, directory))
             state.compare(plain[state.number], directory)
             tensors |= buffers[-1]
-        try:
-            dcp.load(tensors, storage_reader=SafeReader(directory, metadata))
-        except Exception as error:
-            raise CheckpointError(f"{directory} cannot be read: {error}") from error
+        _read(tensors, directory, metadata)
         for state, read in zip(states, buffers, strict=True):
             state.put(read, plain[state.number])
 
 
-def _writer(directory: Path) -> dcp.FileSystemWriter:
-    return dcp.FileSystemWriter(directory, sync_files=True, overwrite=False)
+def _read(tensors: dict[str, torch.Tensor], directory: Path, metadata: Metadata) -> None:
+    """Read this rank's parts. Each rank plans for itself, because DCP would collect all plans on rank 0."""
+    failure: Exception | None = None
+    try:
+        dcp.load(tensors, storage_reader=SafeReader(directory, metadata), no_dist=True)
+    except Exception as error:
+        failure = error
+    failed = torch.tensor([failure is not None], dtype=torch.int32, device=collective_device(None))
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if failure is not None:
+        raise CheckpointError(f"{directory} cannot be read: {failure}") from failure
+    if failed.item():
+        raise CheckpointError(
+            f"{directory} cannot be read on another rank, whose error has the cause."
+        )
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

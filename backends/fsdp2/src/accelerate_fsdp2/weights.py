@@ -129,12 +129,18 @@ def check_alike(model: nn.Module, group: dist.ProcessGroup | None = None) -> Non
 def _differences(
     own: dict[str, Any], group: dist.ProcessGroup | None
 ) -> tuple[int, list[str], dict[str, Any], dict[str, Any]] | None:
-    """Compare `own` between ranks.
+    """Compare `own` between ranks. They only exchange a digest if all are equal.
 
     Returns:
         The first rank that differs from rank 0, the names that differ, and the values of rank 0
         and of that rank; or None if all ranks are equal.
     """
+    digest = int(xxhash.xxh3_64_hexdigest(repr(own).encode()), 16) >> 1
+    extremes = torch.tensor([digest, -digest], device=collective_device(group))
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = extremes.tolist()
+    if largest == -smallest:
+        return None
     every: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(every, own, group=group)
     first = every[0]
@@ -142,6 +148,13 @@ def _differences(
         if names := [name for name in first | other if first.get(name) != other.get(name)]:
             return rank, names, first, other
     return None
+
+
+def collective_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return a device on which the group can reduce, the CPU if it is one."""
+    among: Any = group or dist.group.WORLD
+    kinds = [device.type for device in among._device_types]
+    return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
 
 
 def _checksum(tensor: torch.Tensor) -> str:
@@ -253,9 +266,9 @@ def _scatter(
 ) -> None:
     own = parameter.to_local()
     ranks = range(dist.get_world_size())
-    # Compute the size of every rank's part with a meta tensor, which needs no memory.
+    # Rank 0 has the first chunk of each dimension, and no chunk is larger than the first one.
     shadow = torch.empty(parameter.shape, device="meta")
-    longest = max(local_part(shadow, parameter, config, rank).numel() for rank in ranks)
+    longest = local_part(shadow, parameter, config, 0).numel()
     pieces: list[torch.Tensor] | None = None
     if whole is not None:
         pieces = []

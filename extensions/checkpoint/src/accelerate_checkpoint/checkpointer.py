@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate_checkpoint.background import Background
-from accelerate_checkpoint.draft import Draft, Gather, Report, new_draft, raise_any
+from accelerate_checkpoint.draft import Draft, Report, gather_failures, new_draft, raise_any
 from accelerate_checkpoint.export import save_in_parallel
 from accelerate_checkpoint.load import (
     Source,
@@ -42,7 +42,7 @@ from accelerate_checkpoint.transfer import upload
 from accelerate_core.plugin import CheckpointError
 
 if TYPE_CHECKING:
-    from accelerate_core.plugin import Checkpointer, RunParts
+    from accelerate_core.plugin import Checkpointer, CommunicatorView, RunParts
 
 
 class DirectoryCheckpointer:
@@ -163,10 +163,10 @@ class DirectoryCheckpointer:
         limit = state.project.total_limit if numbered else None
         finish = partial(self._finish, draft, writer, facts, limit, blocking)
         if beside is None:
-            finish(state.collectives.gather_object)
+            finish(state.collectives)
         else:
             synchronize(state.process.device)  # waits for the copies to host memory
-            background.run(partial(finish, beside.gather_object))
+            background.run(partial(finish, beside))
         if numbered:
             state.project.iteration += 1
         return draft.place
@@ -192,14 +192,15 @@ class DirectoryCheckpointer:
                 trouble = f"{place} cannot be written: {error}"
                 cause = error
         sums = None if trouble else state.weight_sums()
-        answers = state.collectives.gather_object((trouble, answer, sums))
         try:
-            raise_any([text for text, _, _ in answers], place, cause)
+            raise_any(gather_failures(state.collectives, trouble), place, cause)
         except CheckpointError:
             draft.close()
             raise
-        state.warn_if_ranks_differ([one for _, _, one in answers])
-        draft.join([one for _, one, _ in answers])
+        if not state.collectives.all_equal(sums):
+            state.warn_if_ranks_differ(state.collectives.gather_object(sums))
+        if draft.needs_answers:
+            draft.join(state.collectives.gather_object(answer))
         return draft
 
     def _target(self, output_dir: Any) -> str:
@@ -220,17 +221,17 @@ class DirectoryCheckpointer:
         facts: dict[str, Any],
         limit: int | None,
         shown: bool,
-        gather: Gather,
+        collectives: CommunicatorView,
     ) -> None:
         """Complete a save: report, upload and publish. Runs on the main or the background thread."""
         process = self._state.process
         try:
             writer.finish()
             machine = process.process_index - process.local_process_index
-            answers = gather((writer.error, writer.files, machine))
-            reports = [Report(*answer) for answer in answers]
-            raise_any([one.error for one in reports], draft.place, writer.cause)
-            written = draft.deliver(reports, gather, shown)
+            failures = gather_failures(collectives, writer.error)
+            raise_any(failures, draft.place, writer.cause)
+            reports = draft.collect(Report(writer.files, machine), collectives)
+            written = draft.deliver(reports, collectives.gather_object, shown)
             trouble = None
             cause = None
             if draft.publishes:
@@ -239,7 +240,7 @@ class DirectoryCheckpointer:
                 except Exception as error:
                     trouble = f"{draft.place} could not be completed: {error}"
                     cause = error
-            raise_any(gather(trouble), draft.place, cause)
+            raise_any(gather_failures(collectives, trouble), draft.place, cause)
         except BaseException:
             draft.abandon()
             raise

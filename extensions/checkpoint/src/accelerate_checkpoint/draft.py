@@ -6,18 +6,22 @@ Methods that take `gather` are collective: all ranks call them, in the same orde
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
+
+from accelerate_checkpoint.collect import collect
 from accelerate_checkpoint.files import FileEntry, checksum
 from accelerate_checkpoint.manifest import MANIFEST, Manifest, parse_manifest, problems
 from accelerate_checkpoint.progress import byte_bar
 from accelerate_checkpoint.staged import SharedFolder, sizes_differ
 from accelerate_checkpoint.storage import Storage, basename, join
 from accelerate_checkpoint.transfer import persist, upload
-from accelerate_core.plugin import CheckpointError, warn
+from accelerate_core.plugin import CheckpointError, CommunicatorView, warn
 
 if TYPE_CHECKING:
     from accelerate_checkpoint.training_state import TrainingState
@@ -30,12 +34,10 @@ class Report(NamedTuple):
     """What one rank reports after writing its files.
 
     Attributes:
-        error: why the rank failed, or None if it didn't.
         files: the files whose checksums are known.
         machine: the first rank of its machine.
     """
 
-    error: str | None
     files: Entries
     machine: int
 
@@ -46,10 +48,12 @@ class Draft(Protocol):
     Attributes:
         place: where it will be published.
         publishes: whether this rank publishes it.
+        needs_answers: whether `join` needs the results of `begin`.
     """
 
     place: str
     publishes: bool
+    needs_answers: bool
 
     #: What the user can do if a rank does not see `directory`.
     advice: str
@@ -59,10 +63,13 @@ class Draft(Protocol):
         """Where this rank writes its files."""
 
     def begin(self) -> object:
-        """Prepare the save. The results of all ranks are passed to `join` on every rank."""
+        """Prepare the save. If `needs_answers`, every rank passes the results of all to `join`."""
 
     def join(self, answers: Sequence[Any]) -> None:
         """Receive the results of `begin` on all ranks."""
+
+    def collect(self, own: Report, collectives: CommunicatorView) -> list[Report]:
+        """Return the reports that this rank needs: of all ranks, of its machine, or none."""
 
     def deliver(self, reports: Sequence[Report], gather: Gather, shown: bool) -> Sequence[Entries]:
         """Move the written files to the store. Return the files of each rank.
@@ -98,6 +105,7 @@ def new_draft(state: TrainingState, storage: Storage, place: str, save: str) -> 
 class InPlaceDraft:
     """A save that all ranks write into one directory, which is then renamed."""
 
+    needs_answers = False
     advice = (
         "save to a file system that all machines share, or set "
         "ProjectConfiguration(save_on_each_node=True)"
@@ -108,8 +116,12 @@ class InPlaceDraft:
         self.place = place
         self._save = save
         self.publishes = state.saves_here
-        self._everywhere = not state.project.save_on_each_node
-        self._machine = state.process.process_index - state.process.local_process_index
+        process = state.process
+        self._machine = process.process_index - process.local_process_index
+        #: The ranks that share this directory.
+        self._sharing = range(process.num_processes)
+        if state.project.save_on_each_node:
+            self._sharing = range(self._machine, self._machine + process.local_num_processes)
         self._held = ExitStack()
 
     @property
@@ -126,12 +138,18 @@ class InPlaceDraft:
             self._held.enter_context(self._storage.lock(self.place, self._save))
 
     def join(self, answers: Sequence[Any]) -> None:
-        """Do nothing: every rank derives the directory from its name."""
+        """Not called: every rank derives the directory from its name."""
+
+    def collect(self, own: Report, collectives: CommunicatorView) -> list[Report]:
+        """Return the reports of the ranks that share this directory, on the rank that publishes it."""
+        if collectives.size == 1:
+            return [own]
+        sent = collect("files", pickle.dumps(own), self._sharing if self.publishes else ())
+        return [pickle.loads(one) for one in sent]
 
     def deliver(self, reports: Sequence[Report], gather: Gather, shown: bool) -> list[Entries]:
-        """Return the files of the ranks that share this directory. Nothing has to be moved."""
-        mine = [one for one in reports if self._everywhere or one.machine == self._machine]
-        return [one.files for one in mine]
+        """Return the files of the reports. Nothing has to be moved."""
+        return [one.files for one in reports]
 
     def publish(self, written: Sequence[Entries], facts: Mapping[str, Any]) -> None:
         """List the files of the directory in a manifest, and rename it."""
@@ -167,6 +185,7 @@ class UploadedDraft:
     If several machines wrote a file of the same name, the lowest rank uploads it.
     """
 
+    needs_answers = True
     advice = "the ranks of one machine need a shared temporary directory: set TMPDIR"
 
     def __init__(self, state: TrainingState, storage: Storage, place: str, save: str) -> None:
@@ -200,6 +219,10 @@ class UploadedDraft:
     def join(self, answers: Sequence[Any]) -> None:
         """Find the directory of this machine."""
         self._folder.find(answers)
+
+    def collect(self, own: Report, collectives: CommunicatorView) -> list[Report]:
+        """Return the reports of all ranks, which divide the files that are in no report."""
+        return collectives.gather_object(own)
 
     def deliver(self, reports: Sequence[Report], gather: Gather, shown: bool) -> list[Entries]:
         """Upload this rank's files."""
@@ -290,6 +313,17 @@ def _files_below(directory: Path) -> list[str]:
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     ]
+
+
+def gather_failures(collectives: CommunicatorView, failure: str | None) -> list[str | None]:
+    """Return the failures of all ranks, or [] if no rank has failed.
+
+    Without a failure, the ranks only reduce one number.
+    """
+    failed = torch.tensor([0 if failure is None else 1], device=collectives.device)
+    if not collectives.reduce(failed, "max", overwrite=True).item():
+        return []
+    return collectives.gather_object(failure)
 
 
 def raise_any(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from accelerate_checkpoint import files
-from accelerate_checkpoint.draft import raise_any
+from accelerate_checkpoint.draft import gather_failures, raise_any
 from accelerate_checkpoint.manifest import MARK
 from accelerate_checkpoint.model import publish
 from accelerate_checkpoint.training_state import TrainingState
@@ -45,7 +45,6 @@ def save_in_parallel(
         return False
     like = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in weights.items()}
     shards, index = shard_state_dict(like, max_shard_size, f"{files.MODEL}{{suffix}}.safetensors")
-    gather = state.collectives.gather_object
     first = state.process.process_index == 0
     folder = directory / f".saving-{state.collectives.broadcast_object(secrets.token_hex(6))}"
     trouble: str | None = None
@@ -59,8 +58,8 @@ def save_in_parallel(
     except (OSError, CheckpointError) as error:
         trouble, cause = str(error), error
     try:
-        raise_any(gather(trouble), str(directory), cause)
-        if not all(gather(folder.is_dir())):
+        raise_any(gather_failures(state.collectives, trouble), str(directory), cause)
+        if gather_failures(state.collectives, None if folder.is_dir() else "absent"):
             state.warn_once(
                 f"Not all ranks can see {directory}, so rank 0 gathers the weights and writes them "
                 "alone. Save to a shared file system to write in parallel."
@@ -71,7 +70,7 @@ def save_in_parallel(
                 _write_parts(folder / name, {key: weights[key] for key in shard}, shard, mark)
         except OSError as error:
             trouble, cause = str(error), error
-        raise_any(gather(trouble), str(directory), cause)
+        raise_any(gather_failures(state.collectives, trouble), str(directory), cause)
         try:
             if first:
                 made = list(shards)
@@ -83,7 +82,7 @@ def save_in_parallel(
                 folder.rmdir()
         except OSError as error:
             trouble, cause = str(error), error
-        raise_any(gather(trouble), str(directory), cause)
+        raise_any(gather_failures(state.collectives, trouble), str(directory), cause)
     finally:
         if first:
             shutil.rmtree(folder, ignore_errors=True)

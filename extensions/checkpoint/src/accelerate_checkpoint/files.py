@@ -86,10 +86,22 @@ class HashingFile:
     def flush(self) -> None:
         self._file.flush()
 
-    def finish(self) -> FileEntry:
+    def tell(self) -> int:
+        return self._size
+
+    def fileno(self) -> int:
+        """Return the descriptor, for a caller that syncs the file to disk."""
         self.flush()
-        os.fsync(self._file.fileno())
+        return self._file.fileno()
+
+    @property
+    def entry(self) -> FileEntry:
+        """Size and checksum of what has been written so far."""
         return FileEntry(self._size, self._hash.hexdigest())
+
+    def finish(self) -> FileEntry:
+        os.fsync(self.fileno())
+        return self.entry
 
     def close(self) -> None:
         """Close the file, even if a part of it could not be written."""

@@ -13,7 +13,8 @@ import torch
 from torch.optim import Optimizer
 
 from accelerate_checkpoint import files
-from accelerate_checkpoint.manifest import MARK, Manifest, examine, numpy_globals
+from accelerate_checkpoint.draft import gather_failures
+from accelerate_checkpoint.manifest import MANIFEST, MARK, Manifest, examine, numpy_globals
 from accelerate_checkpoint.model import load_weights, weights_layout
 from accelerate_checkpoint.progress import byte_bar
 from accelerate_checkpoint.save import named_objects
@@ -106,7 +107,7 @@ def run_collectively(state: TrainingState, what: str, job: Callable[[], T]) -> T
     except Exception as error:
         failure = error
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    said = state.collectives.gather_object(text)
+    said = gather_failures(state.collectives, text)
     if failure is not None:
         raise failure
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
@@ -143,15 +144,20 @@ def _examine_together(
 ) -> tuple[Manifest | None, str]:
     """Return the manifest, and the first problem that any rank found, or "".
 
-    The ranks of a machine share the hashing. All ranks return the same problem.
+    The ranks that share the directory divide the files among them, and those that don't, the ranks of each
+    machine. All ranks return the same problem.
     """
+    process, collectives = state.process, state.collectives
+    shared = collectives.all_equal(_identity(directory)) and not state.project.save_on_each_node
     manifest, wrong = None, [f"There is no checkpoint directory {directory}."]
     if directory.is_file():
         wrong = [
             f"{directory} is a file, but load_state needs the directory that save_state wrote."
         ]
     elif directory.is_dir():
-        part = state.process.local_process_index, state.process.local_num_processes
+        part = process.local_process_index, process.local_num_processes
+        if shared:
+            part = collectives.rank, collectives.size
         with ExitStack() as bars:
 
             def begin(manifest: Manifest) -> files.Progress:
@@ -160,8 +166,17 @@ def _examine_together(
                 return bars.enter_context(bar)
 
             manifest, wrong = examine(directory, contents=verify, part=part, progress=begin)
-    said = state.collectives.gather_object(wrong[0] if wrong else "")
+    said = gather_failures(collectives, wrong[0] if wrong else None)
     return manifest, next((text for text in said if text), "")
+
+
+def _identity(directory: Path) -> tuple[int, ...] | None:
+    """Return properties of the manifest that are equal on machines only if they see the same file."""
+    try:
+        found = (directory / MANIFEST).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
 
 
 def check_fits(state: TrainingState, source: Source) -> None:

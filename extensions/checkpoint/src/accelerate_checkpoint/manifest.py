@@ -48,25 +48,37 @@ class Manifest:
     folder: str = ""
 
     @property
+    def _content_without_files(self) -> dict[str, Any]:
+        folder = {"folder": self.folder} if self.folder else {}
+        return {"kind": KIND, "format": FORMAT, **self.facts, **folder}
+
+    @property
     def content(self) -> dict[str, Any]:
         """The manifest as plain JSON, without its own checksum."""
-        return {
-            "kind": KIND,
-            "format": FORMAT,
-            **self.facts,
-            **({"folder": self.folder} if self.folder else {}),
-            "files": {
-                name: {"size": entry.size, "xxh3_128": entry.checksum}
-                for name, entry in sorted(self.files.items())
-            },
+        files = {
+            name: {"size": entry.size, "xxh3_128": entry.checksum}
+            for name, entry in sorted(self.files.items())
         }
+        return {**self._content_without_files, "files": files}
 
     def render(self) -> str:
         """Return the text of the file. Its last value is a checksum of the rest."""
-        body = json.dumps(self.content, indent=2, sort_keys=True)
+        # json indents in Python, which takes seconds for the files of thousands of ranks. So the list of
+        # files, which has the form that json would give it, is put into the text of the rest.
+        place = "FILES"
+        entries = [
+            f'{json.dumps(name)}: {{\n      "size": {entry.size},\n'
+            f'      "xxh3_128": {json.dumps(entry.checksum)}\n    }}'
+            for name, entry in sorted(self.files.items())
+        ]
+        listed = "{\n    " + ",\n    ".join(entries) + "\n  }" if entries else "{}"
+        rest = json.dumps(
+            {**self._content_without_files, "files": [place]}, indent=2, sort_keys=True
+        )
+        body = rest.replace(f'"files": [\n    "{place}"\n  ]', f'"files": {listed}')
         own = xxhash.xxh3_128_hexdigest(body.encode())
-        rendered = {"content": self.content, "xxh3_128": own}
-        return json.dumps(rendered, indent=2, sort_keys=True) + "\n"
+        nested = body.replace("\n", "\n  ")
+        return f'{{\n  "content": {nested},\n  "xxh3_128": "{own}"\n}}\n'
 
     @property
     def size(self) -> int:
@@ -145,11 +157,14 @@ def problems(
     Args:
         directory: the directory that holds the files.
         contents: compare checksums as well as sizes.
-        part: this caller's index, and the number of callers that share the hashing.
+        part: this caller's index, and the number of callers that share the files.
         progress: called with the number of bytes hashed.
     """
+    index, count = part
+    chosen = sorted(manifest.files, key=lambda name: manifest.files[name].size)[index::count]
     found = []
-    for name, entry in manifest.files.items():
+    for name in chosen:
+        entry = manifest.files[name]
         path = directory / name
         try:
             size = path.stat().st_size if path.is_file() else None
@@ -171,8 +186,6 @@ def problems(
             return f"{path} cannot be read: {error}"
         return "" if same else f"{path} is damaged: its checksum differs from {MANIFEST}."
 
-    index, count = part
-    chosen = sorted(manifest.files, key=lambda name: manifest.files[name].size)[index::count]
     with ThreadPoolExecutor(2) as pool:
         return [line for line in pool.map(compare, chosen) if line]
 

@@ -7,6 +7,7 @@ announces its call, and the main process decides once per save whether all ranks
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -66,6 +67,11 @@ class Call:
     def text(self) -> str:
         return json.dumps(vars(self))
 
+    def digests(self) -> list[str]:
+        """Return two digests. Calls that have one of them in common meet."""
+        parts = [self.verb, *self.place], [self.verb, self.directory]
+        return [hashlib.sha256(json.dumps(part).encode()).hexdigest() for part in parts]
+
     def meets(self, other: Call) -> bool:
         """Return whether the calls of two ranks belong to the same save."""
         there = self.place == other.place or self.directory == other.directory
@@ -80,7 +86,7 @@ class Rendezvous:
     def __init__(self, process: Any) -> None:
         self._store: Any = dist.PrefixStore("save", process.store)
         self._rank, self._process = process.process_index, process
-        self._others = range(1, process.num_processes)
+        self._count = process.num_processes
         self._number = 0
         #: Place -> keys of the ranks that were missing when the main process saved alone there.
         self._alone: dict[tuple[str, ...], list[str]] = {}
@@ -106,17 +112,52 @@ class Rendezvous:
         """
         return self._decide(call, whole) if self._rank == 0 else self._ask(call)
 
+    def _announce(self, number: int, call: Call) -> None:
+        """Announce this rank's call of save `number`. The last rank to come decides if all calls meet.
+
+        Ranks count themselves under the digests of their calls. So no rank reads the calls of all others,
+        unless some are missing or different.
+        """
+        self._store.set(f"{number}/{self._rank}", call.text())
+        counters = [f"{number}/alike/{digest}" for digest in call.digests()]
+        for counter in counters:
+            self._store.add(counter, 1)
+        if self._store.add(f"{number}/arrived", 1) < self._count:
+            return
+        if any(self._store.add(counter, 0) == self._count for counter in counters):
+            self._store_verdict(number, call, TOGETHER, [])
+        else:
+            self._store.set(f"{number}/different", "1")
+
+    def _store_verdict(
+        self, number: int, call: Call, verdict: str, missing: Sequence[int]
+    ) -> tuple[str, Call, list[int]]:
+        """Store the verdict on a save unless there is one, and return the stored one."""
+        text = json.dumps([verdict, call.text(), missing])
+        found = self._store.compare_set(f"{number}/verdict", "", text)
+        return self._verdict(found)
+
+    @staticmethod
+    def _verdict(text: bytes) -> tuple[str, Call, list[int]]:
+        verdict, call, missing = json.loads(text)
+        return verdict, Call(**json.loads(call)), missing
+
     def _decide(self, call: Call, whole: bool) -> bool:
         number, place = self._number, tuple(call.place)
         self._number += 1
         wait = self._patience(place) if whole else SHARDED
-        self._wait([f"{number}/{rank}" for rank in self._others], wait, drain_device=True)
-        came = {rank: self._read(f"{number}/{rank}") for rank in self._others}
-        missing = [rank for rank, theirs in came.items() if not (theirs and call.meets(theirs))]
+        self._announce(number, call)
+        decided, different = f"{number}/verdict", f"{number}/different"
+        self._wait([decided, different], wait, drain_device=True)
+        missing: list[int] = []
         verdict = TOGETHER
-        if missing:
-            verdict = BY_MAIN if whole else REFUSED
-        self._store.set(f"{number}/verdict", json.dumps([verdict, call.text(), missing]))
+        if not self._store.check([decided]):
+            came = {rank: self._read(f"{number}/{rank}") for rank in range(1, self._count)}
+            missing = [rank for rank, theirs in came.items() if not (theirs and call.meets(theirs))]
+            if missing:
+                verdict = BY_MAIN if whole else REFUSED
+        # The last rank may have come at this moment, and then its verdict is the one that counts.
+        verdict, _, missing = self._store_verdict(number, call, verdict, missing)
         if verdict == REFUSED:
             raise CheckpointError(_refusal(call, missing))
         if verdict == TOGETHER:
@@ -145,14 +186,13 @@ class Rendezvous:
         while True:
             number = self._number
             self._number += 1
-            self._store.set(f"{number}/{self._rank}", call.text())
+            self._announce(number, call)
             if not self._wait([f"{number}/verdict"], seconds):
                 raise CheckpointError(
                     f"Rank {self._rank} called {call.description}, but the main process did not "
                     f"within {seconds:.0f} s. All ranks must call it."
                 )
-            verdict, text, missing = json.loads(self._store.get(f"{number}/verdict"))
-            theirs = Call(**json.loads(text))
+            verdict, theirs, missing = self._verdict(self._store.get(f"{number}/verdict"))
             if verdict == TOGETHER:
                 return True
             if not call.meets(theirs) or call.done != theirs.done:
@@ -170,9 +210,12 @@ class Rendezvous:
         return Call(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _wait(self, keys: list[str], seconds: float, drain_device: bool = False) -> bool:
-        """Wait for keys by polling, because waiting in the store would block other threads."""
+        """Wait until one of the keys exists. Poll, because waiting in the store blocks other threads."""
         until, pause = time.monotonic() + seconds, 0.0005
-        while not self._store.check(keys):
+        longest = max(
+            0.05, self._count / 50_000
+        )  # so that thousands of ranks don't flood the store
+        while not any(self._store.check([key]) for key in keys):
             if drain_device and self._process.device.type != "cpu":
                 # Work queued on the device may wait for the other ranks. Don't count that time.
                 synchronize(self._process.device)
@@ -180,7 +223,7 @@ class Rendezvous:
             if time.monotonic() >= until:
                 return False
             time.sleep(pause)
-            pause = min(pause * 1.2, 0.05)
+            pause = min(pause * 1.2, longest)
         return True
 
 

@@ -91,6 +91,15 @@ class Writer:
         else:
             self._later.append(guarded)
 
+    def backend_files(self, folder: str, job: Callable[[], Mapping[str, FileEntry] | None]) -> None:
+        """Run a job of the backend, and record the checksums of the files in `folder` that it returns."""
+
+        def run() -> None:
+            written = job() or {}
+            self.files.update({f"{folder}/{name}": entry for name, entry in written.items()})
+
+        self.run(folder, run)
+
     def finish(self) -> None:
         jobs, self._later = self._later, []
         for job in jobs:
@@ -150,7 +159,7 @@ def write_state(
         directory = writer.directory / f"backend_{state.backend}"
         job = state.backend_save(directory, options, writer.staging is not None)
         if job is not None:
-            writer.run(directory.name, job)
+            writer.backend_files(directory.name, job)
     for one in state.contributors():
         with writer.part(one.key):
             one.save(writer.directory / one.key.replace(":", "_"))

@@ -1,17 +1,21 @@
-"""Read directories of torch.distributed.checkpoint without executing pickled code."""
+"""Write directories of torch.distributed.checkpoint with checksums, and read them without running code."""
 
 from __future__ import annotations
 
+import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accelerate_checkpoint.files import FileEntry, HashingFile
 from accelerate_core.plugin import CheckpointError
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
     from torch.distributed.checkpoint.metadata import Metadata
 
 #: The file with the metadata of a directory.
@@ -79,3 +83,38 @@ def SafeReader(directory: Path, metadata: Metadata) -> FileSystemReader:
             return metadata
 
     return Reader(directory)
+
+
+def ChecksumWriter(directory: Path, entries: dict[str, FileEntry]) -> FileSystemWriter:
+    """Return a writer that computes the checksums of this rank's files while it writes them.
+
+    A function that a backend's `save_state` returns can return these entries. Rank 0 then doesn't read the
+    files of all ranks to compute them.
+
+    Args:
+        entries: receives the size and the checksum of each file by name.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    class Files(FileSystem):
+        @contextmanager
+        def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+            if mode != "wb":
+                with super().create_stream(path, mode) as stream:
+                    yield stream
+                return
+            file = HashingFile(Path(path))
+            try:
+                yield file
+                entries[Path(path).name] = file.entry
+            finally:
+                file.close()
+
+        def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+            super().rename(path, new_path)
+            entries[Path(new_path).name] = entries.pop(Path(path).name)
+
+    writer = dcp.FileSystemWriter(directory, sync_files=True, overwrite=False)
+    writer.fs = Files()
+    return writer

@@ -72,7 +72,8 @@ class TrainingState:
         self.scaler = run.scaler
         # Hooks of the backend, with the arguments `(model, state, strict)`, `(optimizer)`,
         # `(optimizer, state)`, `(directory, options, later)` and `(directory, options)`.
-        # `backend_save` returns None or a function that writes the rest later.
+        # `backend_save` returns None or a function that writes the rest later and may return the
+        # checksums of its files.
         self.load_model_state = run.hooks.load_model_state
         self.optimizer_state = run.hooks.optimizer_state
         self.load_optimizer_state = run.hooks.load_optimizer_state

@@ -1,0 +1,137 @@
+"""Save tensors in the format of torch.distributed.checkpoint (DCP), without planning on rank 0.
+
+DCP's own `save` sends the plans of all ranks to rank 0 and back before any rank writes. But a rank can see
+from a DTensor alone what it has to write. So here each rank plans for itself and writes, and rank 0 only
+collects what the metadata file lists. DCP can read the files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accelerate_checkpoint.collect import collect
+from accelerate_checkpoint.files import FileEntry
+from accelerate_checkpoint.shards import ChecksumWriter
+from accelerate_core.plugin import CheckpointError
+
+#: At most this many replicas write. More would not be faster, and each adds files and messages to rank 0.
+_WRITERS = 8
+
+
+def save_sharded(
+    tensors: Mapping[str, torch.Tensor], directory: Path, group: dist.ProcessGroup | None = None
+) -> dict[str, FileEntry]:
+    """Write this rank's part of a checkpoint, and return the checksums of the files that it wrote.
+
+    All ranks must call this. DTensors are written by all ranks that hold a part of them, other tensors by
+    rank 0. Rank 0 writes the metadata last.
+
+    Args:
+        tensors: DTensors and tensors by name, with the same names on all ranks.
+        group: the group of all ranks for one small collective; None means the default group.
+
+    Raises:
+        CheckpointError: the parts of all ranks don't cover a tensor.
+    """
+    failure: Exception | None = None
+    entries: dict[str, FileEntry] = {}
+    sent = b""
+    try:
+        sent = write_shards(tensors, directory, dist.get_rank(), entries)
+    except Exception as error:
+        failure = error
+    failed = torch.tensor([failure is not None], dtype=torch.int32, device=_device(group))
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+    if failure is not None:
+        raise failure
+    if failed.item():
+        return entries  # the rank that failed reports it
+    first = dist.get_rank() == 0
+    received = collect("shards", sent, range(dist.get_world_size()) if first else ())
+    if first:
+        write_metadata(received, directory, entries)
+    return entries
+
+
+def write_shards(
+    tensors: Mapping[str, torch.Tensor], directory: Path, rank: int, entries: dict[str, FileEntry]
+) -> bytes:
+    """Write the parts of tensors that this rank has to write. Return what the metadata needs to list them.
+
+    Args:
+        entries: receives the checksums of the files.
+    """
+    from torch.distributed.checkpoint import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import _StoragePrefix
+
+    mine = {name: tensor for name, tensor in tensors.items() if writes_shard(name, tensor, rank)}
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(mine, is_coordinator=rank == 0)
+    plan = dataclasses.replace(
+        planner.create_local_plan(), storage_data=_StoragePrefix(f"__{rank}_")
+    )
+    if not plan.items:
+        return b""
+    directory.mkdir(parents=True, exist_ok=True)
+    results = ChecksumWriter(directory, entries).write_data(planner.finish_plan(plan), planner)
+    return zlib.compress(pickle.dumps((plan.items, results.wait())), 1)
+
+
+def writes_shard(name: str, tensor: torch.Tensor, rank: int) -> bool:
+    """Return whether this rank writes its part of a tensor, instead of another rank with the same part.
+
+    Args:
+        rank: the index of this process. Rank 0 writes tensors that are not sharded.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    mesh = tensor.device_mesh
+    at = mesh.get_coordinate()
+    if at is None:
+        return False
+    replica, replicas = 0, 1
+    for number, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            replica = replica * mesh.size(number) + at[number]
+            replicas *= mesh.size(number)
+    # The names spread the tensors over the replicas.
+    return zlib.crc32(name.encode()) % min(replicas, _WRITERS) == replica
+
+
+def write_metadata(received: list[bytes], directory: Path, entries: dict[str, FileEntry]) -> None:
+    """Write DCP's metadata of what all ranks have written.
+
+    Args:
+        received: the results of `write_shards` on all ranks.
+        entries: receives the checksum of the file.
+    """
+    from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+
+    plans, results = [], []
+    for sent in received:
+        if sent:
+            items, written = pickle.loads(zlib.decompress(sent))
+            plans.append(SavePlan(items))
+            results.append(written)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        _, metadata = planner.create_global_plan(plans)
+    except ValueError as error:
+        raise CheckpointError(f"The shards of all ranks are incomplete: {error}") from error
+    ChecksumWriter(directory, entries).finish(metadata, results)
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    among: Any = group or dist.group.WORLD
+    kinds = [device.type for device in among._device_types]
+    return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
