@@ -211,6 +211,7 @@ bench: $(VENV)/dev.stamp $(CLIENTS_MADE)/ours.stamp $(CLIENTS_MADE)/theirs.stamp
 	$(PAIR) benchmarks/collectives.py
 	$(PAIR) benchmarks/loaders.py
 	$(BIN)/python benchmarks/sampler_scale.py
+	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/launch_start.py
 	$(BIN)/python benchmarks/drop_in_start.py

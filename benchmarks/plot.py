@@ -177,6 +177,9 @@ def draw_page(page: str, out: Path) -> None:
         out / "performance_checkpoints.svg",
         line=1,
     )
+    draw_scale(
+        read_table(page, "Thousands of ranks", "rank 0, by ranks"), out / "performance_scale.svg"
+    )
     draw_panels(
         model_groups(read_table(page, "Models on disk", "8 GB")),
         "A model of 8 GB with all layers on disk (shorter is better)",
@@ -204,6 +207,28 @@ def model_groups(table: Table) -> list[Group]:
         "warm forward, compared with one from memory": "",
     }
     return [contenders(table, table.row(start), unit, start) for start, unit in shown.items()]
+
+
+def draw_scale(table: Table, path: Path) -> None:
+    """Draw a line for each row, by the number of ranks in the headings."""
+    with plt.rc_context(STYLE):
+        figure, axis = plt.subplots(figsize=(5.4, 2.8), layout="constrained")
+        for row, cells in table.rows.items():
+            ranks = [int(column.replace(",", "")) for column in cells]
+            values = [float(table.number(row, column)) for column in cells]
+            axis.plot(ranks, values, "o-", label=row, markersize=3)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ranks, list(cells))
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("ranks", fontsize=9)
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=8, frameon=False)
+        title = "Seconds of CPU time on rank 0 (lower is better)"
+        figure.suptitle(title, x=0, ha="left", fontsize=10, fontweight="bold")
+        figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+    print(f"drawn: {path}")
 
 
 def draw_indices(results: list[dict[str, Any]], path: Path) -> None:
