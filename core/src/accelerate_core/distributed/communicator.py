@@ -84,8 +84,7 @@ class Communicator:
 
         The ranks compare a digest with one reduction, so the cost doesn't grow with their number.
         """
-        digest = hashlib.blake2b(repr(value).encode(), digest_size=7)
-        number = int(digest.hexdigest(), 16)
+        number = int(hashlib.blake2b(repr(value).encode(), digest_size=7).hexdigest(), 16)
         pair = torch.tensor([number, -number], device=self.device)
         largest, smallest = self.reduce(pair, "max", overwrite=True).tolist()
         return bool(largest == -smallest)

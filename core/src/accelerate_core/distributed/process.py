@@ -73,8 +73,8 @@ def current_runtime() -> Runtime:
 
 def current_user() -> Any | None:
     """Return the newest Accelerator that is still alive, or None."""
-    refs = _current.users if _current else []
-    return next((user for ref in reversed(refs) if (user := ref()) is not None), None)
+    refs = reversed(_current.users if _current else [])
+    return next((user for ref in refs if (user := ref()) is not None), None)
 
 
 def acquire(
@@ -252,9 +252,8 @@ def _adopted() -> tuple[Topology, Any]:
     size = dist.get_world_size()
     local_size = said.local_num_processes if said.num_processes == size else size
     local = said.local_process_index if said.num_processes == size else dist.get_rank()
-    source = "a process group that was already running"
-    store = dist.distributed_c10d._get_default_store()
-    return Topology(dist.get_rank(), size, local, local_size, source), store
+    topology = Topology(dist.get_rank(), size, local, local_size, "a running process group")
+    return topology, dist.distributed_c10d._get_default_store()
 
 
 def default_device(topology: Topology, cpu: bool) -> torch.device:
