@@ -415,12 +415,10 @@ def check_consistent(runtime: Runtime, facts: Mapping[str, Any]) -> None:
     if store.add(alike, 1) == 1:
         store.set(f"{prefix}/facts/{digest}", mine)
     if store.add(f"{prefix}/arrived", 1) == count:
-        verdict = "" if store.add(alike, 0) == count else _verdict(store, prefix, count)
-        store.set(f"{prefix}/verdict", verdict)
-    else:
-        _wait_for_verdict(runtime, prefix)
-        verdict = store.get(f"{prefix}/verdict").decode()
-    if verdict:
+        same = store.add(alike, 0) == count
+        store.set(f"{prefix}/verdict", "" if same else _verdict(store, prefix, count))
+    _wait_for_verdict(runtime, prefix)
+    if verdict := store.get(f"{prefix}/verdict").decode():
         raise ConfigurationError(f"The processes have different settings: {verdict}")
 
 
