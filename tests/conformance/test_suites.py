@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -229,6 +230,23 @@ class TestDirectory(CheckpointerSuite):
 class TestDirectoryOfShards(CheckpointerSuite):
     plugin = "directory"
     environ = {**TestFSDP2Sharded.environ, "ACCELERATE_BACKEND": "fsdp2"}
+
+
+@pytest.mark.dist
+@pytest.mark.needs("obstore")
+@pytest.mark.needs("moto")
+class TestObjectStore(CheckpointerSuite):
+    plugin = "object_store"
+    options = {"target": "s3://tests/{name}", "damage": "s3_server:damage"}
+
+    @pytest.fixture(autouse=True, scope="class")
+    def server(self) -> Iterator[None]:
+        """Make the checks use an S3 server."""
+        from s3_server import s3_server
+
+        with s3_server() as environ:
+            type(self).environ = {"PYTHONPATH": str(HERE.parent), **environ}
+            yield
 
 
 @pytest.mark.dist

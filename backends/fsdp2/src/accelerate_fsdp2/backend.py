@@ -85,6 +85,8 @@ class FSDP2Backend(Backend):
 
     name = "fsdp2"
     api_version = (1, 0)
+    #: From an object store, each machine only fetches the shards of its own ranks.
+    shards_on_demand = True
     reduces_gradients = "backward"
     shards: ClassVar[Mapping[str, tuple[str, ...]]] = {"": ("weights", "gradients", "optimizer")}
     supports: ClassVar[Mapping[str, Any]] = {

@@ -58,6 +58,8 @@ class MegatronBackend(Backend):
 
     name = "megatron"
     api_version = (1, 0)
+    #: From an object store, each machine only fetches the shards of its own ranks.
+    shards_on_demand = True
     reduces_gradients = "step"
     supports: ClassVar[Mapping[str, Any]] = {
         "accepts": (),

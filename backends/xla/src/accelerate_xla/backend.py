@@ -47,6 +47,8 @@ class XLABackend(XLACollectives, Backend):
 
     name = "xla"
     api_version = (1, 0)
+    #: From an object store, each machine only fetches the shards of its own ranks.
+    shards_on_demand = True
     reduces_gradients = "step"
     shards: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "": (),

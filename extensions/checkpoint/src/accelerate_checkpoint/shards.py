@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate_checkpoint.files import FileEntry, HashingFile
+from accelerate_checkpoint.on_demand import fetch_missing
 from accelerate_core.plugin import CheckpointError
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+    from torch.distributed.checkpoint import (
+        FileSystemReader,
+        FileSystemWriter,
+        LoadPlan,
+        LoadPlanner,
+    )
     from torch.distributed.checkpoint.metadata import Metadata
+    from torch.futures import Future
 
 #: The file with the metadata of a directory.
 METADATA = ".metadata"
@@ -74,6 +81,10 @@ def read_metadata(directory: Path) -> Metadata:
 def SafeReader(directory: Path, metadata: Metadata) -> FileSystemReader:
     """Return a reader of tensors that uses the given metadata.
 
+    If the directory is in a checkpoint from an object store, it fetches the files that this rank
+    reads and that are not there yet. A backend that reads all its shards with this reader can set
+    `shards_on_demand = True`, so that a machine only fetches the shards of its own ranks.
+
     Only load tensors with it: torch would unpickle entries of bytes.
     """
     import torch.distributed.checkpoint as dcp
@@ -81,6 +92,13 @@ def SafeReader(directory: Path, metadata: Metadata) -> FileSystemReader:
     class Reader(dcp.FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
             return metadata
+
+        def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+            places = metadata.storage_data or {}
+            fetch_missing(
+                directory, {places[item.storage_index].relative_path for item in plan.items}
+            )
+            return super().read_data(plan, planner)
 
     return Reader(directory)
 

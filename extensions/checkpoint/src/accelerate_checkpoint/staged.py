@@ -5,6 +5,9 @@ The ranks of a machine share one temporary directory for files that are being tr
 
 from __future__ import annotations
 
+import os
+import re
+import secrets
 import shutil
 import tempfile
 from functools import partial
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING
 from accelerate_checkpoint import files
 from accelerate_checkpoint.files import FileEntry, Progress, checksum
 from accelerate_checkpoint.manifest import MANIFEST, Manifest, parse_manifest
+from accelerate_checkpoint.on_demand import fetched_on_demand, forget
 from accelerate_checkpoint.progress import byte_bar
 from accelerate_checkpoint.store import Store, basename, is_save, join
 from accelerate_checkpoint.transfer import download, persist
@@ -23,6 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from accelerate_checkpoint.training_state import TrainingState
+
+#: A file of torch.distributed.checkpoint, named after the rank that wrote it.
+_SHARD = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 
 
 def stored_manifest(storage: Store, place: str) -> Manifest:
@@ -143,6 +150,8 @@ class SharedFolder:
 
     def remove(self) -> None:
         """Delete the directory, on the rank that created it."""
+        if self.path is not None:
+            forget(self.path)
         if self._made is not None:
             shutil.rmtree(self._made, ignore_errors=True)
             self._made = None
@@ -197,7 +206,8 @@ def _any(state: TrainingState, wrong: str) -> str:
 def _wanted(state: TrainingState, manifest: Manifest) -> list[str]:
     """Return the files that the ranks of this machine read, largest first.
 
-    Unless the layout has changed, this excludes the random states and gradients of other machines.
+    Unless the layout has changed, this excludes what ranks of other machines wrote for themselves: their
+    random states and gradients, and their shards if the backend fetches missing ones on demand.
     """
     process, facts = state.process, manifest.facts
     saved_by = int(facts.get("world_size", 1))
@@ -207,6 +217,9 @@ def _wanted(state: TrainingState, manifest: Manifest) -> list[str]:
         needed = {0, *range(start, start + process.local_num_processes)}
         for rank in {*range(saved_by)} - needed:
             skipped |= {f"{files.RNG}_{rank}.pkl", f"{files.GRADIENTS}_{rank}.bin"}
+        if state.shards_on_demand:
+            shards = {name: match for name in manifest.files if (match := _SHARD.fullmatch(name))}
+            skipped |= {name for name, match in shards.items() if int(match[1]) not in needed}
     names = [name for name in manifest.files if name not in skipped]
     return sorted(names, key=lambda name: (-manifest.files[name].size, name))
 
@@ -229,14 +242,37 @@ def _fetch_share(
     """Fetch this rank's share of the files, and compare them with the manifest."""
     process = state.process
     share = _wanted(state, manifest)[process.local_process_index :: process.local_num_processes]
-    target = {name: folder / basename(place) / name for name in share}
-    stored = {name: str(PurePosixPath(manifest.folder, name)) for name in share}
-    wanted = {stored[name]: (target[name], manifest.files[name].size) for name in share}
+    root = folder / basename(place)
+
+    def fetch_missing(name: str) -> None:
+        target = root / f"{name}.{secrets.token_hex(4)}"  # another rank may fetch it too
+        _fetch(storage, place, manifest, {name: target}, verify, lambda count: None)
+        os.replace(target, root / name)
+
+    fetched_on_demand(root, fetch_missing)
+    _fetch(storage, place, manifest, {name: root / name for name in share}, verify, progress)
+
+
+def _fetch(
+    storage: Store,
+    place: str,
+    manifest: Manifest,
+    targets: dict[str, Path],
+    verify: bool,
+    progress: Progress,
+) -> None:
+    """Fetch files, and compare them with the manifest.
+
+    Args:
+        targets: name of the file in the manifest -> where to put it.
+    """
+    stored = {name: str(PurePosixPath(manifest.folder, name)) for name in targets}
+    wanted = {stored[name]: (path, manifest.files[name].size) for name, path in targets.items()}
     download(storage, place, wanted, progress)
-    for name in share:
+    for name, target in targets.items():
         entry, address = manifest.files[name], join(place, stored[name])
-        size = target[name].stat().st_size
+        size = target.stat().st_size
         if size != entry.size:
             raise CheckpointError(_other_size(address, size, entry))
-        if verify and checksum(target[name]) != entry:
+        if verify and checksum(target) != entry:
             raise CheckpointError(f"{address} is damaged: its checksum differs from {MANIFEST}.")

@@ -61,6 +61,8 @@ class TrainingState:
         #: Number of comparisons of the ranks' weights.
         self._compared = 0
         self.backend = run.backend.name
+        #: Whether the backend reads all its shards with `SafeReader`, which fetches missing ones.
+        self.shards_on_demand = bool(getattr(run.backend, "shards_on_demand", False))
         #: The backend's `supports["gradients"]`: True, "same_layout" or False.
         self.gives_gradients: Any = run.backend.supports.get("gradients", True)
         self.events = run.gradient_state
