@@ -61,6 +61,9 @@ FOUR = {"num_micro_batches": 4}
 TWO = {"num_micro_batches": 2}
 INTERLEAVED = FOUR | {"num_layers_per_virtual_pipeline_stage": 1}
 SHARDED = {"use_distributed_optimizer": True}
+#: Models of Transformers, which it shards while it loads them. It has no plan for GPT-2's layers under TP.
+LLAMA = BACKENDS / "fsdp2" / "parity_llama_worker.py"
+GPT2 = BACKENDS / "fsdp2" / "parity_gpt2_worker.py"
 #: A Mixtral, created by a model provider.
 EXPERTS = MEGATRON.with_name("parity_experts_worker.py")
 EP = {"expert_model_parallel_size": 2}
@@ -83,6 +86,16 @@ CASES = [
     Case("fsdp2, FSDP x TP 2 x 2", 4, {"dp_shard": 2, "tp": 2}),
     Case("fsdp2, ring attention 2 (CPU test path)", 2, {"cp": 2}),
     Case("fsdp2, Ulysses 2", 2, {"sp": 2}),
+    Case("GPT-2 sharded at load, FSDP 2", 2, {"dp_shard": 2}, worker=GPT2, norm=1e-5),
+    Case("Llama sharded at load, FSDP 2", 2, {"dp_shard": 2}, worker=LLAMA, norm=1e-5),
+    Case("Llama sharded at load, TP 2", 2, {"tp": 2}, worker=LLAMA, norm=1e-5),
+    Case(
+        "Llama sharded at load, FSDP x TP 2 x 2",
+        4,
+        {"dp_shard": 2, "tp": 2},
+        worker=LLAMA,
+        norm=1e-5,
+    ),
     *(
         Case(f"deepspeed, stage {stage}, 2 ranks", 2, {}, ZERO, environment=_stage(stage))
         for stage in range(4)

@@ -1,8 +1,19 @@
-"""Checks that a suite with `short` leaves out run in `make soak` only."""
+"""Checks that a suite with `short` leaves out run in `make soak` only. One S3 server for all suites."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import pytest
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Mapping[str, str]]:
+    """Environment variables for a server with a bucket "tests"."""
+    from s3_server import s3_server
+
+    with s3_server() as environ:
+        yield environ
 
 
 @pytest.hookimpl(tryfirst=True)

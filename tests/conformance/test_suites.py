@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -239,14 +239,10 @@ class TestObjectStore(CheckpointerSuite):
     plugin = "object_store"
     options = {"target": "s3://tests/{name}", "damage": "s3_server:damage"}
 
-    @pytest.fixture(autouse=True, scope="class")
-    def server(self) -> Iterator[None]:
+    @pytest.fixture(autouse=True)
+    def server(self, s3: Mapping[str, str]) -> None:
         """Make the checks use an S3 server."""
-        from s3_server import s3_server
-
-        with s3_server() as environ:
-            type(self).environ = {"PYTHONPATH": str(HERE.parent), **environ}
-            yield
+        type(self).environ = {"PYTHONPATH": str(HERE.parent), **s3}
 
 
 @pytest.mark.dist
