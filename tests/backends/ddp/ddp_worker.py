@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from worker import PG_TIMEOUT, RANK, case, flat, run_cases, same_on_ranks
+from worker import PG_TIMEOUT, RANK, SIZE, case, flat, run_cases, same_on_ranks
 
 from accelerate_core import Accelerator
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.errors import ConfigurationError, PrepareError
 from accelerate_ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
 from accelerate_ddp.hooks import wait_for_pending_hooks
 
@@ -110,6 +112,17 @@ def fp16_hook_matches_plain_torch() -> None:
     assert torch.equal(weights, by_hand(lambda model: model.register_comm_hook(None, hook)))
     assert synced == BOUNDARIES
     assert not torch.equal(weights, by_hand())
+
+
+@case
+def sharded_model_is_an_error_that_names_the_backend_to_use() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    accelerator = Accelerator(cpu=True)
+    fully_shard(model[1], mesh=init_device_mesh("cpu", (SIZE,), mesh_dim_names=("shard",)))
+    with pytest.raises(PrepareError, match=r"'1.weight' is a DTensor.*backend='fsdp2'"):
+        accelerator.prepare(model)
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+    accelerator.end_training()
 
 
 @case

@@ -19,6 +19,7 @@ from accelerate_core.plugin import (
     Claim,
     ConfigurationError,
     GradientReducer,
+    PrepareError,
     Request,
 )
 from accelerate_ddp.hooks import register_reducer, wait_for_pending_hooks
@@ -74,7 +75,11 @@ class DDPBackend(Backend):
     def prepare_model(
         self, accelerator: AcceleratorView, model: torch.nn.Module, evaluation_mode: bool
     ) -> torch.nn.Module:
-        """Wrap the model, unless nothing in it trains or there is only one process."""
+        """Wrap the model, unless nothing in it trains or there is only one process.
+
+        Raises:
+            PrepareError: the model is already sharded, which DDP cannot train.
+        """
         if evaluation_mode or accelerator.num_processes == 1:
             return model
         if isinstance(
@@ -83,6 +88,7 @@ class DDPBackend(Backend):
             return model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
+        _refuse_sharded(model)
         arguments = self.settings.constructor_arguments()
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) == 1 and accelerator.device.type != "cpu" and accelerator.device in devices:
@@ -156,3 +162,17 @@ def _reduce_next(model: DistributedDataParallel) -> Iterator[None]:
         yield
     finally:
         model.require_backward_grad_sync = before
+
+
+def _refuse_sharded(model: torch.nn.Module) -> None:
+    """Raise an error if a parameter is a DTensor. DDP would fail later, without naming the reason."""
+    for name, parameter in model.named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)  # importing DTensor takes long
+        if mesh is not None:
+            sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)) or mesh.shape
+            raise PrepareError(
+                f"{type(model).__name__} is already sharded: its parameter {name!r} is a DTensor on a "
+                f"mesh of {sizes}. The backend 'ddp' trains whole copies of a model. Use "
+                "Accelerator(backend='fsdp2'), which trains it as it is sharded, or load the model "
+                "without sharding it."
+            )

@@ -95,7 +95,8 @@ def _stages(prepared: Prepared, entry: Entry) -> torch.nn.Module:
     model = uncompiled(entry.value)
     places = getattr(model, "hf_device_map", {}).values()  # a device map has placed it
     placed = len(places) > 1 or "disk" in places
-    if entry.on_device and not placed and "device_placement" not in backend.owns:
+    sharded = any(hasattr(one, "device_mesh") for one in model.parameters())  # and on its device
+    if entry.on_device and not placed and not sharded and "device_placement" not in backend.owns:
         model = model.to(prepared.process.device)
     for stage in ("convert", "tensor_parallel", "activation_checkpointing"):
         model = prepared.shared_hooks.run_stage(stage, model)

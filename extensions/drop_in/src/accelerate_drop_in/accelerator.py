@@ -15,7 +15,13 @@ from accelerate_core.config.schema import origin_of
 from accelerate_core.data.device_feed import look_ahead
 from accelerate_core.data.loader import CoreLoader
 from accelerate_core.data.sources import IndexedSource, IndexIterator
-from accelerate_core.errors import ConfigurationError, RuntimeConflictError, listing, warn
+from accelerate_core.errors import (
+    ConfigurationError,
+    PrepareError,
+    RuntimeConflictError,
+    listing,
+    warn,
+)
 from accelerate_drop_in import assignment, private  # noqa: F401  (adds what clients assign to)
 from accelerate_drop_in.data_loader import shown
 from accelerate_drop_in.fp8 import FP8BackendType
@@ -225,6 +231,7 @@ class Accelerator(accelerator.Accelerator):
         Raises:
             ConfigurationError: the model is quantized and has parts on the CPU or disk.
         """
+        _refuse_split_layers(model)
         _refuse_offloaded(model)
         return super().prepare_model(model, device_placement, evaluation_mode)
 
@@ -241,3 +248,20 @@ class Accelerator(accelerator.Accelerator):
 
 
 Accelerator.__init__.__wrapped__ = accelerator.Accelerator.__init__  # type: ignore[attr-defined]
+
+
+def _refuse_split_layers(model: torch.nn.Module) -> None:
+    """Refuse the tensor parallel models of Transformers' Trainer, which would double their loss.
+
+    The Trainer prepares a model that `from_pretrained(distributed_config=...)` sharded with this method.
+    It expects `gather` to return one entry per rank, and divides by the size of `tp`. Here, ranks that
+    share their samples have one entry.
+    """
+    size = getattr(model, "tp_size", None) or 1
+    if getattr(model, "is_distributed_loading_by_transformers", False) and size > 1:
+        raise PrepareError(
+            f"Transformers split the layers of {type(model).__name__} over {size} ranks "
+            f"(DistributedConfig(tp_size={size})). The drop-in does not train such a model in the "
+            "Trainer. Use DistributedConfig(fsdp_size=...) there, or train it in a loop with "
+            "accelerator.prepare(model, optimizer, loader), which supports tp_size."
+        )
