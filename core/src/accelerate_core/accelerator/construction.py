@@ -318,8 +318,7 @@ def check(setup: Setup) -> tuple[Saving, LoaderFactory | None]:
     with attribution("check", setup.backend_record):
         setup.backend.check(setup)
     # Create a checkpointer that was named, or that a URL needs, now: its mistakes fail before training.
-    chosen = setup.provenance["checkpointer"].value is not None
-    named = chosen or "://" in str(setup.project.project_dir)
+    named = bool(setup.provenance["checkpointer"].value or "://" in str(setup.project.project_dir))
     signals = setup.provenance["preemption_signals"]
     saving = Saving(setup.parts["checkpointer"], setup.project, signals, named)
     loaders = setup.parts["loaders"]
