@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 from worker import RANK, SIZE, case, run_cases, scratch
 
 import accelerate_checkpoint.files
-from accelerate_core.errors import CheckpointError
+from accelerate_big_model.loading import load_checkpoint_in_model
+from accelerate_checkpoint import load_shards
+from accelerate_core.errors import CheckpointError, ConfigurationError
 from accelerate_core.utils import set_seed
 from accelerate_fsdp2.gradients import local
 
@@ -84,6 +86,56 @@ def ranks_write_their_parts_of_the_whole_weights() -> None:
                     left = [path.name for path in folder.iterdir() if "saving" in path.name]
                     assert not left
                     dist.barrier()
+
+
+@case
+def each_rank_reads_only_its_parts() -> None:
+    for sizes in MESHES[SIZE]:
+        set_seed(1)
+        accelerator = fsdp(sizes)
+        model = accelerator.prepare(GPT())
+        expected = whole(model)
+        folder = scratch(f"loading-{'-'.join(sizes)}")
+        total = sum(value.nbytes for value in expected.values())
+        for options in ({"max_shard_size": "10KB"}, {"safe_serialization": False}):
+            accelerator.save_model(model, folder, **options)
+            dist.barrier()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    local(parameter.detach()).zero_()
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                nothing_is_gathered(monkeypatch)
+                load_checkpoint_in_model(model, folder, strict=True)
+            for name, value in whole(model).items():
+                assert torch.equal(value, expected[name]), (sizes, name)
+        files = [folder / "pytorch_model.bin"]
+        read = load_shards(model.state_dict(), files).bytes
+        held = sum(local(value.detach()).nbytes for value in model.state_dict().values())
+        assert read == held, (sizes, read, held, total)
+        if "dp_shard" in sizes:
+            assert read <= 1.1 * total / sizes["dp_shard"], (sizes, read, total)
+        dist.barrier()
+
+
+@case
+def weights_of_another_model_are_refused_by_shards() -> None:
+    set_seed(1)
+    accelerator = fsdp()
+    model = accelerator.prepare(Uneven())
+    folder = scratch("refused")
+    accelerator.save_model(model, folder)
+    dist.barrier()
+    other = accelerator.prepare(nn.Sequential(nn.Linear(7, 4)))
+    with pytest.raises(CheckpointError, match=r"lacks 0\.bias, 0\.weight"):
+        load_checkpoint_in_model(other, folder, strict=True)
+    wrong = {"first.weight": other.state_dict()["0.weight"]}
+    with pytest.raises(
+        CheckpointError, match=r"first.weight has shape \[3, 7\] in .* and \[4, 7\]"
+    ):
+        load_shards(wrong, [folder / "model.safetensors"])
+    with pytest.raises(ConfigurationError, match="already sharded"):
+        load_checkpoint_in_model(model, folder, device_map={"": "cpu"})
+    dist.barrier()
 
 
 @case

@@ -36,7 +36,14 @@ from accelerate_big_model.tensors import (
     set_module_tensor_to_device,
     torch_dtype,
 )
-from accelerate_checkpoint import as_device, byte_bar, checkpoint_files, device_of, iter_state_dict
+from accelerate_checkpoint import (
+    as_device,
+    byte_bar,
+    checkpoint_files,
+    device_of,
+    iter_state_dict,
+    load_shards,
+)
 from accelerate_core.plugin import CheckpointError, ConfigurationError, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -237,7 +244,8 @@ def load_checkpoint_in_model(
     """Load a checkpoint into a model, tensor by tensor, without running any code from it.
 
     Args:
-        model: usually created under `init_empty_weights`.
+        model: usually created under `init_empty_weights`. If it is already sharded (prepared with FSDP2,
+            `fully_shard`, `parallelize_module`), each rank reads only the parts that it holds.
         checkpoint: a `.safetensors` or `torch.save` file, an index of shards, a folder that contains
             one of these, or a name on the Hugging Face Hub (offline, its cached copy).
         device_map: devices by module name. Weights on `"disk"` stay in the files of the checkpoint,
@@ -270,6 +278,14 @@ def load_checkpoint_in_model(
                 "of them out."
             )
         _load_from_rank0(model, checkpoint, wanted, strict, full_state_dict)
+        return
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        if device_map is not None or wanted is not None:
+            raise ConfigurationError(
+                f"The model is already sharded over several ranks, so device_map={device_map!r} and "
+                f"dtype={dtype!r} cannot change its devices or dtypes. Leave them out."
+            )
+        _load_into_shards(model, checkpoint, strict)
         return
     if device_map is None:
         device_map = {"": "cpu"}
@@ -304,6 +320,18 @@ def load_checkpoint_in_model(
     # For `dispatch_model`, which may be called without a folder.
     model._offload_index = loader.index  # type: ignore[assignment]
     retie_parameters(model, [group for group in loader.tied if on_one_device(group, device_map)])
+
+
+def _load_into_shards(model: nn.Module, checkpoint: str | Path, strict: bool) -> None:
+    """Load into a sharded model: each rank reads only its parts of the files."""
+    named = model.state_dict(keep_vars=True).items()
+    state = {name: one for name, one in named if isinstance(one, torch.Tensor)}
+    files = checkpoint_files(from_hub(checkpoint))
+    with byte_bar("Loading weights", sum(file.stat().st_size for file in files)) as advance:
+        loaded = load_shards({name: one.detach() for name, one in state.items()}, files, advance)
+    present = {id(state[name]) for name in loaded.names}  # the files have one name of tied weights
+    missing = [name for name, one in state.items() if id(one) not in present]
+    _report_names(sorted(missing), loaded.unexpected, checkpoint, strict)
 
 
 def _report_names(missing: list[str], unexpected: list[str], checkpoint: Any, strict: bool) -> None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from accelerate_checkpoint.progress import byte_bar as byte_bar
     from accelerate_checkpoint.rng_state import capture_rng_state as capture_rng_state
     from accelerate_checkpoint.rng_state import restore_rng_state as restore_rng_state
+    from accelerate_checkpoint.sharded_load import LoadedShards as LoadedShards
+    from accelerate_checkpoint.sharded_load import load_shards as load_shards
     from accelerate_checkpoint.sharded_save import save_sharded as save_sharded
     from accelerate_checkpoint.sharded_save import writes_shard as writes_shard
     from accelerate_checkpoint.shards import ChecksumWriter as ChecksumWriter
@@ -62,6 +64,7 @@ _EXPORTS = {
     "accelerate_checkpoint.preemption": ("Preempted", "Preemption", "read_signals"),
     "accelerate_checkpoint.progress": ("byte_bar",),
     "accelerate_checkpoint.rng_state": ("capture_rng_state", "restore_rng_state"),
+    "accelerate_checkpoint.sharded_load": ("LoadedShards", "load_shards"),
     "accelerate_checkpoint.sharded_save": ("save_sharded", "writes_shard"),
     "accelerate_checkpoint.shards": ("ChecksumWriter", "SafeReader", "read_metadata"),
     "accelerate_checkpoint.storage": ("Storage", "is_save", "join"),

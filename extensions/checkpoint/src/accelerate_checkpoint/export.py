@@ -107,12 +107,12 @@ def _weights(state: TrainingState, model: torch.nn.Module) -> dict[str, torch.Te
     for value in found.values():
         if not isinstance(value, torch.Tensor) or value.is_meta:
             return None
-        if isinstance(value, DTensor) and not _has_fixed_place(value):
+        if isinstance(value, DTensor) and not has_fixed_place(value):
             return None
     return found if any(isinstance(value, DTensor) for value in found.values()) else None
 
 
-def _has_fixed_place(tensor: Any) -> bool:
+def has_fixed_place(tensor: Any) -> bool:
     """Return whether each rank's shard is one rectangle of the whole tensor."""
     from torch.distributed.tensor import Replicate, Shard
 
