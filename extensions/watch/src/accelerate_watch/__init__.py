@@ -1,9 +1,20 @@
-"""Reports of ranks that are stuck or slow, and guards against bad steps."""
+"""Reports of ranks that are stuck or slow, guards against bad steps, and goodput."""
 
 from __future__ import annotations
 
+from accelerate_watch.goodput import Goodput, GoodputKwargs, GoodputMeter
 from accelerate_watch.guard import Guard, GuardError, GuardKwargs, StepGuard
 from accelerate_watch.plugin import Watch
 from accelerate_watch.settings import WatchConfiguration
 
-__all__ = ["Guard", "GuardError", "GuardKwargs", "StepGuard", "Watch", "WatchConfiguration"]
+__all__ = [
+    "Goodput",
+    "GoodputKwargs",
+    "GoodputMeter",
+    "Guard",
+    "GuardError",
+    "GuardKwargs",
+    "StepGuard",
+    "Watch",
+    "WatchConfiguration",
+]
