@@ -272,6 +272,7 @@ from accelerate_tracking import GeneralTracker as GeneralTracker
 from accelerate_tracking import on_main_process as on_main_process
 from accelerate_trackio import TrackioTracker as TrackioTracker
 from accelerate_wandb import WandBTracker as WandBTracker
+from accelerate_watch import GoodputKwargs as GoodputKwargs
 from accelerate_watch import GuardKwargs as GuardKwargs
 from accelerate_watch import WatchConfiguration as WatchConfiguration
 from accelerate_xla.launch.names import install_xla as install_xla
@@ -339,6 +340,7 @@ class PluginAttributes:
     fp8_recipe_handler: Any
     fsdp_plugin: Any
     get_deepspeed_plugin: Any
+    goodput: Any
     guard: Any
     has_fp8_handler: bool
     is_composable_parallelism_enabled: bool
