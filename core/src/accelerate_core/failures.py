@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import sys
+from typing import cast
 
 #: Entry points of functions that are called once, before this process uses the core. accelerate-launch
 #: has one, which records uncaught exceptions and shortens their tracebacks.
@@ -16,7 +17,8 @@ _started = False
 @functools.cache
 def entry_points() -> importlib.metadata.EntryPoints:
     """Scan the entry points of all installed distributions. The result is kept until it is cleared."""
-    return importlib.metadata.entry_points()
+    # Python 3.11 has another type for the same methods.
+    return cast(importlib.metadata.EntryPoints, importlib.metadata.entry_points())
 
 
 def report_uncaught() -> None:

@@ -25,7 +25,7 @@ from accelerate_launch.planning import make_plan
 from accelerate_launch.starting import child_environment, command_of
 from accelerate_xla.launch import hosts, local, spawning
 from accelerate_xla.launch.run import Program, main
-from accelerate_xla.launch.settings import TPULaunch
+from accelerate_xla.launch.tpu_settings import TPULaunch
 
 RUN = "-m accelerate_xla.launch.run"
 

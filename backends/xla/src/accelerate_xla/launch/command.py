@@ -14,7 +14,7 @@ import click
 from accelerate_core.plugin import ConfigurationError, Sources, resolve_settings
 from accelerate_launch import default_config_path
 from accelerate_xla.launch.pod import CONFIG, gcloud
-from accelerate_xla.launch.settings import TPUPod
+from accelerate_xla.launch.tpu_settings import TPUPod
 
 _PACKAGE = "accelerate-core[xla]"
 

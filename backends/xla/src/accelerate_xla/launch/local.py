@@ -15,7 +15,7 @@ from typing import Any
 from accelerate_core.plugin import ConfigurationError, parse_bool
 from accelerate_launch import LaunchPlan, PrepareForLaunch, target_command
 from accelerate_xla import library
-from accelerate_xla.launch.settings import TPULaunch
+from accelerate_xla.launch.tpu_settings import TPULaunch
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from accelerate_core.plugin import ConfigurationError, parse_bool
 from accelerate_launch import LaunchPlan
 from accelerate_xla.launch.local import SWITCH
-from accelerate_xla.launch.settings import TPUPod
+from accelerate_xla.launch.tpu_settings import TPUPod
 
 #: Set on the hosts of a pod.
 IN_POD = "ACCELERATE_IN_TPU_POD"

@@ -16,8 +16,8 @@ from accelerate_core.errors import ConfigurationError
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import disabled_names, find, installed
 from accelerate_launch import accelerate_options
+from accelerate_launch.commands.click_options import CONTEXT, complete_file
 from accelerate_launch.commands.dialogue import ask_everything
-from accelerate_launch.commands.options import CONTEXT, complete_file
 from accelerate_launch.commands.tables import print_table, shown
 from accelerate_launch.contributed import plugin_variables
 from accelerate_launch.paths import accelerate_config_path, default_config_path

@@ -11,7 +11,7 @@ import click
 
 from accelerate_core.config.provenance import PROVENANCE_VARIABLE, decode
 from accelerate_core.config.schema import settings_fields
-from accelerate_launch.commands.options import (
+from accelerate_launch.commands.click_options import (
     CONTEXT,
     TYPED,
     GroupedCommand,

@@ -14,7 +14,7 @@ from accelerate_core.builtin.console import console
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import installed
 from accelerate_launch.cli import Commands
-from accelerate_launch.commands.options import complete_file
+from accelerate_launch.commands.click_options import complete_file
 from accelerate_launch.commands.tables import print_table, print_terms
 from accelerate_launch.explain.planned_run import planned_run
 from accelerate_launch.explain.report import problems, rows
