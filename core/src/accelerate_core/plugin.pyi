@@ -12,6 +12,7 @@ from accelerate_core.builtin.console import console as console
 from accelerate_core.builtin.memory import clear_device_cache as clear_device_cache
 from accelerate_core.builtin.no_tracking import Nothing as Nothing
 from accelerate_core.config.enums import LoggerType as LoggerType
+from accelerate_core.config.files import ConfigFile as ConfigFile
 from accelerate_core.config.files import read_config as read_config
 from accelerate_core.config.handlers import GradScalerKwargs as GradScalerKwargs
 from accelerate_core.config.handlers import ProjectConfiguration as ProjectConfiguration
@@ -21,11 +22,14 @@ from accelerate_core.config.lookup import resolve_compiler as resolve_compiler
 from accelerate_core.config.lookup import resolve_core as resolve_core
 from accelerate_core.config.lookup import resolve_settings as resolve_settings
 from accelerate_core.config.parallelism import ParallelismConfig as ParallelismConfig
+from accelerate_core.config.provenance import SourcedValue as SourcedValue
 from accelerate_core.config.schema import BackendSettings as BackendSettings
 from accelerate_core.config.schema import KwargsHandler as KwargsHandler
+from accelerate_core.config.schema import SettingField as SettingField
 from accelerate_core.config.schema import option as option
 from accelerate_core.config.schema import origin_of as origin_of
 from accelerate_core.config.schema import settings as settings
+from accelerate_core.config.schema import settings_fields as settings_fields
 from accelerate_core.contract.capabilities import NEEDS as NEEDS
 from accelerate_core.contract.capabilities import REDUCES_GRADIENTS as REDUCES_GRADIENTS
 from accelerate_core.contract.checkpointer import Checkpointer as Checkpointer
@@ -97,6 +101,7 @@ from accelerate_core.errors import CheckpointError as CheckpointError
 from accelerate_core.errors import ConfigurationError as ConfigurationError
 from accelerate_core.errors import DistributedOperationException as DistributedOperationException
 from accelerate_core.errors import MissingPluginError as MissingPluginError
+from accelerate_core.errors import Mistakes as Mistakes
 from accelerate_core.errors import PluginError as PluginError
 from accelerate_core.errors import PluginVersionError as PluginVersionError
 from accelerate_core.errors import PrepareError as PrepareError

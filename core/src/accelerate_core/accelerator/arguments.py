@@ -54,17 +54,11 @@ def prepare_arguments(given: dict[str, Any]) -> None:
     split = given["split_batches"]
     if split is None:
         return
-    config = f"DataLoaderConfiguration(split_batches={split!r})"
     if given["dataloader_config"] is not None:
-        raise ConfigurationError(
-            "split_batches is set in Accelerator, which also received a dataloader_config. "
-            "Set it only in dataloader_config."
-        )
+        raise ConfigurationError("Set split_batches in dataloader_config, not in Accelerator.")
     # Python shows this warning once per line of the script.
-    warn(
-        f"Accelerator(split_batches=...) is deprecated; use dataloader_config={config}.",
-        FutureWarning,
-    )
+    now = f"dataloader_config=DataLoaderConfiguration(split_batches={split!r})"
+    warn(f"Accelerator(split_batches=...) is deprecated; use {now}.", FutureWarning)
     given["dataloader_config"] = DataLoaderConfiguration(split_batches=split)
 
 

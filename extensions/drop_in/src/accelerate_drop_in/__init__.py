@@ -12,7 +12,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from accelerate_core.errors import AccelerateError
+from accelerate_core.plugin import AccelerateError
 
 __all__ = ["NAME", "VERSION", "install", "uninstall"]
 

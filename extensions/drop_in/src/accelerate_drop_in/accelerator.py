@@ -10,16 +10,16 @@ from weakref import WeakValueDictionary
 import torch
 
 from accelerate_core import accelerator
-from accelerate_core.builtin.compiled import uncompiled
-from accelerate_core.config.schema import origin_of
-from accelerate_core.data.device_feed import look_ahead
 from accelerate_core.data.loader import CoreLoader
 from accelerate_core.data.sources import IndexedSource, IndexIterator
-from accelerate_core.errors import (
+from accelerate_core.plugin import (
     ConfigurationError,
     PrepareError,
     RuntimeConflictError,
     listing,
+    look_ahead,
+    origin_of,
+    uncompiled,
     warn,
 )
 from accelerate_drop_in import assignment, private  # noqa: F401  (adds what clients assign to)

@@ -12,18 +12,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from accelerate_core.config.handlers import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    ProjectConfiguration,
-    TorchDynamoPlugin,
-)
-from accelerate_core.config.lookup import Sources, resolve_settings
-from accelerate_core.config.provenance import SourcedValue
+from accelerate_core import AutocastKwargs, DataLoaderConfiguration
 from accelerate_core.data.rng import check_rng_types
 from accelerate_core.distributed import process
-from accelerate_core.errors import AssignmentError, ConfigurationError, MissingPluginError, warn
-from accelerate_core.plugins.discovery import exported
+from accelerate_core.errors import AssignmentError
+from accelerate_core.plugin import (
+    ConfigurationError,
+    MissingPluginError,
+    ProjectConfiguration,
+    SourcedValue,
+    Sources,
+    TorchDynamoPlugin,
+    exported,
+    resolve_settings,
+    warn,
+)
 
 Effect = Literal["honoured", "no effect", "refused"]
 

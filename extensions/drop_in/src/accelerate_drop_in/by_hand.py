@@ -17,8 +17,7 @@ from accelerate_core import state as states
 from accelerate_core.data import loader as loaders
 from accelerate_core.data.loader import CoreLoader
 from accelerate_core.distributed.process import current_runtime, current_user
-from accelerate_core.distributed.tree import send_to_device
-from accelerate_core.errors import MissingPluginError, RuntimeConflictError
+from accelerate_core.plugin import MissingPluginError, RuntimeConflictError, send_to_device
 from accelerate_core.training import gradient_state as gradients
 from accelerate_core.training import optimizer as optimizers
 from accelerate_core.training import scheduler as schedulers

@@ -14,7 +14,7 @@ import torch
 
 from accelerate_checkpoint import capture_rng_state, restore_rng_state
 from accelerate_core.distributed.process import current_runtime
-from accelerate_core.errors import CheckpointError, ConfigurationError, listing, warn
+from accelerate_core.plugin import CheckpointError, ConfigurationError, listing, warn
 from accelerate_drop_in import constants
 from accelerate_drop_in.other import load, save
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from accelerate_core.plugins.discovery import find
+from accelerate_core.plugin import find
 from accelerate_drop_in.environment import get_current_device_type
 from accelerate_launch import default_config_path
 

@@ -11,25 +11,23 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader
 
-from accelerate_core.config.handlers import DataLoaderConfiguration
-from accelerate_core.data.loader import (
-    CoreLoader,
-    DataLoaderDispatcher,
-    DataLoaderShard,
-    LoaderOptions,
-)
+from accelerate_core import DataLoaderConfiguration
+from accelerate_core.data.loader import CoreLoader, DataLoaderDispatcher
 from accelerate_core.data.order import Wrapper, iterate_from
-from accelerate_core.data.prepare_loader import prepare_loader
 from accelerate_core.data.resumable import ResumableReader
 from accelerate_core.data.shard import IterableDatasetShard
-from accelerate_core.data.sources import IndexedSource, ReadSource
-from accelerate_core.data.steps import StepReader
-from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.data.sources import IndexedSource
 from accelerate_core.distributed.process import current_runtime
-from accelerate_core.distributed.torch_collectives import (
+from accelerate_core.plugin import (
+    Communicator,
+    DataLoaderShard,
+    LoaderOptions,
+    ReadSource,
+    StepReader,
     TorchCollectives,
     bind_collectives,
     host_group,
+    prepare_loader,
 )
 
 

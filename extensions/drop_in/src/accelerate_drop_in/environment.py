@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate_core.booleans import OFF, ON, env_flag, parse_bool
-from accelerate_core.errors import ConfigurationError, listing
+from accelerate_core.booleans import OFF, ON
+from accelerate_core.plugin import ConfigurationError, env_flag, listing, parse_bool
 from accelerate_launch.affinity import set_numa_affinity
 from accelerate_launch.mpi import FLAVOURS
 

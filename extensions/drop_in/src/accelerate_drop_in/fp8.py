@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from accelerate_core.errors import MissingPluginError
+from accelerate_core.plugin import MissingPluginError
 from accelerate_drop_in.enums import EnumWithContains
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -10,8 +10,7 @@ from torch import nn
 
 from accelerate_big_model.device_map import calculate_maximum_sizes, infer_auto_device_map
 from accelerate_core import PartialState
-from accelerate_core.distributed.tree import send_to_device
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError, send_to_device
 from accelerate_drop_in.trees import ignorant_find_batch_size, pad_input_tensors
 from accelerate_drop_in.verbs import copy_tensor_to_devices
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core.builtin.memory import clear_device_cache
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError, clear_device_cache
 
 _OUT_OF_MEMORY = (
     "out of memory",

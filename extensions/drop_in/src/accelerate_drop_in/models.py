@@ -19,9 +19,9 @@ from accelerate_big_model.tensors import (
     non_persistent_buffers,
 )
 from accelerate_compile.recognise import is_compiled_module, within_wrappers
-from accelerate_core.builtin.compiled import strip_compiled, uncompiled
+from accelerate_core.builtin.compiled import strip_compiled
 from accelerate_core.distributed.process import current_user
-from accelerate_core.distributed.tree import convert_to_fp32, send_to_device
+from accelerate_core.plugin import convert_to_fp32, send_to_device, uncompiled
 from accelerate_core.training.forward import unwrap_forward
 
 _PARALLEL = "torch.nn.parallel."

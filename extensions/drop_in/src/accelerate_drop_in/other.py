@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from packaging.version import InvalidVersion, Version
 
-from accelerate_core.errors import listing
+from accelerate_core.plugin import listing
 from accelerate_tracking.rank_logger import get_logger
 
 #: Named after Accelerate's module, because scripts set log levels by that name.

@@ -16,8 +16,7 @@ from accelerate_core import (
 )
 from accelerate_core.data.loader import CoreLoader
 from accelerate_core.distributed import process
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
-from accelerate_core.training.optimizer import AcceleratedOptimizer
+from accelerate_core.plugin import AcceleratedOptimizer, ConfigurationError, did_you_mean, listing
 from accelerate_drop_in.assignment import assign_to_state, kept, set_xla_synced
 
 #: Runtimes that were reset. Keeping them alive delays their cleanup until Python exits.

@@ -16,7 +16,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from accelerate_core.booleans import env_flag
+from accelerate_core.plugin import env_flag
 
 _BY_PLACE = inspect.Parameter.POSITIONAL_OR_KEYWORD
 #: Arguments of Accelerate's functions for devices, with their defaults. They have no effect here,

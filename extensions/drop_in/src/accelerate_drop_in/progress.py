@@ -6,9 +6,8 @@ import importlib
 import os
 from typing import Any
 
-from accelerate_core.contract.topology import read_topology
 from accelerate_core.distributed import process as runtime
-from accelerate_core.errors import MissingPluginError
+from accelerate_core.plugin import MissingPluginError, read_topology
 
 try:
     _library: Any = importlib.import_module("tqdm.auto")

@@ -23,7 +23,7 @@ from accelerate_big_model.tensors import (
     set_module_tensor_to_device,
 )
 from accelerate_checkpoint.weights import checkpoint_files, device_of
-from accelerate_core.errors import (
+from accelerate_core.plugin import (
     CheckpointError,
     ConfigurationError,
     MissingPluginError,

@@ -19,7 +19,7 @@ from importlib import resources
 from types import FrameType, ModuleType
 from typing import Any
 
-from accelerate_core.errors import MissingPluginError
+from accelerate_core.plugin import MissingPluginError
 from accelerate_drop_in.absent import absent, left_out
 from accelerate_tracking.rank_logger import get_logger
 

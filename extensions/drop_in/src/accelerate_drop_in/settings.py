@@ -8,8 +8,8 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from accelerate_core.config import handlers, parallelism
-from accelerate_core.config.lookup import Sources, look_up
-from accelerate_core.config.schema import settings_fields
+from accelerate_core.config.lookup import look_up
+from accelerate_core.plugin import Sources, settings_fields
 from accelerate_drop_in import private  # noqa: F401  (adds `get_device_mesh`)
 
 

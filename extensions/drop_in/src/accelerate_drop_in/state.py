@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from accelerate_core import PartialState
-from accelerate_core.distributed.process import current_user, running
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.distributed.process import current_user
+from accelerate_core.plugin import ConfigurationError, running
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
-from accelerate_core.errors import ConfigurationError, MissingPluginError
+from accelerate_core.plugin import ConfigurationError, MissingPluginError
 from accelerate_tracking import GeneralTracker, get_available_trackers, normalise_log_with
 from accelerate_tracking.choice import _registered, available_names, tracker_class
 

@@ -7,15 +7,8 @@ from typing import Any
 
 import torch
 
-from accelerate_core.distributed.tree import (
-    TensorInformation,
-    children,
-    columns,
-    flatten,
-    map_leaves,
-    map_tensors,
-    rebuild,
-)
+from accelerate_core.distributed.tree import columns, rebuild
+from accelerate_core.plugin import TensorInformation, children, flatten, map_leaves, map_tensors
 
 
 def is_torch_tensor(tensor: Any) -> bool:

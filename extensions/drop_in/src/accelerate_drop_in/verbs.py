@@ -14,9 +14,13 @@ import torch
 from accelerate_big_model.tensors import find_device
 from accelerate_core.data import rng
 from accelerate_core.distributed import collectives
-from accelerate_core.distributed.communicator import Communicator
-from accelerate_core.distributed.tree import get_data_structure
-from accelerate_core.errors import ConfigurationError, DistributedOperationException, warn
+from accelerate_core.plugin import (
+    Communicator,
+    ConfigurationError,
+    DistributedOperationException,
+    get_data_structure,
+    warn,
+)
 from accelerate_core.state import current_communicator
 from accelerate_drop_in.trees import TENSOR_TYPE_TO_INT, get_shape, initialize_tensors
 

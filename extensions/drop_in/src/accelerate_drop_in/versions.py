@@ -7,7 +7,7 @@ from importlib.metadata import version as installed_version
 
 from packaging.version import Version
 
-from accelerate_core.errors import ConfigurationError, listing
+from accelerate_core.plugin import ConfigurationError, listing
 from accelerate_drop_in.constants import STR_OPERATION_TO_FUNC
 
 

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from accelerate_core import AcceleratorView, Claim, Request, hookimpl
-from accelerate_core.booleans import env_flag, parse_bool
+from accelerate_core.plugin import env_flag, parse_bool
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api
 
-from accelerate_core.booleans import parse_bool
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError, parse_bool
 from accelerate_launch import late_ranks
 from accelerate_launch.failures import describe, held, remember
 from accelerate_launch.lost_rendezvous import LONG_PATIENCE, LostRendezvous

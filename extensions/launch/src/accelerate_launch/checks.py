@@ -10,12 +10,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 
-from accelerate_core.booleans import parse_bool
-from accelerate_core.config.files import ConfigFile
-from accelerate_core.config.provenance import SourcedValue
-from accelerate_core.errors import ConfigurationError, Mistakes, did_you_mean, listing
+from accelerate_core.plugin import (
+    ConfigFile,
+    ConfigurationError,
+    Mistakes,
+    SourcedValue,
+    did_you_mean,
+    installed,
+    listing,
+    parse_bool,
+)
 from accelerate_core.plugins import catalog
-from accelerate_core.plugins.discovery import installed
 from accelerate_launch import accelerate_options, devices
 from accelerate_launch.cluster import ClusterEnvironment
 from accelerate_launch.machine_0 import is_here

@@ -11,9 +11,15 @@ from typing import Any
 import click
 
 from accelerate_core import __version__
-from accelerate_core.errors import AccelerateError, did_you_mean, listing
+from accelerate_core.plugin import (
+    AccelerateError,
+    did_you_mean,
+    disabled_names,
+    find,
+    installed,
+    listing,
+)
 from accelerate_core.plugins import catalog
-from accelerate_core.plugins.discovery import disabled_names, find, installed
 from accelerate_launch.commands import completion
 
 #: The kinds of plugins for which the help lists packages that are not installed.

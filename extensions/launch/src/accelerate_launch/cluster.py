@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from accelerate_core.config.provenance import SourcedValue
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError, SourcedValue
 from accelerate_launch import mpi, pods, slurm
 from accelerate_launch.plan import LOOPBACK
 

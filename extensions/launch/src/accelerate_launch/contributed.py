@@ -7,20 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accelerate_core.booleans import parse_bool
-from accelerate_core.config.files import ConfigFile
 from accelerate_core.config.lookup import converted
-from accelerate_core.config.provenance import SourcedValue
-from accelerate_core.config.schema import SettingField
-from accelerate_core.errors import (
+from accelerate_core.plugin import (
+    ConfigFile,
     ConfigurationError,
     MissingPluginError,
     Mistakes,
+    SettingField,
+    SourcedValue,
     did_you_mean,
+    installed,
     listing,
+    parse_bool,
 )
 from accelerate_core.plugins import catalog
-from accelerate_core.plugins.discovery import installed
 from accelerate_launch import accelerate_options
 from accelerate_launch.checks import check_mapping
 from accelerate_launch.options import LAUNCH_OPTIONS

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from accelerate_core.errors import ConfigurationError, listing
-from accelerate_core.plugins.discovery import disabled_names, installed
+from accelerate_core.plugin import ConfigurationError, disabled_names, installed, listing
 from accelerate_launch.machine_0 import resolve
 from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK
 

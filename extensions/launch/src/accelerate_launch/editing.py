@@ -14,7 +14,7 @@ from ruamel.yaml.resolver import VersionedResolver
 from ruamel.yaml.scalarstring import PlainScalarString
 from ruamel.yaml.util import load_yaml_guess_indent
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError
 
 #: Matches the first key inside a section, to find out the indentation.
 _SECTION = re.compile(r"^[^\s#].*\n( +)[^\s#-]", re.MULTILINE)

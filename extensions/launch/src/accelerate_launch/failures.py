@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.booleans import env_flag
+from accelerate_core.plugin import env_flag
 from accelerate_launch import late_ranks
 
 #: If a failed rank has not exited after this many seconds, its traceback is shown.

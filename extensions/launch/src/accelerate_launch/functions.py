@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from accelerate_core.booleans import env_flag
-from accelerate_core.errors import RuntimeConflictError
+from accelerate_core.plugin import RuntimeConflictError, env_flag
 from accelerate_launch.devices import get_free_port
 from accelerate_launch.failures import describe_function
 from accelerate_launch.machine_0 import MachineZero, find_machine_0, split_endpoint
@@ -105,7 +104,7 @@ class _Rank:
 
 def _check_forkable() -> None:
     """Raise RuntimeConflictError if this process uses something that a forked process can't use."""
-    from accelerate_core.distributed.process import running
+    from accelerate_core.plugin import running
 
     again = "restart the notebook's kernel and launch before anything else."
     if os.name == "nt":

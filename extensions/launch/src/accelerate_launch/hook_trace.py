@@ -14,10 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.booleans import parse_bool
 from accelerate_core.contract.hooks import HOOKS
-from accelerate_core.contract.topology import read_topology
-from accelerate_core.plugin import Claim, ConfigurationError, Request
+from accelerate_core.plugin import Claim, ConfigurationError, Request, parse_bool, read_topology
 
 VARIABLE = "ACCELERATE_DEBUG_HOOKS"
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from accelerate_core.booleans import OFF, ON
 from accelerate_core.config.core import CORE_SETTINGS
-from accelerate_core.config.schema import SettingField
+from accelerate_core.plugin import SettingField, disabled_names, installed
 from accelerate_core.plugins import catalog
-from accelerate_core.plugins.discovery import disabled_names, installed
 from accelerate_launch import accelerate_options
 from accelerate_launch.checks import FORMS, rendezvous_backends
 from accelerate_launch.options import DEPRECATED, LAUNCH_OPTIONS, NAMES_PLUGIN

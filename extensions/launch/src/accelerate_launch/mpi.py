@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError
 from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK, LaunchPlan
 from accelerate_launch.simple import target_command
 

@@ -10,10 +10,14 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from accelerate_core.booleans import env_flag
-from accelerate_core.config.provenance import SourcedValue
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
-from accelerate_core.plugins.discovery import find
+from accelerate_core.plugin import (
+    ConfigurationError,
+    SourcedValue,
+    did_you_mean,
+    env_flag,
+    find,
+    listing,
+)
 from accelerate_launch import uncaught
 from accelerate_launch.functions import patch_environment
 from accelerate_launch.plan import COUNTED, LOOPBACK, LaunchPlan, Target

@@ -7,8 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate_core.config.core import CORE_SETTINGS
-from accelerate_core.config.handlers import TorchDynamoPlugin
-from accelerate_core.config.schema import SettingField, option, settings, settings_fields
+from accelerate_core.plugin import (
+    SettingField,
+    TorchDynamoPlugin,
+    option,
+    settings,
+    settings_fields,
+)
 
 TRAINING = "Training"
 

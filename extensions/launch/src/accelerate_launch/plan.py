@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from accelerate_core.config.provenance import SourcedValue
+from accelerate_core.plugin import SourcedValue
 
 DEFAULT_PORT = 29500
 #: Exit status of ranks that have saved their state and should be started again (`EX_TEMPFAIL`).

@@ -10,15 +10,24 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.booleans import parse_bool, require_bool
+from accelerate_core.booleans import require_bool
 from accelerate_core.config.core import CORE_SETTINGS
-from accelerate_core.config.files import CONFIG_VARIABLE, ConfigFile, read_config
-from accelerate_core.config.lookup import Sources, look_up
-from accelerate_core.config.provenance import PROVENANCE_VARIABLE, SourcedValue
-from accelerate_core.config.schema import SettingField
-from accelerate_core.errors import ConfigurationError, Mistakes
+from accelerate_core.config.files import CONFIG_VARIABLE
+from accelerate_core.config.lookup import look_up
+from accelerate_core.config.provenance import PROVENANCE_VARIABLE
+from accelerate_core.plugin import (
+    ConfigFile,
+    ConfigurationError,
+    Mistakes,
+    SettingField,
+    SourcedValue,
+    Sources,
+    find,
+    installed,
+    parse_bool,
+    read_config,
+)
 from accelerate_core.plugins import catalog
-from accelerate_core.plugins.discovery import find, installed
 from accelerate_core.plugins.factory import PARTS
 from accelerate_launch import checks, devices, mpi
 from accelerate_launch.cluster import ClusterEnvironment, detect_cluster

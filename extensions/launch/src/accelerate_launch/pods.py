@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from accelerate_core.config.provenance import SourcedValue
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError, SourcedValue
 from accelerate_launch.plan import DEFAULT_PORT
 
 #: The index of a pod in an indexed Job, which JobSet also uses.

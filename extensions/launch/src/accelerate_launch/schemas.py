@@ -22,11 +22,12 @@ from typing import Any
 
 import accelerate_core
 from accelerate_core import config
-from accelerate_core.config.schema import SettingField, settings_fields
-from accelerate_core.plugins.discovery import (
+from accelerate_core.plugin import (
     PluginRecord,
+    SettingField,
     disabled_names,
     installed,
+    settings_fields,
 )
 from accelerate_launch.paths import cache_directory
 

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.booleans import parse_bool
-from accelerate_core.config.files import ConfigFile
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigFile, ConfigurationError, parse_bool
 from accelerate_core.plugins import catalog
 from accelerate_launch.plan import DEFAULT_PORT, PREEMPTED
 from accelerate_launch.planning import decide

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError
 from accelerate_launch.plan import LaunchPlan
 from accelerate_launch.torchrun import TorchrunLauncher
 

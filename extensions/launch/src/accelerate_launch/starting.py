@@ -11,26 +11,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from accelerate_core.booleans import parse_bool
-from accelerate_core.config.lookup import Sources
-from accelerate_core.config.provenance import SourcedValue
-from accelerate_core.contract.topology import Topology
-from accelerate_core.errors import ConfigurationError, PluginError
-from accelerate_core.plugins.discovery import PluginRecord
-from accelerate_core.plugins.selection import (
+from accelerate_core.plugin import (
     Claim,
-    Precedence,
+    ConfigurationError,
+    PluginError,
+    PluginRecord,
     Request,
     Rule,
     Selection,
+    SourcedValue,
+    Sources,
+    Topology,
     TriggerHit,
+    parse_bool,
     select,
 )
+from accelerate_core.plugins.selection import Precedence
 from accelerate_launch.machine_0 import MachineZero, check_answers, check_hosts, check_resolves
 from accelerate_launch.plan import LaunchPlan, counted
 
 if TYPE_CHECKING:
-    from accelerate_core.plugins.factory import PluginFactory
+    from accelerate_core.plugin import PluginFactory
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ def consider_launchers(plan: LaunchPlan) -> tuple[Launcher, Selection]:
     Raises:
         AccelerateError: as for `choose_launcher`.
     """
-    from accelerate_core.plugins.factory import PluginFactory  # not needed for `launch --help`
+    from accelerate_core.plugin import PluginFactory  # not needed for `launch --help`
 
     sources = Sources.of({**os.environ, **plan.environment})
     asking = _Asking(plan, PluginFactory(sources))

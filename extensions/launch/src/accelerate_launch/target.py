@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from pkgutil import iter_modules
 
-from accelerate_core.errors import ConfigurationError, did_you_mean
+from accelerate_core.plugin import ConfigurationError, did_you_mean
 from accelerate_launch.plan import Target
 
 

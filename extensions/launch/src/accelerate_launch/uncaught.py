@@ -22,8 +22,8 @@ from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 
-from accelerate_core.booleans import parse_bool
-from accelerate_core.errors import AccelerateError, PluginError, is_ours, of_the_user
+from accelerate_core.errors import is_ours
+from accelerate_core.plugin import AccelerateError, PluginError, of_the_user, parse_bool
 
 #: Holds the agent's process ID. Ranks that see it let the agent print their tracebacks.
 AGENT_VARIABLE = "ACCELERATE_AGENT_PID"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from accelerate_core.errors import AccelerateError
+from accelerate_core.plugin import AccelerateError
 
 
 class _Dashes:

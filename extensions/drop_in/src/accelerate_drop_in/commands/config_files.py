@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from accelerate_core.config.files import read_config
+from accelerate_core.plugin import read_config
 
 _DEFAULTS = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "num_processes": 1,
              "num_machines": 1, "machine_rank": 0, "mixed_precision": "no", "use_cpu": False,

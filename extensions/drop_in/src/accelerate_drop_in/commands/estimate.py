@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from accelerate_big_model.estimate import largest_layer, shapes_of
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.plugin import ConfigurationError, did_you_mean, listing
 from accelerate_drop_in.commands import run
 from accelerate_drop_in.commands.arguments import CustomArgumentParser
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 
-from accelerate_core.plugins.discovery import find
+from accelerate_core.plugin import find
 from accelerate_drop_in.commands import run
 from accelerate_drop_in.commands.parsers import launch_command
 from accelerate_drop_in.enums import DynamoBackend

@@ -10,8 +10,7 @@ from typing import Any
 
 import yaml
 
-from accelerate_core.errors import MissingPluginError
-from accelerate_core.plugins.catalog import pip_command
+from accelerate_core.plugin import MissingPluginError, pip_command
 from accelerate_drop_in.commands.arguments import CustomArgumentParser, run_own
 
 _WHAT = "Rewrite a config file for FSDP1 as one for FSDP2."

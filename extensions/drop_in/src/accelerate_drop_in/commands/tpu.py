@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError
 from accelerate_drop_in.commands.arguments import CustomArgumentParser, run_own
 from accelerate_drop_in.commands.config_files import default_config, load_config_from_file
 

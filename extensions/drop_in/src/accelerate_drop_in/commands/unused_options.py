@@ -16,11 +16,9 @@ from typing import Any
 
 import click
 
-from accelerate_core.booleans import env_flag, parse_bool
 from accelerate_core.config.files import CONFIG_VARIABLE
-from accelerate_core.errors import AccelerateError
+from accelerate_core.plugin import AccelerateError, disabled_names, env_flag, installed, parse_bool
 from accelerate_core.plugins import catalog
-from accelerate_core.plugins.discovery import disabled_names, installed
 
 _MESH, _SAGEMAKER = "parallelism_config_", "aws_"
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from accelerate_core import AcceleratorState, GradientState, PartialState, utils
-from accelerate_core.errors import did_you_mean
+from accelerate_core.plugin import did_you_mean
 from accelerate_drop_in import private  # noqa: F401  (adds `_reset_state`)
 from accelerate_drop_in.environment import parse_flag_from_env
 from accelerate_drop_in.verbs import gather

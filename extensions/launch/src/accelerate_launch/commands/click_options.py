@@ -10,11 +10,15 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from accelerate_core.booleans import parse_bool
 from accelerate_core.config.lookup import converted
-from accelerate_core.config.schema import SettingField
-from accelerate_core.errors import AccelerateError, ConfigurationError, did_you_mean
-from accelerate_core.plugins.discovery import installed
+from accelerate_core.plugin import (
+    AccelerateError,
+    ConfigurationError,
+    SettingField,
+    did_you_mean,
+    installed,
+    parse_bool,
+)
 from accelerate_launch.contributed import Contributed, contributed_options, refuse_unknown
 from accelerate_launch.options import DEPRECATED, LAUNCH_OPTIONS, NAMES_PLUGIN, TRAINING
 

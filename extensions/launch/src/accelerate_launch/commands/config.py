@@ -11,10 +11,16 @@ from typing import Any, TypeVar
 import click
 import yaml
 
-from accelerate_core.config.files import CONFIG_VARIABLE, ConfigFile, parse_config, read_config
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.config.files import CONFIG_VARIABLE, parse_config
+from accelerate_core.plugin import (
+    ConfigFile,
+    ConfigurationError,
+    disabled_names,
+    find,
+    installed,
+    read_config,
+)
 from accelerate_core.plugins import catalog
-from accelerate_core.plugins.discovery import disabled_names, find, installed
 from accelerate_launch import accelerate_options
 from accelerate_launch.commands.click_options import CONTEXT, complete_file
 from accelerate_launch.commands.dialogue import ask_everything
@@ -265,12 +271,18 @@ def _check_deeply(config: ConfigFile) -> None:
     import torch
 
     from accelerate_core.builtin.no_checkpointer import NoCheckpointer
-    from accelerate_core.config.handlers import ProjectConfiguration, TorchDynamoPlugin
-    from accelerate_core.config.lookup import Sources, resolve_core, resolve_settings
-    from accelerate_core.config.parallelism import ParallelismConfig
-    from accelerate_core.contract.topology import Topology
-    from accelerate_core.plugins.factory import PluginFactory
-    from accelerate_core.plugins.selection import Request, select
+    from accelerate_core.plugin import (
+        ParallelismConfig,
+        PluginFactory,
+        ProjectConfiguration,
+        Request,
+        Sources,
+        Topology,
+        TorchDynamoPlugin,
+        resolve_core,
+        resolve_settings,
+        select,
+    )
 
     sources = Sources({}, config)
     values = resolve_core({}, sources, {})

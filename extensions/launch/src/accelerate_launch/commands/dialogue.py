@@ -10,12 +10,17 @@ from typing import Any
 
 import click
 
-from accelerate_core.builtin.console import console
-from accelerate_core.config.files import read_config
-from accelerate_core.config.schema import SettingField
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.plugin import (
+    ConfigurationError,
+    SettingField,
+    console,
+    did_you_mean,
+    disabled_names,
+    installed,
+    listing,
+    read_config,
+)
 from accelerate_core.plugins import catalog
-from accelerate_core.plugins.discovery import disabled_names, installed
 from accelerate_launch import accelerate_options, devices
 from accelerate_launch.cluster import detect_cluster
 from accelerate_launch.contributed import check_value

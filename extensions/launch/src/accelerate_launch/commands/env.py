@@ -15,10 +15,7 @@ import click
 import psutil
 
 from accelerate_core.config.core import CORE_SETTINGS
-from accelerate_core.config.files import ConfigFile
-from accelerate_core.config.lookup import Sources, resolve_core
-from accelerate_core.errors import AccelerateError
-from accelerate_core.plugins.discovery import installed
+from accelerate_core.plugin import AccelerateError, ConfigFile, Sources, installed, resolve_core
 from accelerate_launch.commands.click_options import complete_file
 from accelerate_launch.commands.tables import print_table, shown
 from accelerate_launch.contributed import contributed_options

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from accelerate_core.config.provenance import PROVENANCE_VARIABLE, decode
-from accelerate_core.config.schema import settings_fields
+from accelerate_core.plugin import settings_fields
 from accelerate_launch.commands.click_options import (
     CONTEXT,
     TYPED,

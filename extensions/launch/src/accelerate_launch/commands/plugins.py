@@ -10,9 +10,7 @@ from dataclasses import asdict
 
 import click
 
-from accelerate_core.builtin.console import console
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
-from accelerate_core.plugins.discovery import installed
+from accelerate_core.plugin import ConfigurationError, console, did_you_mean, installed, listing
 from accelerate_launch.cli import Commands
 from accelerate_launch.commands.click_options import complete_file
 from accelerate_launch.commands.tables import print_table, print_terms

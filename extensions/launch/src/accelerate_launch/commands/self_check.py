@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate_core.accelerator import Accelerator
-from accelerate_core.config.handlers import DataLoaderConfiguration
+from accelerate_core import DataLoaderConfiguration
 from accelerate_core.distributed.collectives import broadcast
+from accelerate_core.plugin import Accelerator
 from accelerate_launch.plan import counted
 
 SAMPLES = 37  # not divisible by the batch size, so that the last batch is shorter on some rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from accelerate_core.builtin.console import console
+from accelerate_core.plugin import console
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -16,8 +16,7 @@ from typing import Any
 
 import click
 
-from accelerate_core.builtin.console import console
-from accelerate_core.plugins.discovery import disabled_names, installed
+from accelerate_core.plugin import console, disabled_names, installed
 from accelerate_launch.commands.click_options import CONTEXT, GroupedCommand, launch_options
 from accelerate_launch.commands.launch import print_reasons
 from accelerate_launch.commands.tables import print_table

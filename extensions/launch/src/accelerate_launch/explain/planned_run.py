@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accelerate_core.config.files import ConfigFile
-from accelerate_core.config.handlers import TorchDynamoPlugin
-from accelerate_core.config.lookup import Sources, resolve_core
-from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.contract.capabilities import lacking
-from accelerate_core.contract.topology import Topology, read_topology
-from accelerate_core.errors import AccelerateError, ConfigurationError, PluginVersionError
+from accelerate_core.plugin import (
+    AccelerateError,
+    ConfigFile,
+    ConfigurationError,
+    PluginVersionError,
+    Request,
+    Selection,
+    SourcedValue,
+    Sources,
+    Topology,
+    TorchDynamoPlugin,
+    read_topology,
+    resolve_core,
+    select,
+)
 from accelerate_core.plugins.discovery import OWN_DISTRIBUTION
-from accelerate_core.plugins.selection import NOTHING, RULES, Request, Selection, select
+from accelerate_core.plugins.selection import NOTHING, RULES
 from accelerate_launch.planning import draft_plan
 from accelerate_launch.starting import child_environment, consider_launchers
 

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from accelerate_core.contract.hooks import API_VERSION
-from accelerate_core.errors import PluginError
-from accelerate_core.plugins.discovery import (
-    OWN_DISTRIBUTION,
-    PluginRecord,
-    disabled_names,
-    installed,
-)
+from accelerate_core.plugin import API_VERSION, PluginError, PluginRecord, disabled_names, installed
+from accelerate_core.plugins.discovery import OWN_DISTRIBUTION
 from accelerate_launch.explain.planned_run import PlannedRun
 from accelerate_launch.explain.source import stated
 

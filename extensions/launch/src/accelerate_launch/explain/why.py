@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from accelerate_core.config.lookup import Sources
-from accelerate_core.errors import AccelerateError, MissingPluginError, did_you_mean, listing
+from accelerate_core.plugin import (
+    AccelerateError,
+    MissingPluginError,
+    PluginRecord,
+    Selection,
+    Sources,
+    did_you_mean,
+    installed,
+    listing,
+)
 from accelerate_core.plugins import catalog
-from accelerate_core.plugins.discovery import PluginRecord, installed, without_entry_point
+from accelerate_core.plugins.discovery import without_entry_point
 from accelerate_core.plugins.factory import PARTS
-from accelerate_core.plugins.selection import Selection
 from accelerate_launch.explain.planned_run import PlannedRun
 from accelerate_launch.explain.report import api_of, problem_of, state_of
 from accelerate_launch.explain.source import stated
