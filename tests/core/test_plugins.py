@@ -323,7 +323,7 @@ out([first, attempt(Accelerator)])
     owner, wrapper = dummies.run(tmp_path, script)
     assert owner[0] == wrapper[0] == "PluginError"
     assert "'backward', which only the active backend may implement" in owner[1]
-    assert "not wrapped" in wrapper[1]
+    assert "does not allow wrappers" in wrapper[1]
 
 
 def test_signature_shows_the_arguments_of_installed_plugins(tmp_path: Path) -> None:
