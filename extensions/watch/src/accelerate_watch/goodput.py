@@ -96,8 +96,10 @@ class Goodput:
     def on_start(self, accelerator: AcceleratorView) -> None:
         """Start measuring."""
         directory = getattr(accelerator, "project_dir", None)
-        writes = accelerator.is_main_process and directory is not None
-        self._meter = GoodputMeter(self._settings, Path(directory) / _FILE if writes else None)
+        progress = None
+        if directory is not None and accelerator.is_main_process:
+            progress = Path(directory) / _FILE
+        self._meter = GoodputMeter(self._settings, progress)
         self._meter.start()
 
     @hookimpl
@@ -106,7 +108,7 @@ class Goodput:
         meter = self._meter
         assert meter is not None
         if accelerator.optimizers and optimizer is accelerator.optimizers[0]:
-            meter.own_steps += 1
+            meter.count_step(accelerator)
         if meter.is_due() and accelerator.is_main_process:
             log: Any = accelerator
             log.log(meter.values(accelerator), step=meter.steps)
@@ -243,6 +245,12 @@ class GoodputMeter(threading.Thread):
         with FlopCounterMode(display=False) as counter:
             yield
         self._flops = counter.get_total_flops()
+
+    def count_step(self, accelerator: AcceleratorView) -> None:
+        """Count a step. The speed is measured from the end of the first one."""
+        self.own_steps += 1
+        if self._last is None:
+            self._last = (time.monotonic(), accelerator.gradient_state.backwards)
 
     def is_due(self) -> bool:
         """Return whether values should be logged now."""

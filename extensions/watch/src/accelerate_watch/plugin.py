@@ -6,6 +6,7 @@ import atexit
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from accelerate_core.plugin import AcceleratorView, Claim, Request, hookimpl
 from accelerate_watch.settings import WatchConfiguration
@@ -58,9 +59,10 @@ class Watch:
         recording = flight_recorder.is_recording()
         if not recording:
             hang_after = 0.0
+        prefixed: Any = dist.PrefixStore("watch", dist.distributed_c10d._get_default_store())
         try:
-            store = dist.PrefixStore("watch", dist.distributed_c10d._get_default_store()).clone()
-        except (RuntimeError, NotImplementedError) as error:
+            store = prefixed.clone()
+        except (AttributeError, RuntimeError, NotImplementedError) as error:
             self._state = f"off: the process group's store has no second connection ({error})"
             return
         rank = accelerator.process_index
