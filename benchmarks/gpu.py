@@ -52,9 +52,12 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.first = nn.LayerNorm(width)
+        self.second = nn.LayerNorm(width)
+        self.attention = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
@@ -68,9 +71,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, words: int, length: int, width: int, heads: int, layers: int) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.words = nn.Embedding(words, width)
+        self.places = nn.Embedding(length, width)
         self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
@@ -88,7 +93,8 @@ class Repeated(IterableDataset[torch.Tensor]):
     """Yields the same few tensors over and over."""
 
     def __init__(self, tensors: list[torch.Tensor], count: int) -> None:
-        self.tensors, self.count = tensors, count
+        self.tensors = tensors
+        self.count = count
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         for number in range(self.count):
@@ -99,7 +105,8 @@ class Bench:
     """Settings of this run, and the parts that all contenders are made of."""
 
     def __init__(self, device: str, small: bool) -> None:
-        self.device, self.size = device, SMALL if small else LARGE
+        self.device = device
+        self.size = SMALL if small else LARGE
         self.batch, self.steps = (4, 3) if small else (16, 10)
 
     def parts(self, **optimizer: Any) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:

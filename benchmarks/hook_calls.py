@@ -104,7 +104,9 @@ def nanoseconds(function: Callable[[], Any]) -> float:
 
 def ways(count: int) -> dict[str, dict[str, Callable[[], Any]]]:
     """Return hook -> name of the mechanism -> function that calls the hook."""
-    accelerator, optimizer, model = Accelerator(), object(), Model()
+    accelerator = Accelerator()
+    optimizer = object()
+    model = Model()
     shared = ours(accelerator, count)
     listeners = shared.implementations("on_step_end")
 

@@ -52,7 +52,8 @@ class Windows(Dataset):
     """Consecutive pieces of `length` letters, each with the letters that follow."""
 
     def __init__(self, text: torch.Tensor, length: int) -> None:
-        self.text, self.length = text, length
+        self.text = text
+        self.length = length
 
     def __len__(self) -> int:
         return (len(self.text) - 1) // self.length
@@ -67,7 +68,8 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm_1 = nn.LayerNorm(width)
+        self.norm_2 = nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width)
         self.mix = nn.Linear(width, width)
         self.think = nn.Sequential(
@@ -132,7 +134,8 @@ class Position:
         return {"step": self.step, "batches": self.batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.batches = state["step"], state["batches"]
+        self.step = state["step"]
+        self.batches = state["batches"]
 
 
 def cosine(step: int, warmup: int, total: int) -> float:

@@ -36,14 +36,16 @@ class GPT(nn.Module):
         # If a config says "auto", stage 3 derives its bucket sizes from the hidden size.
         self.config = SimpleNamespace(hidden_size=width)
         self.length = length
-        self.letter, self.place = nn.Embedding(len(ALPHABET), width), nn.Embedding(length, width)
+        self.letter = nn.Embedding(len(ALPHABET), width)
+        self.place = nn.Embedding(length, width)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(
                 width, heads, 4 * width, dropout=0.1, batch_first=True, norm_first=True
             )
             for _ in range(layers)
         )
-        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, len(ALPHABET))
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, len(ALPHABET))
 
     def forward(self, letters: torch.Tensor) -> torch.Tensor:
         """Return scores of the next letters, of shape [batch, length, alphabet]."""

@@ -38,7 +38,9 @@ def train(args: argparse.Namespace) -> None:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.print(accelerator.explain().partition("fp8 by ")[2] or "no layer computes in fp8")
-    step, losses, started = 0, [], time.perf_counter()
+    step = 0
+    losses = []
+    started = time.perf_counter()
     while step < args.steps:
         for letters, targets in loader:
             scores = model(letters)

@@ -51,9 +51,11 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.size = width // heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm_1 = nn.LayerNorm(width)
+        self.norm_2 = nn.LayerNorm(width)
         self.query, self.key, self.value, self.mix = (nn.Linear(width, width) for _ in range(4))
-        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.widen = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
@@ -72,9 +74,11 @@ class GPT(nn.Module):
     def __init__(self, length: int, width: int, heads: int, layers: int) -> None:
         super().__init__()
         self.length = length
-        self.letter, self.place = nn.Embedding(len(ALPHABET), width), nn.Embedding(length, width)
+        self.letter = nn.Embedding(len(ALPHABET), width)
+        self.place = nn.Embedding(length, width)
         self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, len(ALPHABET), bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, len(ALPHABET), bias=False)
 
     def forward(self, letters: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Return scores of the next letters. A rank may only have a part of the text at `places`."""

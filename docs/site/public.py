@@ -163,7 +163,8 @@ def _copy(cls: griffe.Class, name: str, source: Any, member: Any) -> None:
         member.docstring = source.docstring
         return
     made = copy.copy(source.final_target if source.is_alias else source)
-    made.name, made.parent = name, cls
+    made.name = name
+    made.parent = cls
     made.written = getattr(source, "written", source)  # its lines are in another file
     cls.set_member(name, made)
 

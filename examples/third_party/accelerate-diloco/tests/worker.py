@@ -56,7 +56,9 @@ def main(steps: int, settings: dict[str, Any]) -> None:
     model = net(accelerator.process_index)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     model, optimizer = accelerator.prepare(model, optimizer)
-    losses, calls, sent = [], [], 0
+    losses = []
+    calls = []
+    sent = 0
     for x, y in batches(accelerator.process_index, steps):
         with count_communication() as counted:
             loss = torch.nn.functional.mse_loss(model(x), y)

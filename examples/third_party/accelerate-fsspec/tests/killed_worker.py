@@ -28,7 +28,9 @@ def die() -> None:
 def arm(storage: Any, when: str) -> None:
     """Make the store kill this process."""
     moment, _, number = when.partition(" ")
-    write, publish, written = storage.write, storage.publish, []
+    write = storage.write
+    publish = storage.publish
+    written = []
 
     def counted(place: str, name: str, *more: Any) -> None:
         if not name.endswith(".lease"):
@@ -44,7 +46,8 @@ def arm(storage: Any, when: str) -> None:
         if moment == "published":
             die()
 
-    storage.write, storage.publish = counted, published
+    storage.write = counted
+    storage.publish = published
 
 
 def main(out: str, how: str, when: str) -> None:

@@ -21,7 +21,8 @@ class Outer:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], settings: DiLoCoSettings) -> None:
-        self.parameters, self.settings = list(parameters), settings
+        self.parameters = list(parameters)
+        self.settings = settings
         self.theta = [parameter.detach().clone() for parameter in self.parameters]
         self.momentum = [torch.zeros_like(parameter) for parameter in self.theta]
         self.steps = self.outer_steps = 0
@@ -75,7 +76,8 @@ class Outer:
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         """Restore a result of `state`."""
-        self.steps, self.outer_steps = int(state["steps"]), int(state["outer_steps"])
+        self.steps = int(state["steps"])
+        self.outer_steps = int(state["outer_steps"])
         for own, given in ((self.theta, state["theta"]), (self.momentum, state["momentum"])):
             for tensor, value in zip(own, given, strict=True):
                 tensor.copy_(value)

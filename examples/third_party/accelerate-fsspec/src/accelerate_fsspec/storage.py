@@ -36,7 +36,8 @@ class FsspecStorage(Storage):
     """
 
     def __init__(self, url: str | None = None, options: Mapping[str, Any] | None = None) -> None:
-        self._url, self._options = url, dict(options or {})
+        self._url = url
+        self._options = dict(options or {})
         #: Place -> the archive that is being built for it, named after the save.
         self._built: dict[str, Path] = {}
         self._building = threading.Lock()
