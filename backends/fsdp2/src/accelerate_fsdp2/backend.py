@@ -205,8 +205,13 @@ class FSDP2Backend(Backend):
                 self._shards = self.sub_mesh(shards)
         return self._shards
 
+    def on_free(self, accelerator: AcceleratorView) -> None:
+        """Free the memory in which background saves copy the state."""
+        self._sharded.release()
+
     def on_end(self, accelerator: AcceleratorView) -> None:
-        """Exit the context of loss_parallel."""
+        """Exit the context of loss_parallel, and free the memory of background saves."""
+        self._sharded.release()
         if self._loss_parallel is not None:
             self._loss_parallel.__exit__(None, None, None)
             self._loss_parallel = None

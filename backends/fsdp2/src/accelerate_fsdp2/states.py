@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from accelerate_checkpoint import (
     FileEntry,
     SafeReader,
+    Staging,
     read_metadata,
     save_sharded,
     writes_shard,
@@ -38,6 +39,8 @@ class Sharded:
 
     def __init__(self) -> None:
         self._group: Any = None
+        #: Host memory that the copies of background saves reuse.
+        self._staging = Staging()
 
     def save(
         self,
@@ -67,10 +70,15 @@ class Sharded:
         if self._group is None:  # a separate group, because writing runs parallel to training
             self._group = dist.new_group(backend="gloo")
         rank = dist.get_rank()
-        copies = {
-            n: _copied(tensor) for n, tensor in tensors.items() if writes_shard(n, tensor, rank)
-        }
+        mine = {n: t.detach() for n, t in tensors.items() if writes_shard(n, t, rank)}
+        self._staging.begin()
+        held = self._staging.copy({name: local(tensor) for name, tensor in mine.items()})
+        copies = {name: _like(tensor, held[name]) for name, tensor in mine.items()}
         return lambda: save_sharded(copies, directory, self._group)
+
+    def release(self) -> None:
+        """Free the host memory of the copies. No background save may be running."""
+        self._staging.release()
 
     def load(
         self,
@@ -128,14 +136,14 @@ def _read(tensors: dict[str, torch.Tensor], directory: Path, metadata: Metadata)
         )
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    copy = local(tensor.detach()).to("cpu", copy=True)
+def _like(tensor: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    """Return `held` as a DTensor with the layout of `tensor`, if that is a DTensor."""
     if not isinstance(tensor, DTensor):
-        return copy
+        return held
     shape = tensor.shape
     stride = tensor.stride()
     return DTensor.from_local(
-        copy, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+        held, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
     )
 
 
@@ -219,17 +227,22 @@ class _OptimizerState:
             )
 
     def allocate(self, stored: Mapping[str, Any], directory: Path) -> dict[str, torch.Tensor]:
-        """Return empty tensors into which the state is read."""
+        """Return tensors into which the state is read: those of the optimizer, or new ones."""
         made: dict[str, torch.Tensor] = {}
         by_name = {self._prefix + name: parameter for parameter, name in self._names.items()}
         for name, entry in stored.items():
-            parameter = by_name.get(name.rpartition(".")[0])
+            of, _, key = name.rpartition(".")
+            parameter = by_name.get(of)
             if parameter is None:
                 continue
             if not isinstance(entry, TensorStorageMetadata):
                 raise CheckpointError(f"{directory}: {name} is not a tensor.")
             dtype = entry.properties.dtype
-            if entry.size == parameter.shape and parameter.dim():
+            there = self.optimizer.state.get(parameter, {}).get(key)
+            sharded = entry.size == parameter.shape and parameter.dim() > 0
+            if _fits(there, entry, sharded and isinstance(parameter, DTensor)):
+                made[name] = there.detach()  # without a second copy of the state in memory
+            elif sharded:
                 made[name] = torch.zeros_like(parameter, dtype=dtype)
             else:
                 made[name] = torch.zeros(entry.size, dtype=dtype)
@@ -254,6 +267,17 @@ class _OptimizerState:
                     was.fill_(value)
                 else:
                     group[key] = tuple(value) if isinstance(was, tuple) else value
+
+
+def _fits(there: Any, entry: TensorStorageMetadata, sharded: bool) -> bool:
+    """Return whether a stored tensor can be read into the one that an optimizer has."""
+    return (
+        isinstance(there, torch.Tensor)
+        and isinstance(there, DTensor) == sharded
+        and there.shape == entry.size
+        and there.dtype == entry.properties.dtype
+        and not there.is_meta
+    )
 
 
 def _parameters(optimizer: Any) -> list[nn.Parameter]:

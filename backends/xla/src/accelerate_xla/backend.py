@@ -336,7 +336,7 @@ class XLABackend(XLACollectives, Backend):
         directory: Path,
         options: Mapping[str, Any],
         later: bool,
-    ) -> Callable[[], None] | None:
+    ) -> Callable[[], Mapping[str, Any] | None] | None:
         """Write shards if the settings ask for them, else a whole checkpoint."""
         if not self.owns:
             return super().save_state(accelerator, directory, options, later)

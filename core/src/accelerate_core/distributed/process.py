@@ -417,13 +417,13 @@ def check_consistent(runtime: Runtime, facts: Mapping[str, Any]) -> None:
     if store.add(f"{prefix}/arrived", 1) == count:
         same = store.add(alike, 0) == count
         store.set(f"{prefix}/verdict", "" if same else _verdict(store, prefix, count))
-    _wait_for_verdict(runtime, prefix)
+    _wait_for_verdict(store, runtime, prefix)
     if verdict := store.get(f"{prefix}/verdict").decode():
         raise ConfigurationError(f"The processes have different settings: {verdict}")
 
 
-def _wait_for_verdict(runtime: Runtime, prefix: str) -> None:
-    store, rank = runtime.store, runtime.process_index
+def _wait_for_verdict(store: Any, runtime: Runtime, prefix: str) -> None:
+    rank = runtime.process_index
     wait = runtime.timeout or timedelta(minutes=5)
     try:
         store.wait([f"{prefix}/verdict"], wait)

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from accelerate_checkpoint.background import Staging as Staging
     from accelerate_checkpoint.checkpointer import DirectoryCheckpointer as DirectoryCheckpointer
     from accelerate_checkpoint.files import FileEntry as FileEntry
     from accelerate_checkpoint.lease import hold_lease as hold_lease
@@ -54,6 +55,7 @@ _EXPORTS = {
         "TensorShardReader",
         "TensorShardWriter",
     ),
+    "accelerate_checkpoint.background": ("Staging",),
     "accelerate_checkpoint.checkpointer": ("DirectoryCheckpointer",),
     "accelerate_checkpoint.files": ("FileEntry",),
     "accelerate_checkpoint.lease": ("hold_lease",),

@@ -6,6 +6,7 @@ import copy
 import mmap
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -109,6 +110,10 @@ class Staging:
 
 
 def _host_memory(size: int) -> torch.Tensor:
+    if torch.accelerator.is_available():
+        # Devices copy to pinned memory without waiting. Not all devices have it.
+        with suppress(RuntimeError):
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     if size < (1 << 22):
         return torch.empty(size, dtype=torch.uint8)
     region = mmap.mmap(-1, size)

@@ -1,0 +1,215 @@
+"""Saving and loading a sharded model on two ranks, compared with torch.distributed.checkpoint (DCP) alone.
+
+    python benchmarks/sharded_save.py [--mb 512] [--rounds 3] [--processes]
+
+Ours and DCP's take turns in one pair of processes, on one model and AdamW under FSDP2. Ours includes
+checksums and the manifest, and syncs the data to disk, as DCP's writer does by default. The steps after a
+background save are timed until it is written. `--processes` adds DCP's background save in another process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import memory, torchrun
+from rich.console import Console
+from rich.table import Table
+
+WIDTH = 1024
+
+
+def timed(action: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds of an action that starts on all ranks together, and its result."""
+    dist.barrier()
+    begun = time.perf_counter()
+    result = action()
+    return time.perf_counter() - begun, result
+
+
+def extra_memory(action: Callable[[], Any]) -> float:
+    """Return how far the resident memory rises during an action, in MB (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = memory("VmRSS")
+    action()
+    return max(memory("VmHWM") - before, 0.0)
+
+
+class Run:
+    """A model under FSDP2 with its optimizer, and the state as DCP takes it."""
+
+    def __init__(self, mb: int, folder: Path) -> None:
+        from accelerate_core import Accelerator
+
+        layers = max(round(mb * 1e6 / 3 / (WIDTH * WIDTH * 4)), 2)
+        self.accelerator = Accelerator(cpu=True, backend="fsdp2")
+        model = torch.nn.Sequential(
+            *(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
+        )
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self.model, self.adam = self.accelerator.prepare(model, adam)
+        self.folder = folder
+        self.batch = torch.randn(64, WIDTH)
+        self.step()
+
+    def step(self) -> None:
+        self.accelerator.backward(self.model(self.batch).square().mean())
+        self.adam.step()
+        self.adam.zero_grad()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        found = {f"model.{name}": one for name, one in self.model.state_dict().items()}
+        for number, values in self.adam.state_dict()["state"].items():
+            found |= {f"optimizer.{number}.{key}": value for key, value in values.items()}
+        return found
+
+    def place(self, name: str) -> Path:
+        """Return an empty place, the same on all ranks."""
+        path = self.folder / name
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        dist.barrier()
+        return path
+
+    def steps_until(self, done: Callable[[], bool]) -> list[float]:
+        """Return the seconds of each step until all ranks are done, at least one."""
+        times: list[float] = []
+        while True:
+            times.append(timed(self.step)[0])
+            left = torch.tensor([0 if done() else 1])
+            dist.all_reduce(left)
+            if not left.item():
+                return times
+
+
+def background(
+    run: Run, begin: Callable[[Path], Any], done: Callable[[Any], bool], name: str
+) -> Any:
+    """Return the blocked seconds, and the median of the steps while the save is written."""
+    place = run.place(name)
+    blocked, handle = timed(lambda: begin(place))
+    steps = run.steps_until(lambda: done(handle))
+    return blocked, statistics.median(steps)
+
+
+def worker(mb: int, rounds: int, processes: bool, folder: Path) -> None:
+    """Take turns, and write the figures of rank 0."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    run = Run(mb, folder)
+    accelerator = run.accelerator
+    group = dist.new_group(backend="gloo")
+    found: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        found.setdefault(name, []).append(value)
+
+    def ours_done(_: Any) -> bool:
+        thread = accelerator._saving.checkpointer.background._thread
+        return thread is None or not thread.is_alive()
+
+    def dcp_begin(place: Path, kind: str = "thread") -> Any:
+        kinds = dcp.state_dict_saver.AsyncCheckpointerType
+        return dcp.async_save(
+            run.state(),
+            storage_writer=dcp.FileSystemWriter(place, sync_files=True),
+            process_group=group,
+            async_checkpointer_type=kinds(kind),
+        )
+
+    def dcp_done(handle: Any) -> bool:
+        return (getattr(handle, "upload_completion", None) or handle).done()
+
+    for number in range(rounds + 1):
+        times: dict[str, float] = {}
+        times["step"] = statistics.median(timed(run.step)[0] for _ in range(5))
+        place = run.place("dcp")
+        times["save, DCP"], _ = timed(
+            lambda place=place: dcp.save(
+                run.state(), storage_writer=dcp.FileSystemWriter(place, sync_files=True)
+            )
+        )
+        ours = run.place("ours")
+        times["save, ours"], _ = timed(lambda ours=ours: accelerator.save_state(str(ours)))
+        state = run.state()
+        load = lambda place=place, state=state: dcp.load(state, checkpoint_id=str(place))  # noqa: E731
+        times["load, DCP"], _ = timed(load)
+        restore = lambda ours=ours: accelerator.load_state(str(ours))  # noqa: E731
+        times["load, ours"], _ = timed(restore)
+        if number == rounds:
+            times["MB of a load, DCP"] = extra_memory(load)
+            times["MB of a load, ours"] = extra_memory(restore)
+        del state
+        times["blocked, ours"], times["next step, ours"] = background(
+            run, lambda to: accelerator.save_state(str(to), blocking=False), ours_done, "ours"
+        )
+        accelerator.wait_for_checkpoint()
+        times["blocked, DCP"], times["next step, DCP"] = background(run, dcp_begin, dcp_done, "dcp")
+        if processes:
+            times["blocked, DCP's process"], times["next step, DCP's process"] = background(
+                run, lambda to: dcp_begin(to, "process"), dcp_done, "dcp"
+            )
+        if number:  # the first round allocates memory
+            for name, value in times.items():
+                note(name, value)
+    if dist.get_rank() == 0:
+        (folder / "figures.json").write_text(json.dumps(found))
+    accelerator.end_training()
+
+
+def show(found: dict[str, list[float]]) -> None:
+    """Print medians and the ratios that matter."""
+    middle = {name: statistics.median(values) for name, values in found.items()}
+    table = Table("", "ours", "DCP", "DCP's process")
+    for what in ("save", "load", "MB of a load", "blocked", "next step"):
+        row = []
+        for who in ("ours", "DCP", "DCP's process"):
+            value = middle.get(f"{what}, {who}")
+            row.append("" if value is None else f"{value:.3f}")
+        table.add_row(what, *row)
+    for what, of in (("blocked", "save"), ("next step", None)):
+        row = []
+        for who in ("ours", "DCP", "DCP's process"):
+            value = middle.get(f"{what}, {who}")
+            base = middle["step"] if of is None else middle[f"{of}, {who.split(chr(39))[0]}"]
+            row.append("" if value is None else f"{value / base:.2f}")
+        table.add_row(f"{what} ÷ {of or 'undisturbed step'}", *row)
+    for what in ("save", "load"):
+        table.add_row(f"{what} ÷ DCP's", f"{middle[f'{what}, ours'] / middle[f'{what}, DCP']:.2f}")
+    Console().print(table)
+
+
+def main() -> None:
+    """Start the ranks, and show the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mb", type=int, default=512, help="size of the state, weights a third")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--processes", action="store_true")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.mb, options.rounds, options.processes, Path(options.worker))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*torchrun(2), __file__, "--mb", str(options.mb), "--rounds", str(options.rounds)]
+        command += ["--worker", folder, *(["--processes"] if options.processes else [])]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, env=environment, check=True, timeout=1200)
+        show(json.loads(Path(folder, "figures.json").read_text()))
+
+
+if __name__ == "__main__":
+    main()
