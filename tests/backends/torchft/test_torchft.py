@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def launch(
     for name, value in options.items():
         command += [f"--{name}", str(value)]
     command += [str(WORKER), str(records), *arguments]
-    environment = clean_environment(TEST_PROCESSES=str(replicas * ranks), OMP_NUM_THREADS="1")
+    environment = clean_environment(TEST_REPLICAS=str(replicas), OMP_NUM_THREADS="1")
     with (folder / "output").open("w+") as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=output, start_new_session=True
@@ -141,3 +142,35 @@ def test_processes_must_be_divisible_by_the_replicas(tmp_path: Path) -> None:
     )
     assert done.returncode != 0
     assert "num_processes=3 (command line --num_processes) is not divisible by" in done.stderr
+
+
+def kills(seed: int, replicas: int, ranks: int, count: int, steps: int) -> list[str]:
+    """Return a seeded schedule of deaths: in a step, while healing, and before a first quorum."""
+    draw = random.Random(seed)
+    schedule = []
+    for index in range(count):
+        at = (index + 1) * steps // (count + 1)
+        when = draw.choice(["step", "step", "step", "heal", "start"])
+        place = f"{draw.randrange(replicas)}:{draw.randrange(ranks)}"
+        schedule += ["--kill", f"{place}:{at}:{when}"]
+    return schedule
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("backend", "replicas", "ranks", "seed"),
+    [("torchft", 2, 1, 1), ("torchft", 3, 1, 2), ("torchft_fsdp2", 2, 2, 3)],
+)
+def test_twenty_deaths(tmp_path: Path, backend: str, replicas: int, ranks: int, seed: int) -> None:
+    schedule = kills(seed, replicas, ranks, 20, 230)
+    options = {"backend": backend, "torchft_heartbeat_timeout": 2, "torchft_timeout": 30}
+    samples = ["--samples", str(300 * replicas * ranks), "--epochs", "2"]
+    arguments = [*schedule, *samples, "--wait", "--pause", "0.01"]
+    run = launch(tmp_path, *arguments, replicas=replicas, ranks=ranks, timeout=1500, **options)
+    died = len(list((tmp_path / "records").glob("killed-*")))
+    assert died >= 12  # a death while healing needs a death before it
+    weights = [end["weights"] for end in run.ends.values()]
+    assert len(weights) >= ranks
+    assert weights == [weights[0]] * len(weights)

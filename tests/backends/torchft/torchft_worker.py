@@ -55,14 +55,18 @@ def die(step: int, when: str) -> None:
     """Kill this process, once for each `--kill` that matches."""
     for index, text in enumerate(GIVEN.kill):
         replica, rank, at, *kind = text.split(":")
-        done = GIVEN.folder / f"killed-{index}"
-        mine = (int(replica), int(rank)) == (REPLICA, RANK) and (kind or ["step"])[0] == when
-        if mine and not done.exists() and (when != "step" or step >= int(at)):
-            # A kill while healing or starting is for a process that was started again.
-            if when != "step" and not any(GIVEN.folder.glob("killed-*")) and int(at):
-                continue
+        wanted = (kind or ["step"])[0]
+        done = GIVEN.folder / f"killed-{wanted}-{index}"
+        mine = (int(replica), int(rank)) == (REPLICA, RANK) and wanted == when
+        # A replica that starts for the first time is not killed.
+        if mine and not done.exists() and (step >= int(at) if when == "step" else again()):
             done.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def again() -> bool:
+    """Return whether this replica was started before."""
+    return any(GIVEN.folder.glob(f"{REPLICA}-*"))
 
 
 REPLICA = int(os.environ["ACCELERATE_TORCHFT_REPLICA"])
@@ -82,9 +86,10 @@ def main() -> None:
     model, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
-    record = (GIVEN.folder / f"{REPLICA}-{RANK}-{os.getpid()}").open("w")
     die(0, "start")
-    (GIVEN.folder / f"started-{os.getpid()}").touch()
+    record = (GIVEN.folder / f"{REPLICA}-{RANK}-{os.getpid()}").open("w")
+    if RANK == 0:
+        (GIVEN.folder / f"started-{os.getpid()}").touch()
     while progress.epoch < GIVEN.epochs:
         for numbers, x in loader:
             die(progress.step, "step")
@@ -119,15 +124,15 @@ def wait_for_others() -> None:
     """Wait until each replica that was killed has started again."""
     until = time.monotonic() + 90
     while time.monotonic() < until:
-        killed = len(list(GIVEN.folder.glob("killed-*")))
+        # One that was killed at its start has not created its file.
+        killed = len(list(GIVEN.folder.glob("killed-[sh][te][ea][pl]-*")))
         started = len(list(GIVEN.folder.glob("started-*")))
-        if started >= STARTS + killed * PER_REPLICA or not killed:
+        if started >= STARTS + killed or not killed:
             return
         time.sleep(0.05)
 
 
-STARTS = int(os.environ.get("TEST_PROCESSES", "2"))
-PER_REPLICA = int(os.environ.get("WORLD_SIZE", "1"))
+STARTS = int(os.environ.get("TEST_REPLICAS", "2"))
 
 if __name__ == "__main__":
     main()

@@ -335,6 +335,7 @@ class PluginAttributes:
     deepspeed_plugins: Any
     deepspeed_ulysses_dl_adapter: Any
     delayed_fp8_autocast: bool
+    elastic: Any
     fp8_backend: Any
     fp8_enabled: bool
     fp8_recipe_handler: Any

@@ -424,8 +424,11 @@ class TrainingState:
         self, state: Mapping[str, Any], all_ranks: Sequence[Mapping[str, Any]] | None
     ) -> None:
         """Restore the cycle. After a change of layout, `all_ranks` has the states of all ranks."""
-        self._cycle.step = int(state["step"])
         self.events.sync_gradients = bool(state["sync_gradients"])
+        # Another number of ranks may come with another number of accumulation steps, by which the
+        # count of micro-batches is divided to find the end of a cycle.
+        begins = all_ranks is not None and self.events.sync_gradients
+        self._cycle.step = 0 if begins else int(state["step"])
         items = dict(state["items"])
         if all_ranks is not None:
             counts = [float(one["items"]["local"]) for one in all_ranks]

@@ -257,11 +257,30 @@ def check_machines(chosen: Mapping[str, SourcedValue], around: ClusterEnvironmen
         raise ConfigurationError(
             f"num_machines={machines.value} needs --main_process_ip, the address of machine 0."
         )
+    _check_elastic(chosen)
     alone = machines.value == 1 and processes.value > 1
     if alone and address.value and not is_here(str(address.value)):
         raise ConfigurationError(
             f"main_process_ip={address} is not an address of this machine, and num_machines is 1. "
             "Leave main_process_ip out, or set --num_machines."
+        )
+
+
+def _check_elastic(chosen: Mapping[str, SourcedValue]) -> None:
+    """Refuse `min_machines` where the number of machines can't change."""
+    least, machines = chosen["min_machines"], chosen["num_machines"]
+    if least.value is None:
+        return
+    if least.value > machines.value:
+        raise ConfigurationError(f"min_machines={least} must be at most num_machines={machines}.")
+    if chosen["rdzv_backend"].value == "static":
+        raise ConfigurationError(
+            f"min_machines={least} needs a rendezvous that machines can leave and join, but "
+            "rdzv_backend is static. Add --rdzv_backend c10d."
+        )
+    if chosen["launcher"].value not in (None, "torchrun"):
+        raise ConfigurationError(
+            f"min_machines={least} needs the launcher torchrun, but launcher={chosen['launcher']}."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.plugin import (
@@ -79,6 +79,16 @@ class Machines:
     """Which machines take part, and how they find each other."""
 
     num_machines: int = option(default=1, help="number of machines", ge=1)
+    min_machines: int | None = option(
+        default=None,
+        help="run with as few machines as this; the run restarts with the machines that are there",
+        ge=1,
+    )
+    elastic_policy: Literal["keep_global_batch", "scale"] = option(
+        default="keep_global_batch",
+        help="with min_machines: adjust the accumulation steps to keep the global batch, or let it scale "
+        "with the number of processes",
+    )
     machine_rank: int = option(default=0, help="number of this machine, from 0", ge=0)
     main_process_ip: str | None = _text("address of machine 0")
     main_process_port: int | None = option(

@@ -36,6 +36,7 @@ class LaunchPlan:
 
     Attributes:
         num_processes: processes on all machines together.
+        min_machines: the run continues with this number of machines; None needs all of them.
         main_process_port: None lets the system choose a free one.
         rdzv_id: name of the run for the rendezvous; None derives one from the port.
         local_addr: address at which the other machines reach this one; None lets torch find it.
@@ -52,6 +53,8 @@ class LaunchPlan:
     target: Target
     num_processes: int = 1
     num_machines: int = 1
+    min_machines: int | None = None
+    elastic_policy: str = "keep_global_batch"
     machine_rank: int = 0
     main_process_ip: str | None = None
     main_process_port: int | None = None

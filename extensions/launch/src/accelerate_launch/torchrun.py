@@ -6,11 +6,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from accelerate_launch.elastic import POLICY, PROCESSES
 from accelerate_launch.functions import run_elastic
 from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK, LaunchPlan
 
 #: The extended version of torch's agent.
 _AGENT_MODULE = "accelerate_launch.agent"
+#: Restarts of an elastic launch, if `--max_restarts` is not set.
+_ELASTIC_RESTARTS = 100
 
 
 class TorchrunLauncher:
@@ -34,7 +37,7 @@ class TorchrunLauncher:
             command += _claim(plan)
         command += _rendezvous(plan)
         command += ["--nproc_per_node", str(plan.processes_per_machine)]
-        command += ["--max_restarts", str(plan.max_restarts)]
+        command += ["--max_restarts", str(_restarts(plan))]
         command += ["--monitor_interval", str(plan.monitor_interval)]
         for option in ("log_dir", "tee", "role"):
             value = getattr(plan, option)
@@ -44,6 +47,18 @@ class TorchrunLauncher:
             command += ["--tee", "3"]  # otherwise torch creates the folder but writes nothing to it
         flags = {"script": [], "module": ["--module"], "program": ["--no_python"]}
         return [*command, *flags[plan.target.kind], "--", plan.target.path, *plan.target.arguments]
+
+    def launch_environment(self, plan: LaunchPlan) -> dict[str, str]:
+        """Return the full size of an elastic launch, which the processes compare with theirs."""
+        if plan.min_machines is None:
+            return {}
+        return {
+            POLICY: plan.elastic_policy,
+            PROCESSES: str(plan.num_processes),
+            # torch 2.13 publishes the address of the shared store only once, so a machine that joins
+            # later would wait for it in vain.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
 
     def launch_function(
         self, function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan
@@ -58,6 +73,13 @@ def address_source(plan: LaunchPlan) -> str:
     port_source = "default" if port is None or port.value is None else port.origin
     address_source = "default" if address is None else address.origin
     return f"main_process_ip from {address_source}, main_process_port from {port_source}"
+
+
+def _restarts(plan: LaunchPlan) -> int:
+    """Return the number of restarts. An elastic launch needs one for each machine that it loses."""
+    asked = plan.provenance.get("max_restarts")
+    default = asked is None or asked.origin == "default"
+    return _ELASTIC_RESTARTS if plan.min_machines is not None and default else plan.max_restarts
 
 
 def _claim(plan: LaunchPlan) -> list[str]:
@@ -82,7 +104,10 @@ def _rendezvous(plan: LaunchPlan) -> list[str]:
         return ["--standalone", "--local_addr", LOOPBACK, *conf]
     address = plan.main_process_ip or LOOPBACK
     port = plan.main_process_port or DEFAULT_PORT
-    machines = ["--nnodes", str(plan.num_machines)]
+    nodes = str(plan.num_machines)
+    if plan.min_machines is not None:
+        nodes = f"{plan.min_machines}:{plan.num_machines}"
+    machines = ["--nnodes", nodes]
     # An address works even without a name service.
     local = ["--local_addr", plan.local_addr] if plan.local_addr else []
     if plan.rdzv_backend == "static":

@@ -1,0 +1,181 @@
+"""An elastic launch continues with the machines that are there, and computes the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support import clean_environment
+
+WORKER = Path(__file__).with_name("elastic_worker.py")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"not within {seconds} s: {what}"
+        time.sleep(0.1)
+
+
+class Machines:
+    """Launches that stand for machines, one process each."""
+
+    def __init__(self, folder: Path, port: int, *options: str) -> None:
+        self.command = [sys.executable, "-m", "accelerate_core", "launch", "--cpu", *options]
+        self.command += ["--num_processes", "4", "--num_machines", "4", "--min_machines", "1"]
+        self.command += ["--rdzv_backend", "c10d", "--main_process_ip", "127.0.0.1"]
+        self.command += ["--main_process_port", str(port)]
+        self.folder = folder
+        self.launches: list[subprocess.Popen[bytes]] = []
+
+    def start(self, number: int) -> None:
+        # All of them are on this host, so the address doesn't say which of them is machine 0.
+        conf = f"last_call_timeout=3,keep_alive_interval=1,is_host={str(number == 0).lower()}"
+        command = [*self.command, "--machine_rank", str(number), "--rdzv_conf", conf]
+        command += [str(WORKER), str(self.folder)]
+        output = (self.folder / f"output-{len(self.launches)}").open("w")
+        process = subprocess.Popen(
+            command,
+            env=clean_environment(OMP_NUM_THREADS="1"),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        self.launches.append(process)
+
+    def lose(self, index: int) -> None:
+        """Kill a launch with its rank, as if its machine had lost power."""
+        process = psutil.Process(self.launches[index].pid)
+        for one in [process, *process.children(recursive=True)]:
+            one.send_signal(signal.SIGKILL)
+
+    def text(self) -> str:
+        return "\n".join(file.read_text() for file in sorted(self.folder.glob("output-*")))
+
+    def end(self) -> None:
+        for one in self.launches:
+            try:
+                os.killpg(one.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            one.wait(10)
+
+
+def records(folder: Path) -> tuple[dict[int, list[int]], list[dict[str, Any]]]:
+    """Return the samples of each step, by the run that took it last, and what was written at the end."""
+    taken: dict[int, dict[str, list[list[int]]]] = {}
+    ends = []
+    for file in sorted(folder.glob("rank-*"), key=lambda one: one.stat().st_mtime):
+        size = file.name.split("-")[2]
+        for line in map(json.loads, file.read_text().splitlines()):
+            if isinstance(line, dict):
+                ends.append(line)
+            else:
+                taken.setdefault(line[0], {}).setdefault(size, []).append(line[1])
+    steps = {}
+    for step, runs in sorted(taken.items()):
+        of_ranks = list(runs.values())[-1]
+        steps[step] = [number for its in of_ranks for number in its]
+    return steps, ends
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("options", "tolerance"), [((), 1e-5), (("--use_fsdp",), 1e-4)], ids=["ddp", "fsdp2"]
+)
+def test_run_continues_on_4_2_and_3_machines(
+    tmp_path: Path, options: tuple[str, ...], tolerance: float
+) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    environment = clean_environment(
+        OMP_NUM_THREADS="1",
+        ACCELERATE_ELASTIC_POLICY="keep_global_batch",
+        ACCELERATE_ELASTIC_PROCESSES="4",
+    )
+    subprocess.run([sys.executable, WORKER, alone], env=environment, timeout=120, check=True)
+    steps, [whole] = records(alone)
+
+    folder = tmp_path / "elastic"
+    folder.mkdir()
+    for step in (2, 6, 13):
+        (folder / f"hold-{step}").touch()
+    machines = Machines(folder, free_port(), *options)
+    try:
+        for number in range(4):
+            machines.start(number)
+        wait_until(lambda: (folder / "size-4").exists(), 120, "4 machines start")
+        (folder / "hold-2").unlink()
+        wait_until(lambda: (folder / "step-6").exists(), 120, "4 machines take 6 steps")
+        machines.lose(3)
+        machines.lose(2)
+        (folder / "hold-6").unlink()
+        wait_until(lambda: (folder / "size-2").exists(), 120, "2 machines continue")
+        wait_until(lambda: (folder / "step-13").exists(), 120, "2 machines take 13 steps")
+        machines.start(2)
+        wait_until(lambda: (folder / "size-3").exists(), 120, "3 machines continue")
+        (folder / "hold-13").unlink()
+        living = [machines.launches[index] for index in (0, 1, 4)]
+        assert [one.wait(120) for one in living] == [0, 0, 0], machines.text()
+    finally:
+        machines.end()
+        print(machines.text())
+    its, ends = records(folder)
+    assert its.keys() == steps.keys()
+    assert [sorted(its[step]) for step in its] == [sorted(steps[step]) for step in steps]
+    assert len(ends) == 3
+    for end in ends:
+        assert end["weights"] == pytest.approx(whole["weights"], abs=tolerance)
+        assert (
+            "elastic: 3 of 4 processes, policy keep_global_batch; 4 accumulation" in end["explain"]
+        )
+
+
+def test_global_batch_must_be_divisible_by_the_processes(tmp_path: Path) -> None:
+    environment = clean_environment(
+        ACCELERATE_ELASTIC_POLICY="keep_global_batch", ACCELERATE_ELASTIC_PROCESSES="3"
+    )
+    code = "from accelerate_core import Accelerator; Accelerator(cpu=True, gradient_accumulation_steps=1)"
+    launch = [sys.executable, "-m", "accelerate_core", "launch", "--cpu", "--num_processes", "2"]
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [*launch, str(script)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert "has 3 micro-batches, which can't be divided among 2 processes. It can be on 1, 3." in (
+        done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--min_machines", "5", "--num_machines", "4"], "min_machines=5"),
+        (["--min_machines", "1", "--num_machines", "2"], "Add --rdzv_backend c10d"),
+    ],
+)
+def test_impossible_ranges_are_refused(options: list[str], words: str) -> None:
+    command = [sys.executable, "-m", "accelerate_core", "launch", "--cpu", "--num_processes", "4"]
+    command += ["--main_process_ip", "127.0.0.1", *options, str(WORKER), "x"]
+    done = subprocess.run(
+        command, env=clean_environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    assert words in done.stderr
