@@ -81,7 +81,7 @@ class Machines:
     num_machines: int = option(default=1, help="number of machines", ge=1)
     min_machines: int | None = option(
         default=None,
-        help="run with as few machines as this; the run restarts with the machines that are there",
+        help="run with as few machines as this; the run restarts when one leaves or joins",
         ge=1,
     )
     elastic_policy: Literal["keep_global_batch", "scale"] = option(

@@ -49,7 +49,7 @@ class TorchrunLauncher:
         return [*command, *flags[plan.target.kind], "--", plan.target.path, *plan.target.arguments]
 
     def launch_environment(self, plan: LaunchPlan) -> dict[str, str]:
-        """Return the full size of an elastic launch, which the processes compare with theirs."""
+        """Return the full size of an elastic launch, which the processes compare with their own."""
         if plan.min_machines is None:
             return {}
         return {
