@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 
-from accelerate_core import Accelerator, ProjectConfiguration, set_seed
+from accelerate_core import (
+    Accelerator,
+    DataLoaderConfiguration,
+    ProjectConfiguration,
+    set_seed,
+)
 
 FOLDER = Path(sys.argv[1])
 STEPS = 20
@@ -42,6 +47,8 @@ def main() -> None:
         cpu=True,
         gradient_accumulation_steps=ACCUMULATE,
         scheduler_steps="per_step",
+        # The same order, no matter how many processes begin.
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0),
         project_config=ProjectConfiguration(
             str(FOLDER), automatic_checkpoint_naming=True, total_limit=3
         ),
