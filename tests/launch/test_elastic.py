@@ -1,4 +1,4 @@
-"""An elastic launch continues with the machines that are there, and computes the same."""
+"""An elastic launch continues with the machines that are left, and computes the same."""
 
 from __future__ import annotations
 
