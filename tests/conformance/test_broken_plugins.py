@@ -292,7 +292,8 @@ for name in HOOKS:
                 if name == "reduce_gradients":  # prepare calls it on several ranks only
                     (found,) = accelerator._shared_hooks.implementations(name)
                     accelerator._shared_hooks.call(found, model=model)
-                if name == "on_membership_change":  # an elastic backend causes it
+                # An elastic backend causes the first, and accumulation the second.
+                if name in ("on_membership_change", "on_first_micro_batch"):
                     accelerator._shared_hooks.call_each(name)
                 accelerator.backward(model(torch.ones(1, 1)).sum())
                 optimizer.step()
