@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,10 @@ def _tensors(path: Path) -> Iterator[tuple[str, tuple[int, ...], Part]]:
             found = file.get_slice(name)
             shape = tuple(found.get_shape())
             # A slice of a tensor without dimensions cannot be taken.
-            read: Part = (
-                (lambda _, name=name: file.get_tensor(name)) if not shape else found.__getitem__
-            )
+            read: Part = found.__getitem__ if shape else partial(_whole, file, name)
             yield name, shape, read
+
+
+def _whole(file: Any, name: str, ranges: tuple[slice, ...]) -> torch.Tensor:
+    found: torch.Tensor = file.get_tensor(name)
+    return found
