@@ -46,9 +46,12 @@ class Collective:
     p2p: bool = False
 
 
-def request_recording() -> None:
-    """Make torch record collectives, unless the environment says how many."""
-    os.environ.setdefault(SIZE_VARIABLE, _SIZE)
+def request_recording() -> Callable[[], object]:
+    """Make torch record collectives, unless the environment says how many. Return the undo function."""
+    if SIZE_VARIABLE in os.environ:
+        return lambda: None
+    os.environ[SIZE_VARIABLE] = _SIZE
+    return lambda: os.environ.pop(SIZE_VARIABLE, None)
 
 
 def is_recording() -> bool:

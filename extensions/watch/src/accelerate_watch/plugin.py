@@ -33,7 +33,8 @@ class Watch:
         if settings.hang_after != 0 or settings.straggler_factor:
             from accelerate_watch import flight_recorder
 
-            flight_recorder.request_recording()  # before the process group starts
+            # Before the process group starts. The variable is removed at the end of the run.
+            self._ends.append(flight_recorder.request_recording())
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
@@ -81,7 +82,7 @@ class Watch:
             stragglers=Stragglers(factor, self._settings.straggler_interval) if factor else None,
         )
         restore = terminate.before_abort(lambda: watcher.report_and_wait(ABORTS))
-        self._ends = [watcher.stop, restore, _leaving(folder, rank)]
+        self._ends += [watcher.stop, restore, _leaving(folder, rank)]
         atexit.register(self._end)
         watcher.start()
         self._state = f"a report is printed after {hang_after:g} s in a collective"

@@ -17,6 +17,7 @@ from accelerate_core.plugin import (
     ConfigurationError,
     RuntimeConflictError,
     Sources,
+    find,
     installed,
     listing,
     read_config,
@@ -108,10 +109,20 @@ def _check_variables(ctx: CheckContext, cls: type[Any]) -> None:
     for schema in plugin_schemas(clean_environment()):
         home = homes.get((schema.kind, schema.name), "")
         taken = sorted(mine & {name for field in schema.fields for name in field.env})
-        assert home in ("", own) or not taken, (
+        shared = bool(taken) and _derives(ctx, schema.kind, schema.name)
+        assert home in ("", own) or not taken or shared, (
             f"the variable {taken[0]} sets a value of the {schema.kind} {schema.name!r} ({home}), too: "
             f"choose another prefix, @settings(env_prefix=...)"
         )
+
+
+def _derives(ctx: CheckContext, kind: str, name: str) -> bool:
+    """Return whether this plugin and another one share settings on purpose, because one is a subclass."""
+    own, other = (
+        find(*one, source="the suite").load() for one in ((ctx.kind, ctx.name), (kind, name))
+    )
+    both = isinstance(own, type) and isinstance(other, type)
+    return both and (issubclass(own, other) or issubclass(other, own))
 
 
 def _reaches_the_instance(ctx: CheckContext, field: SettingField, text: str, expected: Any) -> None:
