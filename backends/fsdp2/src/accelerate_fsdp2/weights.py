@@ -11,6 +11,7 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelerate_core.plugin import ParallelismConfig, PrepareError
 from accelerate_fsdp2.gradients import local
@@ -98,6 +99,10 @@ def broadcast_whole(model: nn.Module, group: dist.ProcessGroup | None = None) ->
 
 def _send(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     plain = tensor.detach()
+    if is_traceable_wrapper_subclass(plain):  # such as quantized weights
+        for name in plain.__tensor_flatten__()[0]:
+            _send(getattr(plain, name), group)
+        return
     whole = plain.contiguous()
     sent = whole.view(-1).view(torch.uint8) if whole.numel() else whole.view(-1)
     dist.broadcast(sent, group=group, group_src=0)

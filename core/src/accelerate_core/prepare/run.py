@@ -94,9 +94,10 @@ def _stages(prepared: Prepared, entry: Entry) -> torch.nn.Module:
     prepared.verify_placeable(entry.value)
     model = uncompiled(entry.value)
     places = getattr(model, "hf_device_map", {}).values()  # a device map has placed it
-    placed = len(places) > 1 or "disk" in places
-    sharded = any(hasattr(one, "device_mesh") for one in model.parameters())  # and on its device
-    if entry.on_device and not placed and not sharded and "device_placement" not in backend.owns:
+    # Weights that are sharded or quantized cannot be replaced, so a model that is there is not moved.
+    on = {one.device for one in (*model.parameters(), *model.buffers())}
+    placed = len(places) > 1 or "disk" in places or on == {prepared.process.device}
+    if entry.on_device and not placed and "device_placement" not in backend.owns:
         model = model.to(prepared.process.device)
     for stage in ("convert", "tensor_parallel", "activation_checkpointing"):
         model = prepared.shared_hooks.run_stage(stage, model)

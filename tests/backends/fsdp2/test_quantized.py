@@ -1,0 +1,43 @@
+"""Adapters on frozen quantized weights train on FSDP2 as on one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import clean_environment
+
+WORKER = Path(__file__).with_name("quantized_worker.py")
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+pytestmark = [pytest.mark.dist, pytest.mark.needs("torchao>=0.18")]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("kind", "share"), [("nf4", 0.55), ("int8", 1.0)])
+def test_adapters_equal_one_process_and_frozen_weights_do_not_change(
+    kind: str, share: float, tmp_path: Path
+) -> None:
+    """`share` is the largest part of the frozen weights that a rank may hold."""
+    results = []
+    for ranks, launch in ((1, []), (2, LAUNCH)):
+        out = tmp_path / f"{ranks}.json"
+        done = subprocess.run(
+            [sys.executable, *launch, str(WORKER), kind, str(out)],
+            env=clean_environment(OMP_NUM_THREADS="1"),
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        results.append(json.loads(out.read_text()))
+    one, two = results
+    assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
+    for ours, theirs in zip(two["adapters"], one["adapters"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+    assert one["unchanged"]
+    assert two["unchanged"]
+    assert two["bytes"] <= share * one["bytes"]
