@@ -94,7 +94,7 @@ def _stages(prepared: Prepared, entry: Entry) -> torch.nn.Module:
     prepared.verify_placeable(entry.value)
     model = uncompiled(entry.value)
     places = getattr(model, "hf_device_map", {}).values()  # a device map has placed it
-    # Weights that are sharded or quantized cannot be replaced, so a model that is there is not moved.
+    # torch cannot replace sharded or quantized weights. A model on its device does not have to move.
     on = {one.device for one in (*model.parameters(), *model.buffers())}
     placed = len(places) > 1 or "disk" in places or on == {prepared.process.device}
     if entry.on_device and not placed and "device_placement" not in backend.owns:
