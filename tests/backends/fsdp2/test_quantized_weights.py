@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support import clean_environment
 
-WORKER = Path(__file__).with_name("quantized_worker.py")
+WORKER = Path(__file__).with_name("quantized_weights_worker.py")
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 pytestmark = [pytest.mark.dist, pytest.mark.needs("torchao>=0.18")]
