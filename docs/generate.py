@@ -973,6 +973,9 @@ def _folders(
 
 def _options(plugin: Any, name: str) -> Iterator[tuple[str, str]]:
     """Yield the prefix of a plugin's options, options without it, and a precision's section."""
+    package = plugin.__module__.partition(".")[0]
+    if plugin.Settings and plugin.Settings.__module__.partition(".")[0] != package:
+        return  # inherited from the plugin of another package, which has these options
     prefix = getattr(plugin.Settings, "__yaml_prefix__", "") or f"{name}_"
     yield "PREFIXES", prefix
     if issubclass(plugin, Precision):  # a backend declares its section as a trigger

@@ -165,7 +165,10 @@ def test_help_lists_each_option_once_and_no_fsdp1_options(tmp_path: Path) -> Non
         (["--fp8_format", "HYBRID"], "Add --mixed_precision fp8, or leave the option out"),
         (["--mixed_precision", "fp8", "--fp8_backend", "tee"], "Did you mean 'TE'?"),
         (["--mixed_precision", "fp8", "--fp8_opt_lvl", "O1"], "Did you mean '--fp8_opt_level'?"),
-        (["--tpu_nam", "a"], "The plugin 'xla' has none. Did you mean '--tpu_name'?"),
+        (
+            ["--tpu_nam", "a"],
+            "The plugin 'xla' has no option --tpu_nam. Did you mean '--tpu_name'?",
+        ),
         (["--aws_access_key_id", "k"], "Don't pass credentials on a command line"),
     ],
 )

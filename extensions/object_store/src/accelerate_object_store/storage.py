@@ -38,6 +38,9 @@ def is_url(target: Any) -> bool:
 class StoreError(CheckpointError):
     """A request to an object store failed. Its text contains no credentials.
 
+    Cause: the store refused the request or did not answer; the message quotes it.
+    Fix: check the URL, the credentials and the network that the message names.
+
     Attributes:
         transient: whether another attempt may succeed.
     """

@@ -72,7 +72,11 @@ class GoodputKwargs(KwargsHandler):
 
 
 class Goodput:
-    """Provides `accelerator.goodput` if `kwargs_handlers` contains a `GoodputKwargs`."""
+    """Provides `accelerator.goodput` if `kwargs_handlers` contains a `GoodputKwargs`.
+
+    Args:
+        settings: what is reported, and how often.
+    """
 
     name = "goodput"
     api_version = (1, 0)

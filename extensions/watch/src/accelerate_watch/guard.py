@@ -38,7 +38,11 @@ _ROLLBACKS = 3
 
 
 class GuardError(AccelerateError, RuntimeError):
-    """A guard stopped the run."""
+    """A guard stopped the run.
+
+    Cause: losses or gradient norms were not finite, or spiked; the message lists the steps.
+    Fix: look at the batches that it names, or load an earlier checkpoint with a lower learning rate.
+    """
 
 
 @settings(env_prefix="ACCELERATE_GUARD_", section="guard_config")
@@ -72,7 +76,11 @@ class GuardKwargs(KwargsHandler):
 
 
 class Guard:
-    """Provides `accelerator.guard` if `kwargs_handlers` contains a `GuardKwargs`."""
+    """Provides `accelerator.guard` if `kwargs_handlers` contains a `GuardKwargs`.
+
+    Args:
+        settings: the limits of the guard, and what happens when a step exceeds them.
+    """
 
     name = "guard"
     api_version = (1, 0)
@@ -121,6 +129,9 @@ class StepGuard:
     All ranks get the same answer. The norm that `clip_grad_norm_` returns is the same on every rank, so it
     needs no collective; a NaN on one rank makes it NaN on all of them. A loss is averaged over the ranks,
     with one collective per step. Both values are read from the device at once.
+
+    Args:
+        settings: the limits of the guard, and what happens when a step exceeds them.
     """
 
     accelerator: AcceleratorView

@@ -20,6 +20,9 @@ class Watch:
 
     Nothing is added to a training step: a thread on each rank reads torch's flight recorder and the
     counters of the training loop.
+
+    Args:
+        settings: when a rank counts as stuck or slow.
     """
 
     name = "watch"
