@@ -331,6 +331,13 @@ def test_all_chooses_usable_trackers_and_warns_about_the_others(
     assert len(texts) == 2
 
 
+def test_tracker_that_writes_files_refuses_a_url() -> None:
+    with pytest.raises(ConfigurationError, match="logging_dir is 's3://bucket/run'"):
+        choose("needs_directory", "s3://bucket/run")
+    _, texts = choose("all", "s3://bucket/run")
+    assert "'needs_directory': it writes to a local directory" in "".join(texts)
+
+
 def test_all_can_be_combined_with_instances_and_names() -> None:
     mine = Everything()
     names, _ = choose(["all", mine])

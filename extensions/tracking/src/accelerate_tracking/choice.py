@@ -179,11 +179,24 @@ def _check_usable(
     lacking = GeneralTracker.unusable.__func__(tracker, os.environ)  # type: ignore[attr-defined]
     if lacking:
         raise MissingPluginError(f"The tracker {name_of(tracker)!r} cannot run: {lacking}.")
-    if tracker.requires_logging_directory is True and logging_dir is None:
+    if problem := _directory_problem(tracker, logging_dir):
         raise ConfigurationError(
-            f"The tracker {name_of(tracker)!r} needs a directory to write to. Pass "
+            f"The tracker {name_of(tracker)!r} cannot run: {problem}. Pass a local directory as "
             "Accelerator(project_dir=...) or ProjectConfiguration(logging_dir=...)."
         )
+
+
+def _directory_problem(
+    tracker: type[GeneralTracker], logging_dir: str | os.PathLike[str] | None
+) -> str | None:
+    """Return why a tracker that writes to a directory has none, or None."""
+    if tracker.requires_logging_directory is not True:
+        return None
+    if logging_dir is None:
+        return "it needs a directory to write to, but no logging_dir is set"
+    if "://" in os.fspath(logging_dir):
+        return f"it writes to a local directory, but logging_dir is {os.fspath(logging_dir)!r}"
+    return None
 
 
 def _add_all(
@@ -195,10 +208,7 @@ def _add_all(
             continue
         try:
             tracker = tracker_class(name)
-            if tracker.requires_logging_directory is True and logging_dir is None:
-                why: str | None = "it needs a directory to write to, but no logging_dir is set"
-            else:
-                why = tracker.unusable(os.environ)
+            why = _directory_problem(tracker, logging_dir) or tracker.unusable(os.environ)
         except RAISED as error:
             why = f"{type(error).__name__}: {error}"
         if why is None:
