@@ -32,6 +32,7 @@ EXAMPLES = {
 THEIRS = {"backend": {"level", *EXAMPLES}, "precision": {"grid"}, "tracker": {"diary"}}
 OURS = {kind: {one.name for one in installed().of_kind(kind)} for kind in THEIRS}
 OURS["backend"].discard("xla")  # of another torch
+OURS["backend"] -= {"torchft", "torchft_fsdp2"}  # need a lighthouse; tests/backends/torchft
 if find_spec("deepspeed") is None:
     OURS["backend"].discard("deepspeed")
 #: Precisions that need one word each.

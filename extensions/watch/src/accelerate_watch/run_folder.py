@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import os
@@ -33,10 +34,11 @@ def create(rank: int) -> Path:
 
 def leave(folder: Path, rank: int) -> None:
     """Remove this rank's files, and the folder when no rank's are left."""
-    for file in folder.glob(f"rank{rank}.*"):
-        file.unlink(missing_ok=True)
-    if not any(folder.glob("rank*.json")):
-        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):  # another rank was the last one
+        for file in folder.glob(f"rank{rank}.*"):
+            file.unlink(missing_ok=True)
+        if not any(folder.glob("rank*.json")):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def running() -> dict[int, list[dict[str, Any]]]:

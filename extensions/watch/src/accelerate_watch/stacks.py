@@ -15,8 +15,11 @@ from types import FrameType
 
 import psutil
 
-#: Makes a rank write its stacks. accelerate-launch registers it for the ranks of its agent.
-_DUMP_SIGNAL: signal.Signals | None = getattr(signal, "SIGVTALRM", None)
+#: Makes a rank of accelerate-launch's agent write its stacks to a file with this suffix.
+_AGENTS_SIGNAL: signal.Signals | None = getattr(signal, "SIGVTALRM", None)
+_AGENTS_SUFFIX = ".where"
+#: Makes other ranks write them. No library is known to use this signal.
+_OWN_SIGNAL: int | None = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 #: Requests a report.
 _REPORT_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR2", None)
 
@@ -78,12 +81,12 @@ def register(folder: Path, rank: int) -> tuple[str, Path]:
     Returns:
         The file for the stacks, "" if none, and the file that grows when a report is requested.
     """
-    stacks = f"{os.environ.get('TORCHELASTIC_ERROR_FILE', '')}.where"
+    stacks = f"{os.environ.get('TORCHELASTIC_ERROR_FILE', '')}{_AGENTS_SUFFIX}"
     if not os.path.exists(stacks):
         stacks = ""
-        if _DUMP_SIGNAL is not None:
+        if _OWN_SIGNAL is not None:
             stacks = str(folder / f"rank{rank}.stacks")
-            faulthandler.register(_DUMP_SIGNAL, open(stacks, "w"))  # noqa: SIM115
+            faulthandler.register(_OWN_SIGNAL, open(stacks, "w"))  # noqa: SIM115
     requests = folder / f"rank{rank}.requests"
     if _REPORT_SIGNAL is not None and signal.getsignal(_REPORT_SIGNAL) == signal.SIG_DFL:
         # A handler in Python would only run once the main thread returns from C.
@@ -123,11 +126,12 @@ def describe_silent(pid: int, file: str) -> tuple[str, list[str]]:
 
 
 def _stack_by_signal(pid: int, file: str) -> list[str]:
-    assert _DUMP_SIGNAL is not None
+    number = _AGENTS_SIGNAL if file.endswith(_AGENTS_SUFFIX) else _OWN_SIGNAL
+    assert number is not None
     path = Path(file)
     try:
         start = size = path.stat().st_size
-        os.kill(pid, _DUMP_SIGNAL)
+        os.kill(pid, number)
     except OSError:
         return []
     until = time.monotonic() + _DUMP

@@ -150,6 +150,9 @@ class Lives:
             said = self._printed.getvalue()
             self.ctx.equal(said, "", "its output to stdout (option: prints)")
         left = still_held(self._held[self.measure - 1], self.whose)
+        until = time.monotonic() + _GRACE  # another rank may still be removing what they share
+        while self._left_files() and time.monotonic() < until:
+            time.sleep(0.05)
         left += [f"file {path}" for path in self._left_files()]
         assert not left, f"left behind by an Accelerator that has ended: {', '.join(left)}"
 
