@@ -41,7 +41,7 @@ def metadata(folder: Path, name: str, **direct_url: object) -> None:
         (info / "direct_url.json").write_text(json.dumps(direct_url))
 
 
-STANDARD = ("ddp", "launch", "checkpoint", "tracking", "compile", "dispatch")
+STANDARD = ("ddp", "launch", "checkpoint", "tracking", "compile", "dispatch", "watch")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ MEMBERS = [
 ]
 
 #: The distributions in `accelerate-core[standard]`.
-SMALL = ("core", "ddp", "launch", "checkpoint", "tracking", "compile", "dispatch")
+SMALL = ("core", "ddp", "launch", "checkpoint", "tracking", "compile", "dispatch", "watch")
 
 SCRIPT = """
 import torch

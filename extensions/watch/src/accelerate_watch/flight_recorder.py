@@ -54,6 +54,12 @@ def request_recording() -> Callable[[], object]:
     return lambda: os.environ.pop(SIZE_VARIABLE, None)
 
 
+def start_recording() -> None:
+    """Let torch read the variable, so that it can be removed."""
+    for dump in _dumps():
+        dump()
+
+
 def is_recording() -> bool:
     """Return whether this version of torch records collectives and the environment allows it."""
     return bool(_dumps()) and os.environ.get(SIZE_VARIABLE) != "0"

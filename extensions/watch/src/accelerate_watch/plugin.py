@@ -61,6 +61,9 @@ class Watch:
             return
         hang_after = self._hang_after(accelerator)
         recording = flight_recorder.is_recording()
+        flight_recorder.start_recording()
+        while self._ends:  # the variable is not needed any more
+            self._ends.pop()()
         if not recording:
             hang_after = 0.0
         prefixed: Any = dist.PrefixStore("watch", dist.distributed_c10d._get_default_store())
