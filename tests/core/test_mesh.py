@@ -6,6 +6,7 @@ import pytest
 
 from accelerate_core import Accelerator, Backend, ParallelismConfig
 from accelerate_core.errors import ConfigurationError
+from accelerate_core.utils import TorchTensorParallelPlugin
 
 
 class Meshed(Backend):
@@ -52,6 +53,8 @@ def test_errors_name_the_source_of_the_sizes(monkeypatch, tmp_path):
     assert "from constructor argument parallelism_config" in sizes(
         parallelism_config=ParallelismConfig(tp_size=2)
     )
+    with pytest.warns(FutureWarning, match="torch_tp_plugin"):
+        assert "needs tp 4 = 4" in sizes(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=4))
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "3")
     with Accelerator(cpu=True, backend=Meshed) as accelerator:
         assert accelerator.parallelism_config.tp_size == 1, (

@@ -15,6 +15,9 @@ from accelerate_core.config.handlers import InitProcessGroupKwargs as InitProces
 from accelerate_core.config.handlers import ProjectConfiguration as ProjectConfiguration
 from accelerate_core.config.handlers import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate_core.config.parallelism import ParallelismConfig as ParallelismConfig
+from accelerate_core.config.parallelism import (
+    TorchTensorParallelPlugin as TorchTensorParallelPlugin,
+)
 from accelerate_core.config.schema import BackendSettings as BackendSettings
 from accelerate_core.config.schema import KwargsHandler as KwargsHandler
 from accelerate_core.config.schema import option as option

@@ -1,4 +1,4 @@
-"""Check and convert the arguments of `Accelerator` that belong to the core."""
+"""Check and convert the arguments of `Accelerator` that belong to the core, including older names."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ from accelerate_core.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accelerate_core.config.parallelism import ParallelismConfig
+from accelerate_core.config.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from accelerate_core.config.provenance import SourcedValue
 from accelerate_core.config.schema import KwargsHandler
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
 from accelerate_core.plugins.discovery import PluginRecord, installed
 from accelerate_core.plugins.selection import Selection, plugin_arguments
+
+#: Arguments of older versions, which are not in the signature. Using one logs a warning.
+OLDER = ("fp16", "torch_tp_plugin", "even_batches", "dispatch_batches")
+
+_OF_LOADERS = ("split_batches", "even_batches", "dispatch_batches")
 
 _CORE_HANDLERS = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs)
 
@@ -38,28 +43,37 @@ _TYPES: dict[str, Any] = {
     "gradient_accumulation_plugin": GradientAccumulationPlugin,
     "dynamo_plugin": TorchDynamoPlugin,
     "parallelism_config": ParallelismConfig,
+    "torch_tp_plugin": TorchTensorParallelPlugin,
 }
 
 _IN_WORDS: dict[Any, str] = {bool: "True or False", _PATH: "a path"}
 
 
 def prepare_arguments(given: dict[str, Any]) -> None:
-    """Check the types of arguments, and replace a deprecated one by its current form, in place.
+    """Check the types of arguments, and replace older names by current ones, in place.
 
     Raises:
         ConfigurationError: a value has the wrong type.
     """
     for name, kind in _TYPES.items():
         expect(name, given[name], kind)
-    split = given["split_batches"]
-    if split is None:
-        return
-    if given["dataloader_config"] is not None:
-        raise ConfigurationError("Set split_batches in dataloader_config, not in Accelerator.")
+    if given["fp16"] is not None:
+        asked = "fp16" if given["fp16"] else "no"
+        _warn_older("fp16", f"mixed_precision={asked!r}")
+        given["mixed_precision"] = given["mixed_precision"] or asked
+    for name in _OF_LOADERS:
+        if given[name] is not None:
+            _warn_older(name, f"dataloader_config=DataLoaderConfiguration({name}={given[name]!r})")
+    if (older := given["torch_tp_plugin"]) is not None:
+        size = f"ParallelismConfig(tp_size={older.tp_size})"
+        _warn_older("torch_tp_plugin", f"parallelism_config={size}")
+        if given["parallelism_config"] is None:
+            given["parallelism_config"] = ParallelismConfig(tp_size=older.tp_size)
+
+
+def _warn_older(name: str, now: str) -> None:
     # Python shows this warning once per line of the script.
-    now = f"dataloader_config=DataLoaderConfiguration(split_batches={split!r})"
-    warn(f"Accelerator(split_batches=...) is deprecated; use {now}.", FutureWarning)
-    given["dataloader_config"] = DataLoaderConfiguration(split_batches=split)
+    warn(f"Accelerator({name}=...) is deprecated; use {now}.", FutureWarning)
 
 
 def expect(name: str, value: Any, kind: Any) -> None:
@@ -144,6 +158,18 @@ def accumulation(
     said = "constructor argument gradient_accumulation_plugin"
     values["gradient_accumulation_steps"] = SourcedValue(plugin.num_steps, said)
     return plugin
+
+
+def dataloader(given: Mapping[str, Any]) -> DataLoaderConfiguration:
+    """Return how data is divided between ranks, from the config object or the older arguments."""
+    older = {name: given[name] for name in _OF_LOADERS if given[name] is not None}
+    if older and given["dataloader_config"] is not None:
+        are, them = ("is", "it") if len(older) == 1 else ("are", "them")
+        raise ConfigurationError(
+            f"{listing(older)} {are} set in Accelerator, which also received a dataloader_config. "
+            f"Set {them} only in dataloader_config."
+        )
+    return given["dataloader_config"] or DataLoaderConfiguration(**older)
 
 
 def project(given: Mapping[str, Any]) -> ProjectConfiguration:

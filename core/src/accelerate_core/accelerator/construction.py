@@ -25,7 +25,6 @@ from accelerate_core.config import lookup
 from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.config.handlers import (
     AutocastKwargs,
-    DataLoaderConfiguration,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -175,17 +174,18 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
 
     Args:
         own: the arguments in the signature of `Accelerator`.
-        more: other keyword arguments, which belong to plugins.
+        more: other keyword arguments, which belong to plugins or are older names.
 
     Raises:
         UnknownArgumentError: neither the core nor an installed plugin has this argument.
         ConfigurationError: a value is invalid, or two values contradict each other.
         MissingPluginError: a requested plugin is not installed; the message has the pip command.
     """
-    given = {**own, **more}
+    core = {**dict.fromkeys(arguments.OLDER), **own}
+    given = {**core, **more}
     mistakes = Mistakes()
     with mistakes:
-        check_arguments(more, own)
+        check_arguments(more, core)
     with mistakes:
         arguments.prepare_arguments(given)
     environ = dict(os.environ)
@@ -241,7 +241,9 @@ def resolve(own: Mapping[str, Any], more: Mapping[str, Any], topology: Topology)
     dynamo = lookup.resolve_compiler(given, sources)
     if dynamo.enabled:  # fails if the extension is disabled
         find("extension", "torch_compile", source=f"the compiler {dynamo.backend!r}")
-    arguments.check_owners(more, selection, set(factory.settings))
+    arguments.check_owners(
+        {k: v for k, v in more.items() if k not in core}, selection, set(factory.settings)
+    )
     active = [plugin for _, plugin, _ in plugins.plugins]
     arguments.refuse_unclaimed(handlers, active)
     refuse_unasked({one.label for one, _, _ in plugins.plugins}, sources)
@@ -284,7 +286,7 @@ def _options(
     if autocast is not None and autocast.upcast_outputs is not None:
         upcast = autocast.upcast_outputs
     return PrepareOptions(
-        dataloader_config=given["dataloader_config"] or DataLoaderConfiguration(),
+        dataloader_config=arguments.dataloader(given),
         rng_types=check_rng_types(given["rng_types"]),
         device_placement=given["device_placement"],
         step_scheduler_with_optimizer=given["step_scheduler_with_optimizer"],

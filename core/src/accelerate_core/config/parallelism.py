@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@settings
+class TorchTensorParallelPlugin(KwargsHandler):
+    """Deprecated: use `ParallelismConfig(tp_size=...)`."""
+
+    tp_size: int = option(default=1, help="ranks that compute one layer together", ge=1)
+    torch_device_mesh: Any = option(default=None, help="ignored: the sizes define the mesh")
+
+
 #: Combinations of dimensions that have a joint name.
 JOINT: dict[str, tuple[str, ...]] = {
     "dp": ("dp_replicate", "dp_shard"),

@@ -55,7 +55,6 @@ from accelerate_big_model.tensors import named_module_tensors as named_module_te
 from accelerate_big_model.tensors import retie_parameters as retie_parameters
 from accelerate_big_model.tensors import set_module_tensor_to_device as set_module_tensor_to_device
 from accelerate_checkpoint.stateful_loader import as_stateful_loader as as_stateful_loader
-from accelerate_checkpoint.stream_position import resume_stream as resume_stream
 from accelerate_checkpoint.weights import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accelerate_checkpoint.weights import convert_file_size_to_int as convert_file_size_to_int
 from accelerate_checkpoint.weights import id_tensor_storage as id_tensor_storage
@@ -149,7 +148,6 @@ from accelerate_drop_in.models import get_model_tp_size as get_model_tp_size
 from accelerate_drop_in.models import has_4bit_bnb_layers as has_4bit_bnb_layers
 from accelerate_drop_in.models import has_compiled_regions as has_compiled_regions
 from accelerate_drop_in.models import is_peft_model as is_peft_model
-from accelerate_drop_in.older_arguments import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accelerate_drop_in.other import check_os_kernel as check_os_kernel
 from accelerate_drop_in.other import convert_bytes as convert_bytes
 from accelerate_drop_in.other import get_module_children_bottom_up as get_module_children_bottom_up

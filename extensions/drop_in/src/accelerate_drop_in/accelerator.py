@@ -26,7 +26,6 @@ from accelerate_drop_in import assignment, private  # noqa: F401  (adds what cli
 from accelerate_drop_in.data_loader import shown
 from accelerate_drop_in.fp8 import FP8BackendType
 from accelerate_drop_in.models import without_containers
-from accelerate_drop_in.older_arguments import replace_older
 
 
 class _DrawnOnDemand(IndexIterator):
@@ -79,15 +78,15 @@ def _refuse_offloaded(model: Any) -> None:
             )
 
 
-#: The arguments that Accelerate accepts by position.
+#: Arguments that only Accelerate accepts by position, after the first six, which the core accepts too.
 _BY_POSITION = (
-    *("device_placement", "split_batches", "mixed_precision", "gradient_accumulation_steps", "cpu"),
-    "dataloader_config",
     *("deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "rng_types"),
     *("log_with", "project_dir", "project_config", "gradient_accumulation_plugin"),
     *("step_scheduler_with_optimizer", "kwargs_handlers", "dynamo_backend", "dynamo_plugin"),
     *("deepspeed_plugins", "parallelism_config"),
 )
+_FIRST = 6
+
 
 #: The Accelerators of this process that were pickled or copied, by key.
 _pickled: WeakValueDictionary[str, Accelerator] = WeakValueDictionary()
@@ -110,15 +109,23 @@ def _same(key: str) -> Accelerator:
     return found
 
 
-def _drop_split_batches(given: dict[str, Any]) -> None:
+#: The position of the argument `split_batches`.
+_SPLIT_BATCHES = 1
+
+
+def _without_split_batches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Remove `split_batches` from the arguments, because Accelerate accepts it but ignores it."""
-    asked = given.pop("split_batches", None)
+    asked = kwargs.pop("split_batches", None)
+    if len(args) > _SPLIT_BATCHES:
+        asked = args[_SPLIT_BATCHES]
+        args = (*args[:_SPLIT_BATCHES], None, *args[_SPLIT_BATCHES + 1 :])
     if asked:
         warn(
             f"Accelerator(split_batches={asked!r}) has no effect, as in Accelerate 1.15: each process "
             "uses the batch size of the loader. To divide it among the processes, pass "
             "dataloader_config=DataLoaderConfiguration(split_batches=True).",
         )
+    return args
 
 
 class Accelerator(accelerator.Accelerator):
@@ -134,20 +141,11 @@ class Accelerator(accelerator.Accelerator):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        by_position = dict(zip(_BY_POSITION, args, strict=False))
-        twice = kwargs.keys() & by_position.keys()
-        if twice or len(args) > len(_BY_POSITION):
-            raise TypeError(
-                f"Accelerator() got {len(args)} positional arguments, of which it also got by name: "
-                f"{listing(sorted(twice))}. At most {len(_BY_POSITION)} can be given by position."
-            )
-        kwargs |= by_position
+        kwargs |= dict(zip(_BY_POSITION, args[_FIRST:], strict=False))
         if kwargs.get("log_with") is not None:
             from accelerate_drop_in import tracking  # noqa: F401  (registers its classes)
 
-        _drop_split_batches(kwargs)
-        replace_older(kwargs)
-        super().__init__(**kwargs)
+        super().__init__(*_without_split_batches(args[:_FIRST], kwargs), **kwargs)
         vars(self)["_is_made"] = True
         self.dataloader_config = self.dataloader_config  # apply Accelerate's defaults
         for handler in self._setup.handlers.values():
