@@ -12,13 +12,11 @@ import pytest
 from support import clean_environment
 
 from accelerate_core.contract.topology import (
-    Topology,
-    check_address,
     check_launched,
     read_topology,
 )
 from accelerate_core.errors import ConfigurationError
-from accelerate_launch.cluster import slurm_task_ranks
+from accelerate_launch.cluster import mpi_ranks, pmix_ranks, slurm_task_ranks
 from accelerate_launch.slurm import port_of_run
 
 JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2"}
@@ -110,12 +108,14 @@ ALONE = {
 def test_single_process_or_process_with_ranks_is_left_alone(variables: dict[str, str]) -> None:
     if "RANK" not in variables:
         assert slurm_task_ranks(variables) == {}
+    if "PMIX_RANK" in variables:
+        assert pmix_ranks(variables) == {}
     check_launched(read_topology(variables), variables)
 
 
 def test_pmix_rank_without_launcher_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"PMIX_RANK=2\), but RANK and WORLD_SIZE"):
-        check_launched(Topology(), {"PMIX_RANK": "2"})
+        pmix_ranks({"PMIX_RANK": "2"})
 
 
 def test_mpi_ranks_on_several_machines_need_an_address() -> None:
@@ -128,8 +128,8 @@ def test_mpi_ranks_on_several_machines_need_an_address() -> None:
     topology = read_topology(variables)
     check_launched(topology, variables)
     with pytest.raises(ConfigurationError, match="MASTER_ADDR does not say on which one rank 0 is"):
-        check_address(topology, variables)
-    check_address(topology, {**variables, "MASTER_ADDR": "node1"})
+        mpi_ranks(variables)
+    assert mpi_ranks({**variables, "MASTER_ADDR": "node1"}) == {}
 
 
 #: mpirun inside a SLURM job starts its ranks with srun. Only its own rank variables are right then.

@@ -35,6 +35,7 @@ NOT_RUN = {
     "it needs several machines": {
         "how_to/cloud_machines.md",
         "how_to/mpi.md",
+        "how_to/survive_failures.md",
         "tutorials/eight_gpus.md",
     },
     "it needs an MPI": {"how_to/mpi.md"},

@@ -235,7 +235,7 @@ def test_dry_run_starts_nothing(script: Path) -> None:
 def test_explain_shows_the_source_of_values(script: Path) -> None:
     env = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
     done = run_cli("launch", "--cpu", "--explain", script, env=env)
-    assert "environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in done.stderr
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in done.stderr
     assert "command line --cpu" in done.stderr
     assert len(shown(done.stdout)) == 1
 

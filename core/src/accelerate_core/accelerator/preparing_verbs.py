@@ -158,10 +158,9 @@ class PreparedVerbs:
             slice_fn_for_dispatch: `(batch, slice, process_index, num_processes) -> part`. Loaders created
                 by plugins don't support it.
         """
-        prepared = self._prepared
-        made = prepared.prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        prepared.shared_hooks.call_each("on_prepared", given=[data_loader], prepared=[made])
-        return made
+        return self._prepared.prepare_data_loader(
+            data_loader, device_placement, slice_fn_for_dispatch
+        )
 
     def wrap_optimizer(self, optimizer: Any) -> AcceleratedOptimizer:
         """Return an optimizer that follows the accumulation cycle."""

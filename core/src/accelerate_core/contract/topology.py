@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -79,48 +77,22 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
 
 
 def check_launched(topology: Topology, environ: Mapping[str, str]) -> None:
-    """Refuse to train alone in one of several processes that a scheduler started.
+    """Refuse to train alone in one of several tasks that SLURM started, if no plugin read their ranks.
 
-    Without ranks, every process would train a separate model. If that is intended, set
-    `RANK=0 WORLD_SIZE=1`.
+    Without ranks, every task would train a separate model. If that is intended, set `RANK=0 WORLD_SIZE=1`.
 
     Raises:
-        ConfigurationError: says how to start the processes as ranks.
+        ConfigurationError: says what to install.
     """
-    if topology.num_processes > 1 or {"RANK", "WORLD_SIZE"} <= environ.keys():
-        return
-    tasks, pmix_rank = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("PMIX_RANK", "")
-    if tasks.isdigit() and int(tasks) > 1:
-        who = f"one of {tasks} tasks of a SLURM step"
-        how = "Install accelerate-launch, which reads their ranks from SLURM."
-    elif pmix_rank.isdigit() and int(pmix_rank) > 0:  # PMIx does not say how many there are
-        who = f"one of several processes (PMIX_RANK={pmix_rank})"
-        script = sys.argv if sys.argv and sys.argv[0].endswith(".py") else ["SCRIPT.py"]
-        command = f"mpirun -n NUMBER accelerate-core launch {shlex.join(script)}"
-        how = f"Start them with the launcher, which sets the ranks:\n    {command}\n"
-    else:
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
+    launched = topology.num_processes > 1 or {"RANK", "WORLD_SIZE"} <= environ.keys()
+    if launched or not tasks.isdigit() or int(tasks) <= 1:
         return
     raise ConfigurationError(
-        f"This process is {who}, but RANK and WORLD_SIZE are not set, so each of them would train "
-        f"a separate model as rank 0 of 1. {how} If each of them should train alone, set RANK=0 and "
-        "WORLD_SIZE=1."
+        f"This process is one of {tasks} tasks of a SLURM step, but RANK and WORLD_SIZE are not set, so "
+        "each of them would train a separate model as rank 0 of 1. Install accelerate-launch, which reads "
+        "their ranks from SLURM. If each of them should train alone, set RANK=0 and WORLD_SIZE=1."
     )
-
-
-def check_address(topology: Topology, environ: Mapping[str, str]) -> None:
-    """Refuse to start MPI ranks on several machines without the address of rank 0.
-
-    Raises:
-        ConfigurationError: MASTER_ADDR is not set, so each machine would look for rank 0 on itself.
-    """
-    if "MASTER_ADDR" in environ or "RANK" in environ:
-        return
-    if topology.local_num_processes < topology.num_processes:
-        raise ConfigurationError(
-            f"The {topology.num_processes} ranks ({topology.source}) are on several machines, but "
-            "MASTER_ADDR does not say on which one rank 0 is. Set MASTER_ADDR to its host name for "
-            "all ranks, or start the script with the launcher: accelerate-core launch."
-        )
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -25,7 +25,6 @@ from accelerate_core import failures
 from accelerate_core.contract.topology import (
     Process,
     Topology,
-    check_address,
     check_launched,
     read_topology,
 )
@@ -304,7 +303,6 @@ def _store(process: Process) -> Any:
     """
     from torch.distributed import PrefixStore, TCPStore
 
-    check_address(process, os.environ)
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     # A single process can use any free port, because several may run on the same machine.
     usual = "0" if process.num_processes == 1 else "29500"

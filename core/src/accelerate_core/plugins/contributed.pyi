@@ -55,6 +55,7 @@ from accelerate_big_model.tensors import named_module_tensors as named_module_te
 from accelerate_big_model.tensors import retie_parameters as retie_parameters
 from accelerate_big_model.tensors import set_module_tensor_to_device as set_module_tensor_to_device
 from accelerate_checkpoint.stateful_loader import as_stateful_loader as as_stateful_loader
+from accelerate_checkpoint.stream_position import resume_stream as resume_stream
 from accelerate_checkpoint.weights import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accelerate_checkpoint.weights import convert_file_size_to_int as convert_file_size_to_int
 from accelerate_checkpoint.weights import id_tensor_storage as id_tensor_storage

@@ -171,7 +171,13 @@ class Prepared:
         context = partial(self.hooks.holding().autocast, model, handler)
         wrap_forward(model, context, self.options.upcast_outputs)
 
-    def prepare_data_loader(
+    def prepare_data_loader(self, data_loader: Any, *options: Any) -> Any:
+        """Prepare one loader that the user passed by itself."""
+        made = self.wrap_loader(data_loader, *options)
+        self.shared_hooks.call_each("on_prepared", given=[data_loader], prepared=[made])
+        return made
+
+    def wrap_loader(
         self,
         data_loader: Any,
         device_placement: bool | None = None,

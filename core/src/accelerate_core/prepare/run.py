@@ -55,7 +55,7 @@ def prepare(
     if backend.compile_at == "after":
         plan.each("model", lambda model, _: prepared.shared_hooks.run_stage("compile", model))
     _wrap_steps(prepared, plan)
-    prepare_loader = prepared.prepare_data_loader
+    prepare_loader = prepared.wrap_loader
     plan.each("loader", lambda loader, entry: prepare_loader(loader, entry.on_device))
     for entry in plan.entries:
         if not entry.done and entry.kind != "other":

@@ -28,7 +28,7 @@ _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 
 def refuse_url(target: str | os.PathLike[str] | None) -> None:
     """Raise an error for a URL, which names the plugin that keeps checkpoints there."""
-    text = "" if target is None else os.fspath(target)
+    text = os.fspath(target) if isinstance(target, str | os.PathLike) else ""
     if not _URL.match(text):
         return
     find("checkpointer", "object_store", source=text)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -54,6 +56,49 @@ def slurm_task_ranks(environ: Mapping[str, str]) -> Mapping[str, str]:
     """
     alone = slurm.tasks_of_step(environ) == 1
     return {} if alone or _flavour(environ) is not None else _slurm_rank(environ).ranks
+
+
+def mpi_ranks(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Refuse to start MPI ranks on several machines without the address of rank 0.
+
+    The core reads the ranks themselves.
+
+    Raises:
+        ConfigurationError: MASTER_ADDR is not set, so each machine would look for rank 0 on itself.
+    """
+    flavour = _flavour(environ)
+    if flavour is None or "MASTER_ADDR" in environ:
+        return {}
+    _, size_name, _, local_size_name = flavour.ranks
+    size, local_size = environ.get(size_name, ""), environ.get(local_size_name, "")
+    if size.isdigit() and local_size.isdigit() and int(local_size) < int(size):
+        raise ConfigurationError(
+            f"The {size} ranks of {flavour.name} are on several machines, but MASTER_ADDR does not say on "
+            "which one rank 0 is. Set MASTER_ADDR to its host name for all ranks, or start the script with "
+            "the launcher: accelerate-core launch."
+        )
+    return {}
+
+
+def pmix_ranks(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Refuse to train alone in one of several processes that PMIx started.
+
+    PMIx has no variable for the number of processes, so they can't be ranks.
+
+    Raises:
+        ConfigurationError: contains the command that starts the processes as ranks.
+    """
+    rank = environ["PMIX_RANK"]
+    known = _flavour(environ) is not None or slurm.tasks_of_step(environ) > 1
+    if known or not rank.isdigit() or int(rank) == 0:
+        return {}
+    script = sys.argv if sys.argv and sys.argv[0].endswith(".py") else ["SCRIPT.py"]
+    raise ConfigurationError(
+        f"This process is one of several (PMIX_RANK={rank}), but RANK and WORLD_SIZE are not set, so each "
+        "of them would train a separate model as rank 0 of 1. Start them with the launcher, which sets "
+        f"the ranks:\n    mpirun -n NUMBER accelerate-core launch {shlex.join(script)}\n"
+        "If each of them should train alone, set RANK=0 and WORLD_SIZE=1."
+    )
 
 
 def _flavour(environ: Mapping[str, str]) -> mpi.Flavour | None:

@@ -57,7 +57,9 @@ class GoodputKwargs(KwargsHandler):
     """Measure what the time of a run is spent on, and log it.
 
     Example:
-        accelerator = Accelerator(log_with="jsonl", kwargs_handlers=[GoodputKwargs(log_every=30)])
+        accelerator = Accelerator(
+            log_with="jsonl", project_dir="runs", kwargs_handlers=[GoodputKwargs(log_every=30)]
+        )
     """
 
     log_every: float = option(
@@ -240,9 +242,7 @@ class GoodputMeter(threading.Thread):
     def count_flops(self) -> Iterator[None]:
         """Count the operations of the block, which must train one micro-batch; MFU is then reported.
 
-        Example:
-            with accelerator.goodput.count_flops():
-                accelerator.backward(loss_function(model(x), y))
+        Use it as `with accelerator.goodput.count_flops(): accelerator.backward(loss)`.
         """
         from torch.utils.flop_counter import FlopCounterMode
 
