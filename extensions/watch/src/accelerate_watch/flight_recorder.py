@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-#: Sets how many collectives torch records. Must be set before the first process group is created.
-SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE"
-_SIZE = "512"
+from accelerate_watch.recording import SIZE_VARIABLE
+
 #: Dumps of gloo's and other libraries' collectives, and of NCCL's.
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
@@ -44,14 +43,6 @@ class Collective:
     entered: float
     pending: bool
     p2p: bool = False
-
-
-def request_recording() -> Callable[[], object]:
-    """Make torch record collectives, unless the environment says how many. Return the undo function."""
-    if SIZE_VARIABLE in os.environ:
-        return lambda: None
-    os.environ[SIZE_VARIABLE] = _SIZE
-    return lambda: os.environ.pop(SIZE_VARIABLE, None)
 
 
 def start_recording() -> None:

@@ -34,10 +34,10 @@ class Watch:
         self._state = "not started"
         self._ends: list[Callable[[], object]] = []
         if settings.hang_after != 0 or settings.straggler_factor:
-            from accelerate_watch import flight_recorder
+            from accelerate_watch import recording
 
             # Before the process group starts. The variable is removed at the end of the run.
-            self._ends.append(flight_recorder.request_recording())
+            self._ends.append(recording.request_recording())
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
