@@ -52,6 +52,20 @@ def fifty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 IMPORTED = "sorted(m for m in sys.modules if m.startswith('dummy_'))"
 
 
+def test_a_plugin_that_appears_after_an_error_is_found_by_the_next_scan(tmp_path: Path) -> None:
+    dummies.distribution(tmp_path, "late", "class P: pass", {"extensions": {"late": "P"}})
+    code = f"""
+    from accelerate_core.errors import ConfigurationError
+    from accelerate_core.plugins.discovery import installed
+    before = installed()
+    ConfigurationError("the first error of the process")
+    sys.path.insert(0, {str(tmp_path)!r})
+    installed.cache_clear()
+    out([any(one.name == "late" for one in found.plugins) for found in (before, installed())])
+    """
+    assert dummies.run(tmp_path / "none", code) == [False, True]
+
+
 def test_only_the_requested_plugin_of_fifty_is_imported(fifty: Path) -> None:
     code = f"""
     import accelerate_core

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import sys
-from typing import cast
+from collections.abc import Iterable
 
 #: Entry points of functions that are called once, before this process uses the core. accelerate-launch
 #: has one, which records uncaught exceptions and shortens their tracebacks.
-_AT_START = "accelerate_core.at_start"
+AT_START = "accelerate_core.at_start"
 
 _started = False
 
 
-@functools.cache
-def entry_points() -> importlib.metadata.EntryPoints:
-    """Scan the entry points of all installed distributions. The result is kept until it is cleared."""
-    # Python 3.11 has another type for the same methods.
-    return cast(importlib.metadata.EntryPoints, importlib.metadata.entry_points())
+def report_uncaught(points: Iterable[importlib.metadata.EntryPoint] | None = None) -> None:
+    """Let installed plugins report uncaught exceptions. Calling this again has no effect.
 
-
-def report_uncaught() -> None:
-    """Let installed plugins report uncaught exceptions. Calling this again has no effect."""
+    Args:
+        points: the entry points of the group `AT_START`; default: scan the distributions.
+    """
     global _started
     if _started:
         return
     _started = True
-    for point in entry_points().select(group=_AT_START):
+    if points is None:
+        points = importlib.metadata.entry_points(group=AT_START)
+    for point in points:
         try:
             point.load()()
         except Exception as error:  # raising it could hide the error that is being created

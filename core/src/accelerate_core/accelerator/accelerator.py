@@ -157,7 +157,6 @@ class Accelerator(
     ) -> None:
         arguments = dict(locals())
         del arguments["self"], arguments["plugin_arguments"]
-        failures.report_uncaught()
         topology = runtimes.running() or runtimes.launched_topology()
         self._setup = resolve(arguments, plugin_arguments, topology)
         #: The active precision. An attribute, like the device, because autocast reads both in every step.

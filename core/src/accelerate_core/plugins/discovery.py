@@ -146,8 +146,8 @@ def installed() -> Installed:
     records: list[PluginRecord] = []
     exports: dict[str, tuple[str, str]] = {}
     triggers: dict[str, list[str]] = {}
-    found = failures.entry_points()
-    failures.entry_points.cache_clear()  # it isn't needed again
+    found = importlib.metadata.entry_points()
+    failures.report_uncaught(found.select(group=failures.AT_START))
     groups = GROUPS | {point.value: point.name for point in found.select(group=_KINDS)}
     for group in (*groups, _EXPORTS, _TRIGGERS):
         for point in found.select(group=group):
