@@ -1,4 +1,4 @@
-"""Checks that a suite with `short` leaves out run in `make soak` only. One S3 server for all suites."""
+"""One S3 server for the suite of object stores. Checks that `short` leaves out run in `make soak` only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="class")
 def s3() -> Iterator[Mapping[str, str]]:
     """Environment variables for a server with a bucket "tests"."""
     from s3_server import s3_server

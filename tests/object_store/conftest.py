@@ -1,4 +1,4 @@
-"""One S3 server for all tests of this folder."""
+"""One S3 server for each file: its variables must not reach other tests, and it exits after a while."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytest.importorskip("moto")
 pytest.importorskip("obstore")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def s3() -> Iterator[Mapping[str, str]]:
     """Environment variables for a server with a bucket "tests"."""
     from s3_server import s3_server

@@ -23,13 +23,14 @@ from accelerate_checkpoint import (
     FileEntry,
     SafeReader,
     Staging,
+    any_rank_failed,
     read_metadata,
     save_sharded,
     writes_shard,
 )
 from accelerate_core.plugin import AcceleratorView, CheckpointError, ParallelismConfig, listing
 from accelerate_fsdp2.gradients import local
-from accelerate_fsdp2.weights import collective_device, cut, local_part, whole
+from accelerate_fsdp2.weights import cut, local_part, whole
 
 _PLAIN = "optimizers.json"
 
@@ -126,11 +127,10 @@ def _read(tensors: dict[str, torch.Tensor], directory: Path, metadata: Metadata)
         dcp.load(tensors, storage_reader=SafeReader(directory, metadata), no_dist=True)
     except Exception as error:
         failure = error
-    failed = torch.tensor([failure is not None], dtype=torch.int32, device=collective_device(None))
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    failed = any_rank_failed(failure is not None)
     if failure is not None:
         raise CheckpointError(f"{directory} cannot be read: {failure}") from failure
-    if failed.item():
+    if failed:
         raise CheckpointError(
             f"{directory} cannot be read on another rank, whose error has the cause."
         )

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from accelerate_checkpoint import collective_device
 from accelerate_core.plugin import ParallelismConfig, PrepareError
 from accelerate_fsdp2.gradients import local
 
@@ -153,13 +154,6 @@ def _differences(
         if names := [name for name in first | other if first.get(name) != other.get(name)]:
             return rank, names, first, other
     return None
-
-
-def collective_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return a device on which the group can reduce, the CPU if it is one."""
-    among: Any = group or dist.group.WORLD
-    kinds = [device.type for device in among._device_types]
-    return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
 
 
 def _checksum(tensor: torch.Tensor) -> str:

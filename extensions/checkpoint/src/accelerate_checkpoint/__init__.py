@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from accelerate_checkpoint.files import FileEntry as FileEntry
     from accelerate_checkpoint.lease import hold_lease as hold_lease
     from accelerate_checkpoint.local_storage import LocalStorage as LocalStorage
+    from accelerate_checkpoint.local_storage import is_url as is_url
     from accelerate_checkpoint.manifest import MANIFEST as MANIFEST
     from accelerate_checkpoint.manifest import Manifest as Manifest
     from accelerate_checkpoint.manifest import parse_manifest as parse_manifest
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from accelerate_checkpoint.rng_state import restore_rng_state as restore_rng_state
     from accelerate_checkpoint.sharded_load import LoadedShards as LoadedShards
     from accelerate_checkpoint.sharded_load import load_shards as load_shards
+    from accelerate_checkpoint.sharded_save import any_rank_failed as any_rank_failed
+    from accelerate_checkpoint.sharded_save import collective_device as collective_device
     from accelerate_checkpoint.sharded_save import save_sharded as save_sharded
     from accelerate_checkpoint.sharded_save import writes_shard as writes_shard
     from accelerate_checkpoint.shards import ChecksumWriter as ChecksumWriter
@@ -59,7 +62,7 @@ _EXPORTS = {
     "accelerate_checkpoint.checkpointer": ("DirectoryCheckpointer",),
     "accelerate_checkpoint.files": ("FileEntry",),
     "accelerate_checkpoint.lease": ("hold_lease",),
-    "accelerate_checkpoint.local_storage": ("LocalStorage",),
+    "accelerate_checkpoint.local_storage": ("LocalStorage", "is_url"),
     "accelerate_checkpoint.manifest": ("MANIFEST", "Manifest", "parse_manifest", "read_manifest"),
     "accelerate_checkpoint.merging": ("merge_weights",),
     "accelerate_checkpoint.model": ("load_weights", "save_object", "save_weights"),
@@ -67,7 +70,12 @@ _EXPORTS = {
     "accelerate_checkpoint.progress": ("byte_bar",),
     "accelerate_checkpoint.rng_state": ("capture_rng_state", "restore_rng_state"),
     "accelerate_checkpoint.sharded_load": ("LoadedShards", "load_shards"),
-    "accelerate_checkpoint.sharded_save": ("save_sharded", "writes_shard"),
+    "accelerate_checkpoint.sharded_save": (
+        "any_rank_failed",
+        "collective_device",
+        "save_sharded",
+        "writes_shard",
+    ),
     "accelerate_checkpoint.shards": ("ChecksumWriter", "SafeReader", "read_metadata"),
     "accelerate_checkpoint.storage": ("Storage", "is_save", "join"),
     "accelerate_checkpoint.training_state": ("TrainingState",),

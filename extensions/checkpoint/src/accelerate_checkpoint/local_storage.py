@@ -26,15 +26,19 @@ from accelerate_core.plugin import CheckpointError, find
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 
 
+def is_url(target: object) -> bool:
+    """Return whether a target is a URL, such as "s3://bucket/run", rather than a path."""
+    return isinstance(target, str) and _URL.match(target) is not None
+
+
 def refuse_url(target: str | os.PathLike[str] | None) -> None:
     """Raise an error for a URL, which names the plugin that keeps checkpoints there."""
-    text = os.fspath(target) if isinstance(target, str | os.PathLike) else ""
-    if not _URL.match(text):
+    if not is_url(target):
         return
-    find("checkpointer", "object_store", source=text)
+    find("checkpointer", "object_store", source=str(target))
     raise CheckpointError(
-        f"{text} is a URL, but the checkpointer 'directory' writes to local disks. To keep "
-        f"checkpoints there, pass Accelerator(project_dir={text!r}), or choose the checkpointer "
+        f"{target} is a URL, but the checkpointer 'directory' writes to local disks. To keep "
+        f"checkpoints there, pass Accelerator(project_dir={target!r}), or choose the checkpointer "
         "with Accelerator(checkpointer='object_store')."
     )
 

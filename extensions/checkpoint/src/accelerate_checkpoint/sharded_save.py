@@ -48,11 +48,10 @@ def save_sharded(
         sent = write_shards(tensors, directory, dist.get_rank(), entries)
     except Exception as error:
         failure = error
-    failed = torch.tensor([failure is not None], dtype=torch.int32, device=_device(group))
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+    failed = any_rank_failed(failure is not None, group)
     if failure is not None:
         raise failure
-    if failed.item():
+    if failed:
         return entries  # the rank that failed reports it
     first = dist.get_rank() == 0
     received = collect("shards", sent, range(dist.get_world_size()) if first else ())
@@ -131,7 +130,15 @@ def write_metadata(received: list[bytes], directory: Path, entries: dict[str, Fi
     ChecksumWriter(directory, entries).finish(metadata, results)
 
 
-def _device(group: dist.ProcessGroup | None) -> torch.device:
+def collective_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return a device on which a group can reduce: the CPU, if it is one of them."""
     among: Any = group or dist.group.WORLD
     kinds = [device.type for device in among._device_types]
     return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
+
+
+def any_rank_failed(failed: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether any rank of a group has failed. All of its ranks must call this."""
+    flag = torch.tensor([failed], dtype=torch.int32, device=collective_device(group))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    return bool(flag.item())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from accelerate_checkpoint import DirectoryCheckpointer
+from accelerate_checkpoint import DirectoryCheckpointer, is_url
 from accelerate_core.plugin import Claim, Request
 from accelerate_object_store.settings import ObjectStoreSettings
-from accelerate_object_store.storage import ObjectStorage, is_url
+from accelerate_object_store.storage import ObjectStorage
 
 __all__ = ["ObjectStoreCheckpointer"]
 

@@ -11,15 +11,11 @@ from typing import Any
 
 import obstore
 
-from accelerate_checkpoint import MANIFEST, LocalStorage, Storage, join
+from accelerate_checkpoint import MANIFEST, LocalStorage, Storage, is_url, join
 from accelerate_core.plugin import CheckpointError
 from accelerate_object_store.redaction import redact
 from accelerate_object_store.settings import ObjectStoreSettings
 from accelerate_object_store.stores import Stores, bucket_of
-
-__all__ = ["ObjectStorage", "is_url"]
-
-_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 
 #: Parts of one file that are uploaded at once. Each takes `part_size` bytes of memory.
 _PARTS_AT_ONCE = 4
@@ -28,11 +24,6 @@ _PARTS_AT_ONCE = 4
 _MOST_PARTS = 9_000
 
 _TRANSIENT = re.compile(r"HTTP error|timed? ?out|connection|status code: (408|429|5\d\d)", re.I)
-
-
-def is_url(target: Any) -> bool:
-    """Return whether a target is a URL, such as "s3://bucket/run", rather than a path."""
-    return isinstance(target, str) and _URL.match(target) is not None
 
 
 class StoreError(CheckpointError):
