@@ -59,6 +59,7 @@ from accelerate_fsdp2.settings import (
     check_handlers,
 )
 from accelerate_fsdp2.sharded_model import ShardedModel, Synced, add_up
+from accelerate_fsdp2.starting_weights import StartingWeights
 
 #: Optimizers that need whole parameters. With shards, they would be wrong or fail inside torch.
 _WHOLE_ONLY = ("LBFGS", "Adafactor")
@@ -113,9 +114,7 @@ class FSDP2Backend(Backend):
             )
         super().__init__(settings or FullyShardedDataParallelPlugin(), handlers)
         self.options: FullyShardedDataParallelPlugin = self.settings
-        #: Where the weights of a model on meta come from: the tensors by name on rank 0, "rank 0" on
-        #: other ranks, or None if no rank has them.
-        self._sources: _OfModels[Any] = weakref.WeakKeyDictionary()
+        self._starting = StartingWeights(self.options)
         #: The sharded models in the order of `prepare`. A list, because weak containers cost calls
         #: in each step. Weak references, because torch's groups in each entry refer to the model.
         self._references: list[weakref.ref[ShardedModel]] = []
@@ -246,7 +245,7 @@ class FSDP2Backend(Backend):
         if not self._aligned:
             self._aligned = True
             random_states.align(accelerator)
-        self._make_weights_consistent(accelerator, model)
+        self._starting.make_equal(accelerator, model, self.scope_group("world"), self._adopted)
         if config.tp_enabled and layout is None:
             handler = config.tp_handler
             self._added_names[model] = tensor_parallel.parallelise(
@@ -258,35 +257,6 @@ class FSDP2Backend(Backend):
                 self._loss_parallel = loss_parallel()
                 self._loss_parallel.__enter__()
         return model
-
-    def _make_weights_consistent(self, accelerator: AcceleratorView, model: nn.Module) -> None:
-        if accelerator.num_processes == 1 and not weights.on_meta(model):
-            weights.move_if_needed(model, accelerator.device)
-            return
-        group = self.scope_group("world")
-        weights.check_models(model, group)
-        on_meta = weights.on_meta(model)
-        # Whether any rank has it on meta, whether all have, and whether rank 0 has.
-        flags = [on_meta, not on_meta, on_meta and accelerator.is_main_process]
-        found = torch.tensor(flags, dtype=torch.int32, device=accelerator.device)
-        some, not_all, first = accelerator.communicator.reduce(found, "max").tolist()
-        if (some and not not_all) or (first and model not in self._adopted):
-            self._sources[model] = None
-        elif some and model in self._adopted:
-            raise PrepareError(
-                f"{type(model).__name__} is already sharded, but some ranks have it on the meta "
-                "device. Load its weights on all ranks, or on none and call load_state."
-            )
-        elif some:
-            held = weights.take_off(model)
-            self._sources[model] = held if accelerator.is_main_process else "rank 0"
-        elif self.options.sync_module_states is False:
-            weights.check_alike(model, group)
-            weights.move_if_needed(model, accelerator.device)
-        else:
-            if accelerator.device.type != "cpu" and model not in self._adopted:
-                model.to(accelerator.device)
-            weights.broadcast_whole(model, group)
 
     def activation_checkpointing(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
         """Recompute the activations of each unit in backward, if requested."""
@@ -345,8 +315,8 @@ class FSDP2Backend(Backend):
             fully_shard(unit, reshard_after_forward=reshard, **arguments)
         # Backward starts with the model's own parameters, so by default they are not freed.
         fully_shard(model, reshard_after_forward=None if reshard is True else reshard, **arguments)
-        if model in self._sources:
-            self._materialise(accelerator, model)
+        if model in self._starting:
+            self._starting.materialise(accelerator, model)
         now = dict(model.named_parameters())
         whole = [now[name] for name in ignored]
         for parameter in whole:
@@ -370,8 +340,8 @@ class FSDP2Backend(Backend):
                 f"{type(model).__name__} was sharded before prepare, so these options of the fsdp2 "
                 f"backend have no effect: {listing(ignored)}. Set them where the model is sharded."
             )
-        if model in self._sources:
-            self._materialise(accelerator, model)
+        if model in self._starting:
+            self._starting.materialise(accelerator, model)
         whole = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
         self._replicates = sizes_of(accelerator).dp_replicate_enabled
         if layout.fully_sharded:
@@ -408,21 +378,6 @@ class FSDP2Backend(Backend):
                 )
         usual = ["generate"] if callable(getattr(model, "generate", None)) else []
         return list(dict.fromkeys([*usual, *asked]))
-
-    def _materialise(self, accelerator: AcceleratorView, model: nn.Module) -> None:
-        source = self._sources.pop(model)
-        offload = self.options.offload_policy(accelerator.device)
-        device = torch.device("cpu") if hasattr(offload, "pin_memory") else accelerator.device
-        if source is None:
-            weights.fill_with_nan(model, device)
-            accelerator.warn_once(
-                f"{type(model).__name__} was on the meta device on every rank, so it has no "
-                "weights yet. Its shards are filled with NaN until you call load_state."
-            )
-            return
-        model.to_empty(device=device)
-        held = source if isinstance(source, dict) else None
-        weights.fill_from_rank_0(model, held, sizes_of(accelerator), accelerator.device)
 
     def prepare_optimizer(self, accelerator: AcceleratorView, optimizer: Any) -> Any:
         """Shard the state that the optimizer already has.
