@@ -324,6 +324,7 @@ def load_checkpoint_in_model(
 
 def _load_into_shards(model: nn.Module, checkpoint: str | Path, strict: bool) -> None:
     """Load into a sharded model: each rank reads only its parts of the files."""
+    _allocate_shards(model)
     named = model.state_dict(keep_vars=True).items()
     state = {name: one for name, one in named if isinstance(one, torch.Tensor)}
     files = checkpoint_files(from_hub(checkpoint))
@@ -332,6 +333,22 @@ def _load_into_shards(model: nn.Module, checkpoint: str | Path, strict: bool) ->
     present = {id(state[name]) for name in loaded.names}  # the files have one name of tied weights
     missing = [name for name, one in state.items() if id(one) not in present]
     _report_names(sorted(missing), loaded.unexpected, checkpoint, strict)
+
+
+def _allocate_shards(model: nn.Module) -> None:
+    """Give the weights of a sharded model that are on the meta device memory on their mesh's device.
+
+    Buffers that no checkpoint contains stay on meta, because nothing would fill them.
+    """
+    saved = {id(one) for one in model.state_dict(keep_vars=True).values()}
+    meshes = (getattr(one, "device_mesh", None) for one in model.parameters())
+    device = next(mesh.device_type for mesh in meshes if mesh is not None)
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        fills = tensor.is_meta and id(tensor) in saved
+        return torch.empty_like(tensor, device=device) if fills else tensor
+
+    model._apply(allocate)  # type: ignore[no-untyped-call]
 
 
 def _report_names(missing: list[str], unexpected: list[str], checkpoint: Any, strict: bool) -> None:
