@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from accelerate_core.plugin import console, disabled_names, installed
+from accelerate_core.plugin import PluginError, PluginRecord, console, disabled_names, installed
 from accelerate_launch.commands.click_options import CONTEXT, GroupedCommand, launch_options
 from accelerate_launch.commands.launch import print_reasons
 from accelerate_launch.commands.tables import print_table
@@ -88,11 +88,26 @@ class Outcome:
 
 
 def _backends() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the installed backends, each with the options that select it."""
+    """Yield the installed backends, each with the options that select it.
+
+    Elastic backends are left out, because their processes are not the ranks of one world.
+    """
     for one in installed().of_kind("backend"):
-        if one.name not in disabled_names():
-            alone = {"num_processes": 1} if one.name == "single" else {}
-            yield one.name, {"backend": one.name, **alone}
+        if one.name in disabled_names():
+            continue
+        if _is_elastic(one):
+            click.echo(f"{one.name} is not checked: its processes form several worlds.", err=True)
+            continue
+        alone = {"num_processes": 1} if one.name == "single" else {}
+        yield one.name, {"backend": one.name, **alone}
+
+
+def _is_elastic(record: PluginRecord) -> bool:
+    try:
+        backend = record.load()
+    except PluginError:  # the check of this backend reports it
+        return False
+    return bool(backend.supports.get("elastic"))
 
 
 def _check(
