@@ -40,7 +40,7 @@ CASES = {
         "a C\\+\\+ exception is about to abort the process",
         r"all_to_all\(Byte \[\d+\]\): rank",
         r"all_to_all\(Byte \[\d+\]\): rank {0}",
-        r"(Rank {0}|Ranks 0-{0}), step 5",
+        r"(Rank {0}|Ranks 0(-|, ){0}), step 5",
     ],
 }
 

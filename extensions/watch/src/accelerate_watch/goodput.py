@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from accelerate_core.plugin import (
     option,
     settings,
 )
+from accelerate_watch.settings import claim_if_configured
 
 _FILE = "goodput.json"
 #: Seconds between two looks at the main thread, and between two writes of the progress.
@@ -91,22 +93,19 @@ class Goodput:
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
         """Claim runs that pass a `GoodputKwargs`, or have a section `goodput_config`."""
-        handlers = request.arguments.get("kwargs_handlers") or ()
-        if any(isinstance(one, GoodputKwargs) for one in handlers):
-            return Claim(0, "kwargs_handlers contains a GoodputKwargs")
-        if request.config is not None and request.config.get("goodput_config"):
-            return Claim(0, request.config.where("goodput_config"))
-        return None
+        return claim_if_configured(request, GoodputKwargs, "goodput_config")
 
     @hookimpl
     def on_start(self, accelerator: AcceleratorView) -> None:
         """Start measuring."""
-        directory = getattr(accelerator, "project_dir", None)
+        directory = str(getattr(accelerator, "project_dir", None) or "")
         progress = None
-        if directory is not None and accelerator.is_main_process:
+        # A URL has no place for it. Then a restarted run does not know how many steps were lost.
+        if directory and "://" not in directory and accelerator.is_main_process:
             progress = Path(directory) / _FILE
         self._meter = GoodputMeter(self._settings, progress)
         self._meter.start()
+        weakref.finalize(accelerator, self._meter.stop)  # if it is deleted without end_training
 
     @hookimpl
     def on_step_end(self, accelerator: AcceleratorView, optimizer: PreparedOptimizer) -> None:
@@ -187,8 +186,8 @@ class GoodputMeter(threading.Thread):
         written = then
         while not self._over.wait(_SAMPLE):
             now = time.monotonic()
-            frame = sys._current_frames().get(self._main)
-            self._seconds[self._activity(frame)] += now - then
+            # The frame is not kept, because it keeps the objects of the script alive.
+            self._seconds[self._activity(sys._current_frames().get(self._main))] += now - then
             then = now
             if self._progress is not None and self.own_steps and now - written > _WRITE:
                 written = now
@@ -265,7 +264,7 @@ class GoodputMeter(threading.Thread):
         return True
 
     def values(self, accelerator: AcceleratorView) -> dict[str, float]:
-        """Return what the time was spent on so far, and the speed since the last call."""
+        """Return what the time was spent on so far, and the speed since the last call if batches came."""
         seconds = {name: float(self._seconds[name]) for name in _ACTIVITIES}
         whole = sum(seconds.values()) + self._restart_seconds
         kept = self.steps / max(1, self.steps + self._lost_steps)
@@ -277,10 +276,11 @@ class GoodputMeter(threading.Thread):
             "goodput/lost_steps": self._lost_steps,
         }
         now, batches = time.monotonic(), accelerator.gradient_state.backwards
-        if self._last is not None and now > self._last[0]:
-            rate = (batches - self._last[1]) / (now - self._last[0])
-            values |= self._speed(accelerator, rate)
-        self._last = (now, batches)
+        if self._last is None or batches > self._last[1]:
+            if self._last is not None:
+                rate = (batches - self._last[1]) / (now - self._last[0])
+                values |= self._speed(accelerator, rate)
+            self._last = (now, batches)
         return values
 
     def _speed(self, accelerator: AcceleratorView, batches_per_second: float) -> dict[str, float]:

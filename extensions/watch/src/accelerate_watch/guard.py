@@ -21,6 +21,7 @@ from accelerate_core.plugin import (
     option,
     settings,
 )
+from accelerate_watch.settings import claim_if_configured
 
 if TYPE_CHECKING:
     import torch
@@ -93,12 +94,7 @@ class Guard:
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
         """Claim runs that pass a `GuardKwargs`, or have a section `guard_config`."""
-        handlers = request.arguments.get("kwargs_handlers") or ()
-        if any(isinstance(one, GuardKwargs) for one in handlers):
-            return Claim(0, "kwargs_handlers contains a GuardKwargs")
-        if request.config is not None and request.config.get("guard_config"):
-            return Claim(0, request.config.where("guard_config"))
-        return None
+        return claim_if_configured(request, GuardKwargs, "guard_config")
 
     @hookimpl
     def on_start(self, accelerator: AcceleratorView) -> None:

@@ -6,10 +6,13 @@ import atexit
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate_core.plugin import AcceleratorView, Claim, Request, hookimpl
 from accelerate_watch.settings import WatchConfiguration
+
+if TYPE_CHECKING:
+    from accelerate_watch.stragglers import Stragglers
 
 #: Seconds that a rank waits before a report, if the process group's timeout is not shorter.
 _HANG_AFTER = 60.0
@@ -36,7 +39,7 @@ class Watch:
         if settings.hang_after != 0 or settings.straggler_factor:
             from accelerate_watch import recording
 
-            # Before the process group starts. The variable is removed at the end of the run.
+            # Before the process group starts. `on_start` removes the variable.
             self._ends.append(recording.request_recording())
 
     @classmethod
@@ -53,7 +56,6 @@ class Watch:
 
         from accelerate_watch import flight_recorder, run_folder, terminate
         from accelerate_watch.report import ABORTS
-        from accelerate_watch.stragglers import Stragglers
         from accelerate_watch.watcher import Watcher
 
         if not dist.is_initialized():
@@ -69,7 +71,7 @@ class Watch:
         prefixed: Any = dist.PrefixStore("watch", dist.distributed_c10d._get_default_store())
         try:
             store = prefixed.clone()
-        except (AttributeError, RuntimeError, NotImplementedError) as error:
+        except (AttributeError, RuntimeError) as error:
             self._state = f"off: the process group's store has no second connection ({error})"
             return
         rank = accelerator.process_index
@@ -85,17 +87,25 @@ class Watch:
             hang_after=hang_after,
             timeout=None if limit is None else limit.total_seconds(),
             steps=_step_counter(accelerator),
-            stragglers=Stragglers(factor, self._settings.straggler_interval) if factor else None,
+            stragglers=self._stragglers(factor, accelerator.num_processes),
         )
         restore = terminate.before_abort(lambda: watcher.report_and_wait(ABORTS))
         self._ends += [watcher.stop, restore, _leaving(folder, rank)]
         atexit.register(self._end)
+        weakref.finalize(
+            accelerator, self._end
+        ).atexit = False  # if it is deleted without end_training
         watcher.start()
         self._state = f"a report is printed after {hang_after:g} s in a collective"
         if not recording:
             self._state = "only on SIGUSR2, because this torch records no collectives"
         elif not hang_after:
             self._state = "a report is only printed on SIGUSR2"
+
+    def _stragglers(self, factor: float, ranks: int) -> Stragglers | None:
+        from accelerate_watch.stragglers import Stragglers
+
+        return Stragglers(factor, self._settings.straggler_interval, ranks) if factor else None
 
     def _hang_after(self, accelerator: AcceleratorView) -> float:
         if self._settings.hang_after is not None:

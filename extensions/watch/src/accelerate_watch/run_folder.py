@@ -9,6 +9,8 @@ import os
 import shutil
 import sys
 import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,28 @@ def create(rank: int) -> Path:
     facts = {"pid": os.getpid(), "rank": rank, "script": sys.argv[0] if sys.argv else ""}
     (folder / f"rank{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
     return folder
+
+
+@dataclass
+class Beat:
+    """The last sign of life of a rank: seconds since the epoch, and its step."""
+
+    time: float
+    step: int
+
+
+def write_beat(folder: Path, rank: int, step: int) -> None:
+    """Write down that a rank is alive, for the other ranks on this machine."""
+    (folder / f"rank{rank}.beat").write_text(f"{time.time()} {step}")
+
+
+def read_beat(folder: Path, rank: int) -> Beat:
+    """Return the last sign of life of a rank on this machine; if there is none, of now."""
+    try:
+        said, step = (folder / f"rank{rank}.beat").read_text().split()
+    except (OSError, ValueError):  # none yet, or just being written
+        return Beat(time.time(), 0)
+    return Beat(float(said), int(step))
 
 
 def leave(folder: Path, rank: int) -> None:

@@ -1,8 +1,18 @@
-"""The settings of hang and straggler reports."""
+"""The settings of hang and straggler reports, and how settings activate the other plugins."""
 
 from __future__ import annotations
 
-from accelerate_core.plugin import KwargsHandler, option, settings
+from accelerate_core.plugin import Claim, KwargsHandler, Request, option, settings
+
+
+def claim_if_configured(request: Request, cls: type[KwargsHandler], section: str) -> Claim | None:
+    """Claim a run with an instance of `cls` in `kwargs_handlers`, or with its section in the config file."""
+    handlers = request.arguments.get("kwargs_handlers") or ()
+    if any(isinstance(one, cls) for one in handlers):
+        return Claim(0, f"kwargs_handlers contains a {cls.__name__}")
+    if request.config is not None and request.config.get(section):
+        return Claim(0, request.config.where(section))
+    return None
 
 
 @settings(env_prefix="ACCELERATE_WATCH_", section="watch_config")

@@ -16,6 +16,10 @@ from accelerate_watch import flight_recorder
 
 #: A rank is compared over at least this many collectives.
 _LEAST = 4
+#: A rank sends at most this many. With thousands of ranks, rank 0 reads them all.
+_MOST = 64
+#: Ranks for each second between two comparisons on rank 0.
+_RANKS_PER_SECOND = 20
 #: Ranks whose work per step differs by less than this many seconds are not reported.
 _SMALLEST = 0.01
 
@@ -25,12 +29,13 @@ class Stragglers:
 
     Args:
         factor: report a rank whose work takes this many times the median.
-        interval: seconds between two comparisons.
+        interval: seconds between two comparisons. Thousands of ranks are compared less often.
+        ranks: the number of ranks.
     """
 
-    def __init__(self, factor: float, interval: float) -> None:
+    def __init__(self, factor: float, interval: float, ranks: int) -> None:
         self._factor = factor
-        self._interval = interval
+        self._interval = max(interval, ranks / _RANKS_PER_SECOND)
         self._last = 0.0
         self._last_step = 0
         self._places: Counter[str] = Counter()
@@ -51,11 +56,8 @@ class Stragglers:
         steps = step - self._last_step
         seconds = now - self._last
         self._last, self._last_step = now, step
-        entered = {
-            one.number: one.entered
-            for one in flight_recorder.collectives()
-            if one.group == "0" and not one.p2p
-        }
+        default = [one for one in flight_recorder.collectives() if one.group == "0" and not one.p2p]
+        entered = {one.number: one.entered for one in default[-_MOST:]}
         places = self._places.most_common(1)
         self._places = Counter()
         place = places[0][0] if places else ""

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from accelerate_watch import flight_recorder, stacks
+from accelerate_watch import flight_recorder, run_folder, stacks
 from accelerate_watch.report import RankState, compose
 from accelerate_watch.stragglers import Stragglers
 
@@ -22,6 +22,8 @@ from accelerate_watch.stragglers import Stragglers
 _STORE_TIMEOUT = 10.0
 #: The collectives of each group that a rank sends.
 _SENT = 8
+#: Ranks for each second between two looks, so that the store gets at most this many requests per second.
+_RANKS_PER_SECOND = 1000
 
 
 class Watcher(threading.Thread):
@@ -64,6 +66,7 @@ class Watcher(threading.Thread):
         self.steps = steps
         self.stragglers = stragglers
         self.interval = min(2.0, max(0.1, (hang_after or 60.0) / 20))
+        self.interval = max(self.interval, ranks / _RANKS_PER_SECOND)
         self.host = socket.gethostname()
         self._store = store
         self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT))
@@ -84,9 +87,14 @@ class Watcher(threading.Thread):
         self._lost = ""
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread.
+
+        Python aborts the process if it exits while the thread is in an operation of the store.
+        """
         self._over = True
         self._wake.set()
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join(_STORE_TIMEOUT)
 
     def report_and_wait(self, why: str) -> None:
         """Request a report, and wait until it was printed; called from another thread."""
@@ -122,8 +130,7 @@ class Watcher(threading.Thread):
     def _look(self) -> None:
         now = time.monotonic()
         waited = self._longest_wait(now)
-        beat = {"time": time.time(), "step": self.steps()}
-        self._store.set(f"beat/{self.rank}", json.dumps(beat))
+        run_folder.write_beat(self.folder, self.rank, self.steps())
         if self.stragglers is not None:
             self._compare_speeds(now, waited)
         why = self._asked or self._requested_by_signal()
@@ -232,16 +239,14 @@ class Watcher(threading.Thread):
             if self._store.add(f"{number}/asks/{rank}", 1) > 1:
                 continue  # another rank on this machine does
             silent, stack = stacks.describe_silent(member["pid"], member["stacks"])
-            beat = {"time": time.time(), "step": 0}
-            if self._store.check([f"beat/{rank}"]):
-                beat = json.loads(self._store.get(f"beat/{rank}"))
+            beat = run_folder.read_beat(self.folder, rank)
             state = RankState(
                 rank=rank,
                 host=self.host,
                 pid=member["pid"],
-                step=int(beat["step"]),
+                step=beat.step,
                 silent=silent,
-                seen=time.time() - beat["time"],
+                seen=time.time() - beat.time,
                 stack=stack,
             )
             self._answer(state, number)
