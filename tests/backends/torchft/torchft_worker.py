@@ -1,7 +1,7 @@
 """A replica that dies at given steps, and records the samples of the steps that it committed.
 
 `--kill REPLICA:RANK:STEP[:WHEN]` is a death. WHEN is `step`, `heal` or `start` (before the first quorum).
-With `--wait`, the others wait until a dead replica has started again.
+With `--wait`, the others first continue without a dead replica, and then wait until it has started again.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ RANK = int(os.environ.get("RANK", "0"))
 
 def main() -> None:
     torch.set_num_threads(1)
+    if GIVEN.wait and again():
+        wait_until_others_continue()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=GIVEN.accumulate)
     set_seed(0)
     if any(GIVEN.folder.glob("killed-*")):
@@ -90,10 +92,11 @@ def main() -> None:
     record = (GIVEN.folder / f"{REPLICA}-{RANK}-{os.getpid()}").open("w")
     if RANK == 0:
         (GIVEN.folder / f"started-{os.getpid()}").touch()
+    continued = False
     while progress.epoch < GIVEN.epochs:
         for numbers, x in loader:
             die(progress.step, "step")
-            if GIVEN.wait:
+            if GIVEN.wait and continued:
                 wait_for_others()
             time.sleep(GIVEN.pause)
             with accelerator.accumulate(model):
@@ -105,6 +108,7 @@ def main() -> None:
             progress.step += taken
             row = [progress.epoch, numbers.tolist(), taken, accelerator.torchft.replicas]
             print(json.dumps(row), file=record, flush=True)
+            continued = continued or row[3] < STARTS
         progress.epoch += 1
     weights = [
         one.full_tensor() if hasattr(one, "full_tensor") else one for one in model.parameters()
@@ -118,6 +122,23 @@ def main() -> None:
     }
     print(json.dumps(end), file=record, flush=True)
     accelerator.end_training()
+
+
+def wait_until_others_continue() -> None:
+    """Wait, in a replica that has started again, until another one has trained without it."""
+    until = time.monotonic() + 90
+    while time.monotonic() < until:
+        lines = [
+            line
+            for file in GIVEN.folder.glob("[0-9]*-*")
+            if not file.name.startswith(f"{REPLICA}-")
+            for line in file.read_text().splitlines()
+        ]
+        # The last line may be incomplete, and the end of a record is not a row.
+        rows = [json.loads(line) for line in lines if line.startswith("[") and line.endswith("]")]
+        if any(row[3] < STARTS for row in rows):
+            return
+        time.sleep(0.05)
 
 
 def wait_for_others() -> None:

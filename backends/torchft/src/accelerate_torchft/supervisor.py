@@ -155,6 +155,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _free_port() -> int:
+    """Return a port that is free on all addresses, because the lighthouse listens on all of them."""
     with socket.socket(socket.AF_INET6) as probe:
         probe.bind(("::", 0))
         return int(probe.getsockname()[1])
