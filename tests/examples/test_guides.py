@@ -30,7 +30,12 @@ TIMEOUT = 120
 
 #: Reason in `<!-- not run: REASON -->` -> pages with such blocks.
 NOT_RUN = {
-    "it installs packages": {"how_to/object_stores.md", "tutorials/install.md"},
+    "it installs packages": {
+        "how_to/object_stores.md",
+        "how_to/survive_failures.md",
+        "tutorials/install.md",
+    },
+    "its script is on another page": {"how_to/survive_failures.md"},
     "it needs GPUs": {"how_to/sweeps.md", "tutorials/eight_gpus.md"},
     "it needs several machines": {
         "how_to/cloud_machines.md",

@@ -200,9 +200,9 @@ class StepReader:
         if not full and self.fills:
             real = sum(known) if all_known else None
             return self._fill_dealt(group, short, real), real
-        return self.deal_full(group, sizes) if full else group + [NOTHING] * (
-            count - len(group)
-        ), None
+        if full:
+            return self.deal_full(group, sizes), None
+        return group + [NOTHING] * (count - len(group)), None
 
     def deal_full(self, group: list[Any], sizes: list[int | None]) -> list[Any]:
         """Return the parts of a full step. `sizes` are the sizes of its batches."""
