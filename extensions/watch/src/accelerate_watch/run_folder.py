@@ -6,7 +6,6 @@ import contextlib
 import getpass
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -28,10 +27,19 @@ def _parent() -> Path:
 def create(rank: int) -> Path:
     """Create this run's folder on this machine, named after the process that started the ranks."""
     folder = _parent() / str(os.getppid())
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     facts = {"pid": os.getpid(), "rank": rank, "script": sys.argv[0] if sys.argv else ""}
-    (folder / f"rank{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
-    return folder
+    started = folder / f"rank{rank}.started"
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    while True:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        try:
+            started.write_text(json.dumps(facts), encoding="utf-8")
+        except FileNotFoundError:  # a rank that ended removed the folder in this moment
+            continue
+        # From here on the folder is not empty, so nobody removes it. Readers find no half of a file.
+        started.rename(folder / f"rank{rank}.json")
+        return folder
 
 
 @dataclass
@@ -57,22 +65,36 @@ def read_beat(folder: Path, rank: int) -> Beat:
 
 
 def leave(folder: Path, rank: int) -> None:
-    """Remove this rank's files, and the folder when no rank's are left."""
-    with contextlib.suppress(FileNotFoundError):  # another rank was the last one
-        for file in folder.glob(f"rank{rank}.*"):
-            file.unlink(missing_ok=True)
-        if not any(folder.glob("rank*.json")):
-            shutil.rmtree(folder, ignore_errors=True)
+    """Remove the files of this rank and of ranks that were killed, and the folder if it is empty."""
+    _remove(folder, rank)
+    for one in _facts(folder):
+        if not psutil.pid_exists(one["pid"]):
+            _remove(folder, one["rank"])
+    with contextlib.suppress(OSError):  # other ranks are still there, or one of them has removed it
+        folder.rmdir()
+
+
+def _remove(folder: Path, rank: int) -> None:
+    for file in folder.glob(f"rank{rank}.*"):
+        file.unlink(missing_ok=True)
+
+
+def _facts(folder: Path) -> list[dict[str, Any]]:
+    """Return what the ranks in a folder wrote about themselves, in the order of ranks."""
+    found = []
+    for file in folder.glob("rank*.json"):
+        with contextlib.suppress(FileNotFoundError):  # the rank has just ended
+            found.append(json.loads(file.read_text(encoding="utf-8")))
+    return sorted(found, key=lambda one: int(one["rank"]))
 
 
 def running() -> dict[int, list[dict[str, Any]]]:
     """Return the facts of the living ranks on this machine, by the process that started them."""
     found = {}
     for folder in sorted(_parent().glob("[0-9]*")):
-        ranks = [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
-        alive = [one for one in ranks if psutil.pid_exists(one["pid"])]
+        alive = [one for one in _facts(folder) if psutil.pid_exists(one["pid"])]
         if alive:
-            found[int(folder.name)] = sorted(alive, key=lambda one: int(one["rank"]))
+            found[int(folder.name)] = alive
     return found
 
 

@@ -1,0 +1,53 @@
+"""The folder that the ranks of a run on one machine share."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from accelerate_watch import run_folder
+
+COME_AND_GO = """
+import sys
+from accelerate_watch import run_folder
+rank = int(sys.argv[1])
+for number in range(2000):
+    folder = run_folder.create(rank)
+    (folder / f"rank{rank}.stacks").write_text("")
+    run_folder.leave(folder, rank)
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+def test_a_rank_may_start_while_another_one_ends(temporary: Path) -> None:
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", COME_AND_GO, str(rank)], stderr=subprocess.PIPE)
+        for rank in range(3)
+    ]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=120)
+        assert rank.returncode == 0, errors.decode()
+    assert not list(temporary.glob("accelerate-watch-*/*"))
+
+
+def test_the_last_rank_removes_the_files_of_killed_ranks(temporary: Path) -> None:
+    folder = run_folder.create(0)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(timeout=60)
+    (folder / "rank1.json").write_text(json.dumps({"pid": ended.pid, "rank": 1, "script": "x"}))
+    (folder / "rank1.beat").write_text("0 0")
+    assert [one["rank"] for one in run_folder.running()[os.getppid()]] == [0]
+    run_folder.leave(folder, 0)
+    assert not folder.exists()
