@@ -17,7 +17,7 @@ COME_AND_GO = """
 import sys
 from accelerate_watch import run_folder
 rank = int(sys.argv[1])
-for number in range(2000):
+for number in range(300):
     folder = run_folder.create(rank)
     (folder / f"rank{rank}.stacks").write_text("")
     run_folder.leave(folder, rank)

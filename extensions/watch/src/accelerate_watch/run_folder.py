@@ -66,10 +66,11 @@ def read_beat(folder: Path, rank: int) -> Beat:
 
 def leave(folder: Path, rank: int) -> None:
     """Remove the files of this rank and of ranks that were killed, and the folder if it is empty."""
-    _remove(folder, rank)
-    for one in _facts(folder):
-        if not psutil.pid_exists(one["pid"]):
-            _remove(folder, one["rank"])
+    with contextlib.suppress(FileNotFoundError):  # another rank has just removed the folder
+        _remove(folder, rank)
+        for one in _facts(folder):
+            if not psutil.pid_exists(one["pid"]):
+                _remove(folder, one["rank"])
     with contextlib.suppress(OSError):  # other ranks are still there, or one of them has removed it
         folder.rmdir()
 
@@ -82,9 +83,10 @@ def _remove(folder: Path, rank: int) -> None:
 def _facts(folder: Path) -> list[dict[str, Any]]:
     """Return what the ranks in a folder wrote about themselves, in the order of ranks."""
     found = []
-    for file in folder.glob("rank*.json"):
-        with contextlib.suppress(FileNotFoundError):  # the rank has just ended
-            found.append(json.loads(file.read_text(encoding="utf-8")))
+    with contextlib.suppress(FileNotFoundError):  # the last rank has just ended
+        for file in list(folder.glob("rank*.json")):
+            with contextlib.suppress(FileNotFoundError):  # the rank has just ended
+                found.append(json.loads(file.read_text(encoding="utf-8")))
     return sorted(found, key=lambda one: int(one["rank"]))
 
 
