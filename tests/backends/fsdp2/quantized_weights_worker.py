@@ -1,6 +1,7 @@
 """Train adapters on frozen quantized weights. Arguments: the kind, the output file.
 
-"nf4" weights are sharded. "int8" weights, which torchao cannot split, stay whole on each rank.
+"nf4" weights are sharded. "int8" weights, which torchao cannot split, stay whole on each rank, as `prepare`
+warns.
 """
 
 from __future__ import annotations
@@ -60,8 +61,7 @@ def main(kind: str, out: Path) -> None:
         quantize_(net, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name.endswith("base"))
     options: dict[str, Any] = {}
     if WORLD > 1:
-        whole = [net[0].base, net[2].base] if kind == "int8" else None
-        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(ignored_modules=whole)
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin()
         options["parallelism_config"] = ParallelismConfig(dp_shard_size=WORLD)
     accelerator = Accelerator(cpu=True, **options)
     trained = [one for one in net.parameters() if one.requires_grad]

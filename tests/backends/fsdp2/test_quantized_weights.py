@@ -33,6 +33,8 @@ def test_adapters_equal_one_process_and_frozen_weights_do_not_change(
             timeout=180,
         )
         assert done.returncode == 0, done.stderr[-3000:]
+        warned = "2 frozen weights of Sequential, such as '0.base.weight'" in done.stderr
+        assert warned == (ranks == 2 and kind == "int8")
         results.append(json.loads(out.read_text()))
     one, two = results
     assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)

@@ -34,6 +34,7 @@ from accelerate_core.plugin import (
 from accelerate_fsdp2 import (
     accumulated,
     adopted,
+    quantized,
     random_states,
     sequence,
     states,
@@ -241,6 +242,7 @@ class FSDP2Backend(Backend):
         if layout is not None:
             adopted.check_layout(model, layout, config)
             self._adopted[model] = layout
+        quantized.check(model)
         weights.refuse_shared(model, self._owners)
         if not self._aligned:
             self._aligned = True
@@ -302,11 +304,17 @@ class FSDP2Backend(Backend):
                     f"{name!r} is split by the tensor parallel plan, but is also in ignored_modules "
                     "or a scalar, which are not split. Remove it from one of them."
                 )
+        kept = quantized.kept_whole(model)
+        if new := {name: one for name, one in kept.items() if name not in ignored}:
+            accelerator.warn_once(quantized.warning(model, new))
+            ignored |= new
         groups = units.find_units(model, self.options)
         units.check_groups(model, groups, set(ignored.values()))
+        policy = self.options.precision_policy(accelerator.precision.compute_dtype)
+        quantized.check_dtypes(model, policy.param_dtype)
         arguments: dict[str, Any] = {
             "mesh": mesh,
-            "mp_policy": self.options.precision_policy(accelerator.precision.compute_dtype),
+            "mp_policy": policy,
             "offload_policy": self.options.offload_policy(accelerator.device),
             "ignored_params": set(ignored.values()),
         }
@@ -317,6 +325,7 @@ class FSDP2Backend(Backend):
         fully_shard(model, reshard_after_forward=None if reshard is True else reshard, **arguments)
         if model in self._starting:
             self._starting.materialise(accelerator, model)
+        quantized.finish(model)
         now = dict(model.named_parameters())
         whole = [now[name] for name in ignored]
         for parameter in whole:

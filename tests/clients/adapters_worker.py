@@ -1,0 +1,229 @@
+"""Train adapters on sharded models. Arguments: a folder that all ranks share, and names of cases.
+
+Each case returns facts, which rank 0 writes to `FOLDER/CASE.json`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitsandbytes.nn import Linear4bit
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from accelerate_core import Accelerator, ParallelismConfig
+from accelerate_core.errors import ConfigurationError, PrepareError
+from accelerate_core.utils import FullyShardedDataParallelPlugin, set_seed
+
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+FOUR: dict[str, Any] = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": torch.float32,
+}
+
+
+def accelerator_of(**more: Any) -> Accelerator:
+    if WORLD > 1:
+        more = {
+            "fsdp_plugin": FullyShardedDataParallelPlugin(),
+            "parallelism_config": ParallelismConfig(dp_shard_size=WORLD),
+            **more,
+        }
+    return Accelerator(cpu=True, gradient_accumulation_steps=2, **more)
+
+
+def base(folder: Path, quantized: dict[str, Any] | None = None, **more: Any) -> Any:
+    """Return a Llama, as `from_pretrained` loads it."""
+    if quantized is not None:
+        more |= {"quantization_config": BitsAndBytesConfig(**quantized), "device_map": "cpu"}
+    model = AutoModelForCausalLM.from_pretrained(folder.parent / f"base_{RANK}", **more)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu") and WORLD == 1:
+            # Otherwise, evaluation would round the weights of one process.
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def adapted(model: Any) -> Any:
+    set_seed(1)
+    return get_peft_model(
+        model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def frozen(model: Any) -> dict[str, torch.Tensor]:
+    """Return the frozen weights as they are stored, whole."""
+    return {n: whole(p).clone() for n, p in model.named_parameters() if not p.requires_grad}
+
+
+def adapters(model: Any) -> list[float]:
+    return torch.cat([whole(p).flatten() for p in model.parameters() if p.requires_grad]).tolist()
+
+
+def held_bytes(model: Any) -> int:
+    """Return the bytes of frozen weights on this rank."""
+    held = [p for p in model.parameters() if not p.requires_grad]
+    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in held)
+
+
+def batches(seed: int, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 64, (8, 12), generator=generator) for _ in range(count)]
+
+
+def train(
+    accelerator: Accelerator, model: Any, optimizer: Any, data: list[torch.Tensor]
+) -> list[float]:
+    """Train, each rank on its part of each batch. Return the losses."""
+    losses = []
+    model.train()
+    for ids in data:
+        mine = ids[accelerator.process_index :: WORLD]
+        with accelerator.accumulate(model):
+            loss = model(input_ids=mine, labels=mine).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    return losses
+
+
+def prepared(accelerator: Accelerator, model: Any) -> tuple[Any, Any]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-2))
+
+
+def run(folder: Path, quantized: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+    """Train 16 micro-batches, evaluate, and save in the middle. Then resume and compare."""
+    accelerator = accelerator_of(**more)
+
+    def fresh() -> tuple[Any, Any]:
+        model = base(folder, quantized)
+        if quantized is not None:
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        return prepared(accelerator, adapted(model))
+
+    model, optimizer = fresh()
+    before = frozen(model)
+    losses = train(accelerator, model, optimizer, batches(0, 8))
+    model.eval()
+    with torch.no_grad():
+        ids = batches(5, 1)[0]
+        losses.append(float(model(input_ids=ids, labels=ids).loss))
+    accelerator.save_state(str(folder / "state"))
+    losses += train(accelerator, model, optimizer, batches(1, 8))
+    after = frozen(model)
+    found = {
+        "losses": losses,
+        "adapters": adapters(model),
+        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+        "bytes": held_bytes(model),
+        "frozen": {name: float(one.double().norm()) for name, one in after.items()},
+        "state": sorted(accelerator.get_state_dict(model)),
+    }
+    if WORLD == 1 and quantized is not None:
+        return found  # bitsandbytes can't load its own state dict
+    accelerator.free_memory()
+    del model, optimizer
+    gc.collect()
+    model, optimizer = fresh()
+    accelerator.load_state(str(folder / "state"))
+    again = train(accelerator, model, optimizer, batches(1, 8))
+    found["resumed"] = again == losses[-8:] and adapters(model) == found["adapters"]
+    accelerator.end_training()
+    return found
+
+
+def lora(folder: Path) -> dict[str, Any]:
+    return run(folder, None)
+
+
+def qlora(folder: Path) -> dict[str, Any]:
+    return run(folder, FOUR)
+
+
+def qlora_8_bit(folder: Path) -> dict[str, Any]:
+    return run(folder, {"load_in_8bit": True})
+
+
+def mistakes(folder: Path) -> dict[str, Any]:
+    """Return the errors about 4-bit weights, and whether rank 0's scales were sent."""
+    accelerator = accelerator_of()
+
+    def error(model: Any, accelerator: Accelerator = accelerator) -> str:
+        try:
+            accelerator.prepare(model)
+        except (ConfigurationError, PrepareError) as error:
+            return str(error)
+        return ""
+
+    def model_with(**more: Any) -> Any:
+        set_seed(accelerator.process_index)  # other weights on each rank
+        layer = Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, **more)
+        return torch.nn.Sequential(layer, torch.nn.Linear(64, 8))
+
+    repacked = model_with().to("cpu")
+    repacked[0].weight.quant_state.packing_format_for_cpu = True
+    found = {"not quantized": error(model_with()), "repacked": error(repacked)}
+    found["floats"] = error(base(folder, {**FOUR, "bnb_4bit_quant_storage": torch.float32}))
+    model = model_with().to("cpu")
+    before = model[0].weight.quant_state.absmax.clone()
+    model = accelerator.prepare(model)
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
+    outputs = accelerator.gather(model(x).detach()[None])
+    found["sent"] = bool(torch.equal(outputs[0], outputs[-1]))
+    changed = not torch.equal(model[0].quant_state.absmax, before)
+    found["changed"] = accelerator.communicator.gather_object(changed)
+    accelerator.end_training()
+    half = accelerator_of(mixed_precision="bf16")
+    floats = {**FOUR, "bnb_4bit_quant_storage": torch.float32}
+    found["converted"] = error(base(folder, floats), half)
+    half.end_training()
+    return found
+
+
+def main(folder: Path, names: list[str]) -> None:
+    set_seed(2)
+    # Each rank writes its own, before there is a process group.
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder / f"base_{RANK}")
+    for name in names:
+        own = folder / name
+        own.mkdir(exist_ok=True)
+        found = globals()[name](own)
+        if RANK == 0:
+            (folder / f"{name}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), sys.argv[2:])
