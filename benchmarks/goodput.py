@@ -111,7 +111,7 @@ def command(way: str, given: argparse.Namespace, port: int, machine: int = 0) ->
     made += ["--num_processes", str(given.processes)]
     if way == "elastic":
         conf = f"last_call_timeout=1,keep_alive_interval=1,is_host={str(machine == 0).lower()}"
-        made += ["--num_machines", str(given.processes), "--min_machines", "1"]
+        made += ["--num_machines", f"1:{given.processes}"]
         made += ["--rdzv_backend", "c10d", "--main_process_ip", "127.0.0.1"]
         made += ["--main_process_port", str(port), "--rdzv_conf", conf]
         made += ["--machine_rank", str(machine)]

@@ -193,8 +193,14 @@ def test_elastic_pytorchjob_numbers_its_pods_itself(tmp_path: Path) -> None:
     assert (plan.num_processes, plan.num_machines, plan.max_restarts) == (8, 2, 3)
     assert (plan.rdzv_backend, plan.rdzv_id) == ("c10d", "run-1")
     assert (plan.main_process_ip, plan.main_process_port) == ("run-worker-0", 23456)
-    with pytest.raises(ConfigurationError, match=r"PET_NNODES='1:4' allows a changing number"):
-        plan_in_pod(tmp_path, {**ELASTIC, "PET_NNODES": "1:4"})
+
+
+def test_pytorchjob_with_an_elastic_policy_changes_its_size(tmp_path: Path) -> None:
+    plan = plan_in_pod(tmp_path, {**ELASTIC, "PET_NNODES": "1:4"})
+    assert (plan.min_machines, plan.num_machines, plan.num_processes) == (1, 4, 16)
+    assert plan.rdzv_backend == "c10d"
+    with pytest.raises(ConfigurationError, match=r"PET_NNODES='1:4' lets pods leave and join, but"):
+        plan_in_pod(tmp_path, {**TRAINJOB, "PET_NNODES": "1:4"})
 
 
 def test_pods_of_one_machine_need_no_address(tmp_path: Path) -> None:

@@ -287,6 +287,8 @@ WRONG_FILES: dict[str, tuple[str, ...]] = {
     "num_processes: 0": ("must be at least 1",),
     "num_processes: -4": ("must be at least 1",),
     "num_machines: 0": ("must be at least 1",),
+    "num_machines: 2:1": ("begins with the larger number", "line 1"),
+    "num_machines: x": ("must be a number of machines", "line 1"),
     "num_processes: 3\nnum_machines: 2": ("is not divisible by num_machines=2", "line 1"),
     "num_machines: 2": ("needs --main_process_ip",),
     "machine_rank: 1": ("must be less than", "line 1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,7 +16,12 @@ from typing import Any
 
 import psutil
 import pytest
+from launched import run_cli
 from support import clean_environment
+
+from accelerate_core.config.files import parse_config
+from accelerate_core.plugin import ConfigurationError
+from accelerate_launch.planning import decide
 
 WORKER = Path(__file__).with_name("elastic_worker.py")
 
@@ -38,8 +44,8 @@ class Machines:
 
     def __init__(self, folder: Path, port: int, *options: str) -> None:
         self.command = [sys.executable, "-m", "accelerate_core", "launch", "--cpu", *options]
-        self.command += ["--num_processes", "4", "--num_machines", "4", "--min_machines", "1"]
-        self.command += ["--rdzv_backend", "c10d", "--main_process_ip", "127.0.0.1"]
+        self.command += ["--num_processes", "4", "--num_machines", "1:4"]
+        self.command += ["--main_process_ip", "127.0.0.1"]
         self.command += ["--main_process_port", str(port)]
         self.folder = folder
         self.launches: list[subprocess.Popen[bytes]] = []
@@ -164,18 +170,62 @@ def test_global_batch_must_be_divisible_by_the_processes(tmp_path: Path) -> None
     )
 
 
+ELASTIC = ("--num_machines", "2:4", "--num_processes", "8", "--main_process_ip", "n0")
+
+
+def test_range_of_machines_is_passed_to_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    done = run_cli("launch", "--cpu", "--dry_run", "--explain", *ELASTIC, str(script), forked=True)
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "--nnodes 2:4",
+        "--rdzv_backend c10d",
+        "--nproc_per_node 2",
+        "--max_restarts 100",
+    ):
+        assert words in done.stdout, done.stdout
+    assert re.search(r"min_machines\s+2\s+command line --num_machines", done.stderr)
+    assert re.search(r"rdzv_backend\s+c10d\s+num_machines is a range", done.stderr)
+
+
+@pytest.mark.parametrize("value", ["2:4", "'2:4'"])
+def test_range_of_machines_in_a_config_file(value: str) -> None:
+    text = f"num_machines: {value}\nnum_processes: 8\nmain_process_ip: n0\nuse_cpu: true\n"
+    chosen = decide({}, {}, parse_config(text, Path("c.yaml"))).chosen
+    assert (chosen["min_machines"].value, chosen["num_machines"].value) == (2, 4)
+    assert chosen["num_machines"].origin == "c.yaml line 1"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--min_machines", "5", "--num_machines", "4"], "min_machines=5"),
-        (["--min_machines", "1", "--num_machines", "2"], "Add --rdzv_backend c10d"),
+        (
+            ("--num_machines", "4:1"),
+            "begins with the larger number. Write the fewest machines first: 1:4",
+        ),
+        (("--num_machines", "0:2"), "must be at least 1"),
+        (("--num_machines", "0"), "must be at least 1"),
+        (("--num_machines", "a:b"), "or a range of the form MIN:MAX, such as 2:4"),
+        (("--num_machines", "1:2:3"), "or a range of the form MIN:MAX, such as 2:4"),
+        (("--num_machines", "1:"), "or a range of the form MIN:MAX, such as 2:4"),
+        ((*ELASTIC, "--rdzv_backend", "static"), "rdzv_backend='static' (command line"),
+        (
+            (*ELASTIC, "--launcher", "srun"),
+            "needs the launcher torchrun, but launcher='srun' (command line",
+        ),
+        ((*ELASTIC, "--num_processes", "6"), "is not divisible by num_machines=4"),
     ],
 )
-def test_impossible_ranges_are_refused(options: list[str], words: str) -> None:
-    command = [sys.executable, "-m", "accelerate_core", "launch", "--cpu", "--num_processes", "4"]
-    command += ["--main_process_ip", "127.0.0.1", *options, str(WORKER), "x"]
-    done = subprocess.run(
-        command, env=clean_environment(), capture_output=True, text=True, timeout=60
-    )
+def test_impossible_ranges_are_refused(options: tuple[str, ...], words: str) -> None:
+    done = run_cli("launch", "--cpu", "--dry_run", *options, str(WORKER), "x", forked=True)
     assert done.returncode != 0
     assert words in done.stderr
+    assert "command line --num_" in done.stderr or "rdzv_backend" in done.stderr
+
+
+def test_ranks_of_a_scheduler_refuse_a_range() -> None:
+    step = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    step |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    with pytest.raises(ConfigurationError, match="has already started a fixed number of ranks"):
+        decide({"num_machines": "1:2", "cpu": True}, step)

@@ -93,6 +93,7 @@ def test_every_config_file_in_the_tests_is_valid(validator: Quiet, schema: dict[
 BEYOND = (
     "num_processes: 3\nnum_machines: 2",
     "num_machines: 2",
+    "num_machines: 2:1",
     "machine_rank: 1",
     "mpirun_config:\n  mpirun_hostfile: nowhere",
     "debug: true\ndebug: false",

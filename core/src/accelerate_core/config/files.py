@@ -64,10 +64,11 @@ def parse_config(text: str, path: Path) -> ConfigFile:
     import yaml  # most runs have no config file
 
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
         lines: dict[str, int] = {}
         _collect(node, "", lines, path)
-        values = yaml.safe_load(text)
+        values = None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ConfigurationError(
             f"The config file {path} is not valid YAML: {_said(error)}"
@@ -135,4 +136,6 @@ def _collect(node: Any, prefix: str, lines: dict[str, int], path: Path) -> None:
                 f"The config file {path} expands to more than {_MOST_KEYS} keys at line {line}. Nested "
                 "aliases multiply; remove some of them."
             )
+        if value.id == "scalar" and value.tag.endswith((":int", ":float")) and ":" in value.value:
+            value.tag = "tag:yaml.org,2002:str"  # YAML 1.1 reads 1:4 as 64, in base 60
         _collect(value, f"{name}.", lines, path)

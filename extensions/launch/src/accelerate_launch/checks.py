@@ -25,7 +25,7 @@ from accelerate_launch import accelerate_options, devices
 from accelerate_launch.cluster import ClusterEnvironment
 from accelerate_launch.machine_0 import is_here
 from accelerate_launch.options import LAUNCH_OPTIONS
-from accelerate_launch.plan import COUNTED, LaunchPlan
+from accelerate_launch.plan import COUNTED, LaunchPlan, machine_range
 from accelerate_launch.schemas import WITH_SETTINGS
 
 logger = logging.getLogger(__name__)
@@ -178,6 +178,21 @@ def check_formats(chosen: Mapping[str, SourcedValue]) -> None:
         )
 
 
+def split_range(chosen: dict[str, SourcedValue]) -> None:
+    """Replace a range of machines by its two numbers.
+
+    Raises:
+        ConfigurationError: it is neither a number nor a range.
+    """
+    said = chosen["num_machines"]
+    least, most = machine_range(said)
+    elastic = ":" in str(said.value)
+    chosen["num_machines"] = SourcedValue(most, said.origin)
+    chosen["min_machines"] = SourcedValue(least if elastic else None, said.origin)
+    if elastic and chosen["rdzv_backend"].origin == "default":
+        chosen["rdzv_backend"] = SourcedValue("c10d", "num_machines is a range")
+
+
 def processes(
     chosen: Mapping[str, SourcedValue], environ: Mapping[str, str], around: ClusterEnvironment
 ) -> SourcedValue:
@@ -236,6 +251,7 @@ def gpu_ids(sourced: SourcedValue) -> list[str]:
 def check_machines(chosen: Mapping[str, SourcedValue], around: ClusterEnvironment) -> None:
     """Check the options for processes and machines against each other."""
     launcher, processes = chosen["launcher"], chosen["num_processes"]
+    _check_elastic(chosen, around)
     if around.ranks:
         if launcher.value == "torchrun" and int(around.ranks["WORLD_SIZE"]) > 1:
             raise ConfigurationError(
@@ -257,7 +273,6 @@ def check_machines(chosen: Mapping[str, SourcedValue], around: ClusterEnvironmen
         raise ConfigurationError(
             f"num_machines={machines.value} needs --main_process_ip, the address of machine 0."
         )
-    _check_elastic(chosen)
     alone = machines.value == 1 and processes.value > 1
     if alone and address.value and not is_here(str(address.value)):
         raise ConfigurationError(
@@ -266,21 +281,25 @@ def check_machines(chosen: Mapping[str, SourcedValue], around: ClusterEnvironmen
         )
 
 
-def _check_elastic(chosen: Mapping[str, SourcedValue]) -> None:
-    """Refuse `min_machines` where the number of machines can't change."""
+def _check_elastic(chosen: Mapping[str, SourcedValue], around: ClusterEnvironment) -> None:
+    """Refuse a range of machines where their number can't change."""
     least, machines = chosen["min_machines"], chosen["num_machines"]
     if least.value is None:
         return
-    if least.value > machines.value:
-        raise ConfigurationError(f"min_machines={least} must be at most num_machines={machines}.")
+    said = f"num_machines={SourcedValue(f'{least.value}:{machines.value}', machines.origin)}"
+    if around.ranks:
+        raise ConfigurationError(
+            f"{said} lets machines leave and join, but {around.values['num_processes'].origin}, which "
+            "has already started a fixed number of ranks. Set one number."
+        )
     if chosen["rdzv_backend"].value == "static":
         raise ConfigurationError(
-            f"min_machines={least} needs a rendezvous that machines can leave and join, but "
-            "rdzv_backend is static. Add --rdzv_backend c10d."
+            f"{said} needs a rendezvous that machines can leave and join, but "
+            f"rdzv_backend={chosen['rdzv_backend']}. Leave it out, or set it to c10d."
         )
     if chosen["launcher"].value not in (None, "torchrun"):
         raise ConfigurationError(
-            f"min_machines={least} needs the launcher torchrun, but launcher={chosen['launcher']}."
+            f"{said} needs the launcher torchrun, but launcher={chosen['launcher']}. Set one number."
         )
 
 

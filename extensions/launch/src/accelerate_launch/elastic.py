@@ -16,7 +16,7 @@ from accelerate_core.plugin import (
     hookimpl,
 )
 
-#: The policy, and the number of processes of the whole run; set by `launch --min_machines`.
+#: The policy, and the number of processes of the whole run; set by `launch --num_machines MIN:MAX`.
 POLICY = "ACCELERATE_ELASTIC_POLICY"
 PROCESSES = "ACCELERATE_ELASTIC_PROCESSES"
 
@@ -47,7 +47,7 @@ class Elastic:
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
-        """Claim the runs that `launch --min_machines` starts."""
+        """Claim the runs that `launch --num_machines MIN:MAX` starts."""
         text = request.environ.get(POLICY)
         return Claim(10, f"environment variable {POLICY}={text}") if text else None
 

@@ -28,6 +28,9 @@ _PATTERNS = {name: f"^(?:{pattern})$" for name, (pattern, _) in FORMS.items()} |
     "gpu_ids": r"^\s*([Aa][Ll][Ll]|[\d,\s]+)\s*$"
 }
 
+#: A number of machines, or a range of it.
+_RANGE = r"^\s*\+?0*[1-9]\d*(:\+?0*[1-9]\d*)?\s*$"
+
 
 def config_schema(
     environ: Mapping[str, str] | None = None,
@@ -139,6 +142,8 @@ def _forms(field: SettingField, choices: list[str], form: Schema | None) -> list
         return [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]
     if field.name == "rdzv_backend":
         return [{"enum": rendezvous_backends()}]
+    if field.name == "num_machines":
+        return [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": _RANGE}]
     if field.kind == "str":
         text: Schema = {"type": ["string", "number"]}
         if field.name in _PATTERNS:

@@ -78,16 +78,14 @@ class Processes:
 class Machines:
     """Which machines take part, and how they find each other."""
 
-    num_machines: int = option(default=1, help="number of machines", ge=1)
-    min_machines: int | None = option(
-        default=None,
-        help="run with as few machines as this; the run restarts when one leaves or joins",
-        ge=1,
+    num_machines: str = option(
+        default="1",
+        help="number of machines; with a range such as 2:4, the run restarts when one leaves or joins",
     )
     elastic_policy: Literal["keep_global_batch", "scale"] = option(
         default="keep_global_batch",
-        help="with min_machines: adjust the accumulation steps to keep the global batch, or let it scale "
-        "with the number of processes",
+        help="with a range of machines: adjust the accumulation steps to keep the global batch, or let it "
+        "scale with the number of processes",
     )
     machine_rank: int = option(default=0, help="number of this machine, from 0", ge=0)
     main_process_ip: str | None = _text("address of machine 0")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from accelerate_core.plugin import SourcedValue
+from accelerate_core.plugin import ConfigurationError, SourcedValue
 
 DEFAULT_PORT = 29500
 #: Exit status of ranks that have saved their state and should be started again (`EX_TEMPFAIL`).
@@ -36,7 +37,8 @@ class LaunchPlan:
 
     Attributes:
         num_processes: processes on all machines together.
-        min_machines: the run continues with this number of machines; None needs all of them.
+        num_machines: the most machines that take part.
+        min_machines: the fewest with which the run continues; None if their number is fixed.
         main_process_port: None lets the system choose a free one.
         rdzv_id: name of the run for the rendezvous; None derives one from the port.
         local_addr: address at which the other machines reach this one; None lets torch find it.
@@ -88,6 +90,29 @@ class LaunchPlan:
         number = self.provenance.get("num_processes")
         counted = number is None or number.value is None or number.origin.endswith(COUNTED)
         return None if counted else number
+
+
+def machine_range(said: SourcedValue) -> tuple[int, int]:
+    """Return the fewest and the most machines of `num_machines`, such as 4 or 2:4.
+
+    Raises:
+        ConfigurationError: it is neither a number nor a range.
+    """
+    parts = str(said.value).strip().split(":")
+    if len(parts) > 2 or not all(re.fullmatch(r"\+?\d+", part) for part in parts):
+        raise ConfigurationError(
+            f"num_machines={said} must be a number of machines, such as 4, or a range of the form "
+            "MIN:MAX, such as 2:4."
+        )
+    least, most = int(parts[0]), int(parts[-1])
+    if least < 1:
+        raise ConfigurationError(f"num_machines={said} must be at least 1.")
+    if least > most:
+        raise ConfigurationError(
+            f"num_machines={said} begins with the larger number. Write the fewest machines first: "
+            f"{most}:{least}."
+        )
+    return least, most
 
 
 def counted(number: int, word: str) -> str:

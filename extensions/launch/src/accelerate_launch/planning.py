@@ -34,7 +34,7 @@ from accelerate_launch.cluster import ClusterEnvironment, detect_cluster
 from accelerate_launch.contributed import MESH, check_sections, set_in_environment, take
 from accelerate_launch.options import LAUNCH_OPTIONS, NAMES_PLUGIN, OWN
 from accelerate_launch.paths import accelerate_config_path, default_config_path
-from accelerate_launch.plan import LaunchPlan, Target
+from accelerate_launch.plan import LaunchPlan, Target, machine_range
 from accelerate_launch.target import find_target, make_target
 
 logger = logging.getLogger(__name__)
@@ -171,6 +171,9 @@ def decide(
         with mistakes:
             chosen[option.name] = _choose(option, given, sources, around)
     with mistakes:
+        if "num_machines" in chosen and "rdzv_backend" in chosen:
+            checks.split_range(chosen)
+    with mistakes:
         if "mixed_precision" in chosen:
             _check_plugin(chosen, "mixed_precision")
     if mistakes.found and "backend" in chosen:
@@ -272,7 +275,7 @@ def _used_cluster(
     option = next(one for one in LAUNCH_OPTIONS if one.name == "num_machines")
     said = _choose(option, given, sources, around)
     found = around.values["num_machines"]
-    if said.value == found.value:
+    if machine_range(said) == machine_range(found):
         return around
     logger.warning(
         "num_machines=%s (%s) overrides %s, which has %s.",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from accelerate_core.plugin import ConfigurationError, SourcedValue
-from accelerate_launch.plan import DEFAULT_PORT
+from accelerate_launch.plan import DEFAULT_PORT, machine_range
 
 #: The index of a pod in an indexed Job, which JobSet also uses.
 INDEX = "JOB_COMPLETION_INDEX"
@@ -32,18 +32,26 @@ def pod_values(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     indexed Job sets only `JOB_COMPLETION_INDEX`; its manifest sets `MASTER_ADDR`.
 
     Raises:
-        ConfigurationError: a variable is not a number, or the number of pods may change.
+        ConfigurationError: a variable is not a number, or the number of pods may change and no rendezvous
+            is set.
     """
     if not environ.get("PET_NNODES"):
         return _address(environ, {"machine_rank": _number(environ, INDEX)})
-    machines = _machines(environ)
-    values = {"num_machines": machines}
-    processes = _processes(environ, machines.value)
+    machines = SourcedValue(environ["PET_NNODES"], _origin(environ, "PET_NNODES"))
+    least, most = machine_range(machines)
+    if least < most and not environ.get("PET_RDZV_ENDPOINT"):
+        raise ConfigurationError(
+            f"Environment variable PET_NNODES={machines.value!r} lets pods leave and join, but "
+            "PET_RDZV_ENDPOINT does not say where they meet. The operator of PyTorchJob sets both if "
+            "the job has an elasticPolicy. In another job, set one number of pods."
+        )
+    values = {"num_machines": machines if least < most else SourcedValue(most, machines.origin)}
+    processes = _processes(environ, most)
     if processes is not None:
         values["num_processes"] = processes
     if environ.get("PET_MAX_RESTARTS"):
         values["max_restarts"] = _number(environ, "PET_MAX_RESTARTS")
-    if machines.value == 1:
+    if most == 1:
         return values
     if environ.get("PET_RDZV_ENDPOINT"):
         return {**values, **_elastic(environ)}
@@ -81,17 +89,6 @@ def _elastic(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     if environ.get("PET_RDZV_ID"):
         values["rdzv_id"] = _text(environ, "PET_RDZV_ID")
     return values
-
-
-def _machines(environ: Mapping[str, str]) -> SourcedValue:
-    least, _, most = environ["PET_NNODES"].partition(":")
-    if most and most != least:
-        raise ConfigurationError(
-            f"Environment variable PET_NNODES={environ['PET_NNODES']!r} allows a changing number of "
-            "pods, but a run has a fixed number. In the elasticPolicy of the job, set minReplicas and "
-            "maxReplicas to the same number."
-        )
-    return _number({**environ, "PET_NNODES": least}, "PET_NNODES")
 
 
 def _processes(environ: Mapping[str, str], machines: int) -> SourcedValue | None:

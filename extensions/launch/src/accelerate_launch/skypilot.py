@@ -51,9 +51,14 @@ def task_file(
         ConfigurationError: the file is not valid, or `accelerator` is missing or contradicts it.
     """
     # The machines find each other by SkyPilot's variables, whatever the file says.
-    several = config.get("num_machines") not in (None, 1)
+    several = str(config.get("num_machines", 1)) != "1"
     chosen = decide({"main_process_ip": "machine-0"} if several else {}, environ, config).chosen
     machines = chosen["num_machines"].value
+    if chosen["min_machines"].value is not None:
+        raise ConfigurationError(
+            f"num_machines={config['num_machines']!r} ({chosen['num_machines'].origin}) is a range, "
+            "but a SkyPilot task has a fixed number of machines. Set one number."
+        )
     asked = "num_processes" in config
     per_machine = chosen["num_processes"].value // machines if asked else 1
     resources: dict[str, Any] = {}

@@ -260,6 +260,8 @@ def _metavar(option: SettingField) -> str:
     if option.choices:
         joined = "|".join(option.choices)
         return joined if len(joined) <= _LONG else "NAME"
+    if option.name == "num_machines":
+        return "N|MIN:MAX"
     return {"bool": "true|false", "int": "N", "float": "X"}.get(option.kind, "TEXT")
 
 

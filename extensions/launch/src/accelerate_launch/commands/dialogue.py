@@ -13,6 +13,7 @@ import click
 from accelerate_core.plugin import (
     ConfigurationError,
     SettingField,
+    SourcedValue,
     console,
     did_you_mean,
     disabled_names,
@@ -25,6 +26,7 @@ from accelerate_launch import accelerate_options, devices
 from accelerate_launch.cluster import detect_cluster
 from accelerate_launch.contributed import check_value
 from accelerate_launch.paths import accelerate_config_path
+from accelerate_launch.plan import machine_range
 from accelerate_launch.schemas import PluginSchema, plugin_schemas
 
 #: The compilers that are suggested.
@@ -126,7 +128,7 @@ def ask_everything(environ: Mapping[str, str], *, ask: bool) -> dict[str, Any]:
     made["use_cpu"] = asker.confirm("Run on the CPU?", False) if count else True
     _machines(asker, made, found, environ)
     per_machine = 1 if made["use_cpu"] else count
-    machines = made["num_machines"]
+    _, machines = machine_range(SourcedValue(made["num_machines"], "this dialogue"))
     if not around.ranks:
         question = "How many processes on all machines together?"
         made["num_processes"] = asker.number(question, per_machine * machines, machines)
