@@ -23,6 +23,7 @@ import pytest
 import torch
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install --group ray")
+from elastic_runs import ELASTIC_WORKER, records, run_alone, wait_until  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from support import clean_environment  # noqa: E402
 from table import Row  # noqa: E402
@@ -306,6 +307,46 @@ def test_dead_node_ends_the_run_without_restarts(
     err = run.err.read_text()
     assert re.search(r"Rank 1 was lost: its node \w{8} on \S+ died\.", err), run.story
     assert gone(DIGITS)
+
+
+def test_elastic_run_continues_on_one_node_and_grows_again(
+    launch: Callable[..., Launch], nodes: Nodes, tmp_path: Path
+) -> None:
+    steps, whole = run_alone(tmp_path / "alone", 2)
+    folder = tmp_path / "elastic"
+    folder.mkdir()
+    for step in (6, 13):
+        (folder / f"hold-{step}").touch()
+    machines = ("--num_machines", "1:2", "--num_processes", "2")
+    options = (*machines, "--ray_strategy", "spread", "--ray_join_wait", "2")
+    run = launch(*options, ELASTIC_WORKER, folder)
+    wait_until((folder / "step-6").exists, 120, "2 ranks take 6 steps")
+    nodes.kill()
+    run.wait_for("Starting 1 of 2 ranks")
+    (folder / "hold-6").unlink()
+    wait_until((folder / "step-13").exists, 120, "1 rank takes 13 steps")
+    nodes.add()
+    run.wait_for("A node has joined. Restarting all ranks.")
+    (folder / "hold-13").unlink()
+    assert run.end() == 0, run.story
+    assert (folder / "size-1").exists()
+    taken, ends = records(folder)
+    assert {step: sorted(ids) for step, ids in taken.items()} == {
+        step: sorted(ids) for step, ids in steps.items()
+    }
+    assert len(ends) == 2
+    for end in ends:
+        assert end["weights"] == pytest.approx(whole["weights"], abs=1e-5)
+        assert "elastic: 2 of 2 processes, policy keep_global_batch; 3 accum" in end["explain"]
+
+
+def test_elastic_run_needs_room_for_the_smallest_number(
+    launch: Callable[..., Launch], tmp_path: Path
+) -> None:
+    machines = ("--num_machines", "3:4", "--num_processes", "4")
+    run = launch(*machines, "--ray_join_wait", "1", "--ray_wait", "1", script(tmp_path, REPORT))
+    assert run.end() == 1
+    assert "could not reserve 3 x CPU 1 (pack) within 1 s" in run.story
 
 
 def test_killed_rank_continues_from_its_checkpoint(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import ways
+from elastic_runs import ELASTIC_WORKER, records, run_alone, wait_until
 from simulated_machines import LOGIN
 from slurm_cluster import SlurmCluster
 from table import Row
@@ -307,6 +308,25 @@ exit $status
     table_row(row)
 
 
+def lose_node(slurm: SlurmCluster, end: str, folder: Path) -> None:
+    """Set the second node to `down`, or end all of its processes."""
+    if end == "down":
+        down = ["scontrol", "update", "nodename=n2", "state=down", "reason=test"]
+        assert slurm.run(*down, cwd=folder).returncode == 0
+    else:
+        slurm.machines.crash("n2")
+
+
+def return_node(slurm: SlurmCluster, end: str, folder: Path) -> None:
+    """Undo `lose_node`, and wait until both nodes are free."""
+    if end == "down":
+        slurm.run("scontrol", "update", "nodename=n2", "state=resume", cwd=folder)
+    else:
+        slurm.machines.boot("n2")
+        slurm.start_node("n2")
+    slurm.wait_for_nodes({"idle"})
+
+
 @pytest.mark.parametrize("end", ["down", "crash"])
 def test_run_continues_on_the_remaining_node(
     slurm: SlurmCluster, folder: Path, end: str, table_row: Callable[[Row], None]
@@ -315,26 +335,53 @@ def test_run_continues_on_the_remaining_node(
     # The batch script runs on the first node of the job, so the second one is lost.
     job = slurm.submit(script, "--nodes=1-2", "--requeue", cwd=folder)
     wait_for_step(folder / "run", 1, 30)
+    lose_node(slurm, end, folder)
     try:
-        if end == "down":
-            down = ["scontrol", "update", "nodename=n2", "state=down", "reason=test"]
-            assert slurm.run(*down, cwd=folder).returncode == 0
-        else:
-            slurm.machines.crash("n2")
         assert slurm.wait_for_job(job) == "COMPLETED", output_of(folder)
     finally:
-        if end == "down":
-            slurm.run("scontrol", "update", "nodename=n2", "state=resume", cwd=folder)
-        else:
-            slurm.machines.boot("n2")
-            slurm.start_node("n2")
-        slurm.wait_for_nodes({"idle"})
+        return_node(slurm, end, folder)
     result = read_result(folder / "run")
     assert (result["ranks"], result["resumed"]) == (1, 20) or int(str(result["resumed"])) > 20
     if end == "crash":
         done = f"SLURM requeues it on the other node, continues at step {result['resumed']}"
         correct = int(str(result["correct"]))
         table_row(Row("`sbatch --requeue`, a node crashes", 2, None, "-", done, correct))
+
+
+@pytest.mark.parametrize(
+    ("end", "srun"),
+    [("crash", ""), ("crash", "srun --no-kill --ntasks-per-node=1"), ("down", "")],
+    ids=["crash, launch calls srun", "crash, srun", "down, launch calls srun"],
+)
+def test_elastic_run_continues_within_the_job(
+    slurm: SlurmCluster, folder: Path, end: str, srun: str
+) -> None:
+    steps, whole = run_alone(folder / "alone", 2)
+    run = folder / "run"
+    run.mkdir()
+    (run / "hold-6").touch()
+    machines = "--num_machines 1:2 --num_processes 2"
+    conf = "--rdzv_conf keep_alive_interval=1,last_call_timeout=3"
+    script = f"#!/bin/bash\n{srun} {LAUNCH} {machines} {conf} {ELASTIC_WORKER} {run}\n"
+    job = slurm.submit(script, "--nodes=2", "--no-kill", "--no-requeue", cwd=folder)
+    wait_until((run / "step-6").exists, 120, "2 ranks take 6 steps")
+    lose_node(slurm, end, folder)
+    try:
+        (run / "hold-6").unlink()
+        slurm.wait_for_job(job)
+        # srun counts the task that SLURM has killed on a node that is down. A lost one doesn't count.
+        assert slurm.job(job)["ExitCode"] == ("137:0" if end == "down" else "0:0"), output_of(
+            folder
+        )
+    finally:
+        return_node(slurm, end, folder)
+    assert (run / "size-1").exists(), output_of(folder)
+    taken, [last] = records(run)
+    assert {step: sorted(ids) for step, ids in taken.items()} == {
+        step: sorted(ids) for step, ids in steps.items()
+    }
+    assert last["weights"] == pytest.approx(whole["weights"], abs=1e-5)
+    assert "elastic: 1 of 2 processes, policy keep_global_batch; 6 accum" in last["explain"]
 
 
 @pytest.mark.parametrize("kind", ["TERM", "KILL"])

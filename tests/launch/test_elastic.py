@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from elastic_runs import ELASTIC_WORKER, records, run_alone, wait_until
 from launched import run_cli
 from support import clean_environment
 
@@ -23,20 +20,11 @@ from accelerate_core.config.files import parse_config
 from accelerate_core.plugin import ConfigurationError
 from accelerate_launch.planning import decide
 
-WORKER = Path(__file__).with_name("elastic_worker.py")
-
 
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, f"not within {seconds} s: {what}"
-        time.sleep(0.1)
 
 
 class Machines:
@@ -54,7 +42,7 @@ class Machines:
         # All of them are on this host, so the address doesn't say which of them is machine 0.
         conf = f"last_call_timeout=3,keep_alive_interval=1,is_host={str(number == 0).lower()}"
         command = [*self.command, "--machine_rank", str(number), "--rdzv_conf", conf]
-        command += [str(WORKER), str(self.folder)]
+        command += [str(ELASTIC_WORKER), str(self.folder)]
         output = (self.folder / f"output-{len(self.launches)}").open("w")
         process = subprocess.Popen(
             command,
@@ -83,24 +71,6 @@ class Machines:
             one.wait(10)
 
 
-def records(folder: Path) -> tuple[dict[int, list[int]], list[dict[str, Any]]]:
-    """Return the samples of each step, by the run that took it last, and what was written at the end."""
-    taken: dict[int, dict[str, list[list[int]]]] = {}
-    ends = []
-    for file in sorted(folder.glob("rank-*"), key=lambda one: one.stat().st_mtime):
-        size = file.name.split("-")[2]
-        for line in map(json.loads, file.read_text().splitlines()):
-            if isinstance(line, dict):
-                ends.append(line)
-            else:
-                taken.setdefault(line[0], {}).setdefault(size, []).append(line[1])
-    steps = {}
-    for step, runs in sorted(taken.items()):
-        of_ranks = list(runs.values())[-1]
-        steps[step] = [number for its in of_ranks for number in its]
-    return steps, ends
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("options", "tolerance"), [((), 1e-5), (("--use_fsdp",), 1e-4)], ids=["ddp", "fsdp2"]
@@ -108,16 +78,7 @@ def records(folder: Path) -> tuple[dict[int, list[int]], list[dict[str, Any]]]:
 def test_run_continues_on_4_2_and_3_machines(
     tmp_path: Path, options: tuple[str, ...], tolerance: float
 ) -> None:
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    environment = clean_environment(
-        OMP_NUM_THREADS="1",
-        ACCELERATE_ELASTIC_POLICY="keep_global_batch",
-        ACCELERATE_ELASTIC_PROCESSES="4",
-    )
-    subprocess.run([sys.executable, WORKER, alone], env=environment, timeout=120, check=True)
-    steps, [whole] = records(alone)
-
+    steps, whole = run_alone(tmp_path / "alone", 4)
     folder = tmp_path / "elastic"
     folder.mkdir()
     for step in (2, 6, 13):
@@ -211,14 +172,14 @@ def test_range_of_machines_in_a_config_file(value: str) -> None:
         (("--num_machines", "1:"), "or a range of the form MIN:MAX, such as 2:4"),
         ((*ELASTIC, "--rdzv_backend", "static"), "rdzv_backend='static' (command line"),
         (
-            (*ELASTIC, "--launcher", "srun"),
-            "needs the launcher torchrun, but launcher='srun' (command line",
+            (*ELASTIC, "--launcher", "mpirun"),
+            "needs the launcher torchrun, srun or ray, but launcher='mpirun' (command line",
         ),
         ((*ELASTIC, "--num_processes", "6"), "is not divisible by num_machines=4"),
     ],
 )
 def test_impossible_ranges_are_refused(options: tuple[str, ...], words: str) -> None:
-    done = run_cli("launch", "--cpu", "--dry_run", *options, str(WORKER), "x", forked=True)
+    done = run_cli("launch", "--cpu", "--dry_run", *options, str(ELASTIC_WORKER), "x", forked=True)
     assert done.returncode != 0
     assert words in done.stderr
     assert "command line --num_" in done.stderr or "rdzv_backend" in done.stderr

@@ -98,6 +98,19 @@ def test_counted_processes_are_counted_again_on_the_cluster(script: Path) -> Non
     assert processes_of(plan_of(script, num_processes=3)) == 3
 
 
+def test_range_of_machines_becomes_a_range_of_ranks(script: Path) -> None:
+    plan = plan_of(script, num_machines="2:4", num_processes=8)
+    command = command_of(plan)
+    assert command[command.index("--least") : command.index("--share") + 2] == (
+        ["--least", "4", "--share", "2"]
+    )
+    assert command[command.index("--max_restarts") + 1] == "100"
+    environ = RayLauncher(RaySettings()).launch_environment(plan)
+    assert environ["ACCELERATE_ELASTIC_PROCESSES"] == "8"
+    with pytest.raises(ConfigurationError, match="strict_pack places all ranks on one node"):
+        command_of(plan, strategy="strict_pack")
+
+
 @pytest.mark.parametrize(
     "given",
     [

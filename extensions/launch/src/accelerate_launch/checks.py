@@ -297,9 +297,10 @@ def _check_elastic(chosen: Mapping[str, SourcedValue], around: ClusterEnvironmen
             f"{said} needs a rendezvous that machines can leave and join, but "
             f"rdzv_backend={chosen['rdzv_backend']}. Leave it out, or set it to c10d."
         )
-    if chosen["launcher"].value not in (None, "torchrun"):
+    if chosen["launcher"].value not in (None, "torchrun", "srun", "ray"):
         raise ConfigurationError(
-            f"{said} needs the launcher torchrun, but launcher={chosen['launcher']}. Set one number."
+            f"{said} needs the launcher torchrun, srun or ray, but launcher={chosen['launcher']}. "
+            "Set one number."
         )
 
 

@@ -15,10 +15,27 @@ from accelerate_core.plugin import (
     Request,
     hookimpl,
 )
+from accelerate_launch.plan import LaunchPlan
 
 #: The policy, and the number of processes of the whole run; set by `launch --num_machines MIN:MAX`.
 POLICY = "ACCELERATE_ELASTIC_POLICY"
 PROCESSES = "ACCELERATE_ELASTIC_PROCESSES"
+#: Restarts of an elastic launch, if `--max_restarts` is not set.
+_RESTARTS = 100
+
+
+def elastic_environment(plan: LaunchPlan) -> dict[str, str]:
+    """Return the full size of an elastic launch, which the processes compare with their own."""
+    if plan.min_machines is None:
+        return {}
+    return {POLICY: plan.elastic_policy, PROCESSES: str(plan.num_processes)}
+
+
+def restarts_of(plan: LaunchPlan) -> int:
+    """Return the number of restarts. An elastic launch needs one for each machine that it loses."""
+    asked = plan.provenance.get("max_restarts")
+    default = asked is None or asked.origin == "default"
+    return _RESTARTS if plan.min_machines is not None and default else plan.max_restarts
 
 
 @dataclass(frozen=True)

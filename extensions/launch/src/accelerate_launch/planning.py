@@ -269,13 +269,16 @@ def _choose(
 def _used_cluster(
     around: ClusterEnvironment, given: Mapping[str, Any], sources: Sources
 ) -> ClusterEnvironment:
-    """Ignore the scheduler's allocation if `num_machines` is set to another number."""
+    """Ignore the scheduler's allocation if `num_machines` is set to another number.
+
+    A range that ends with the number of its machines still uses the allocation.
+    """
     if around.ranks or "num_machines" not in around.values:
         return around
     option = next(one for one in LAUNCH_OPTIONS if one.name == "num_machines")
     said = _choose(option, given, sources, around)
     found = around.values["num_machines"]
-    if machine_range(said) == machine_range(found):
+    if machine_range(said)[1] == machine_range(found)[1]:
         return around
     logger.warning(
         "num_machines=%s (%s) overrides %s, which has %s.",

@@ -36,7 +36,13 @@ class SrunLauncher:
         agent = replace(
             plan, launcher=None, rdzv_backend="c10d", local_addr=None, provenance=provenance
         )
-        return [*srun, "--kill-on-bad-exit", *TorchrunLauncher().launch_command(agent)]
+        # An elastic run continues when an agent is lost with its node.
+        lost = "--no-kill" if plan.min_machines is not None else "--kill-on-bad-exit"
+        return [*srun, lost, *TorchrunLauncher().launch_command(agent)]
+
+    def launch_environment(self, plan: LaunchPlan) -> dict[str, str]:
+        """Return the variables of torch's agent, which `srun` passes on."""
+        return TorchrunLauncher().launch_environment(plan)
 
 
 def in_step(environ: Mapping[str, str]) -> bool:

@@ -6,14 +6,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from accelerate_launch.elastic import POLICY, PROCESSES
+from accelerate_launch.elastic import elastic_environment, restarts_of
 from accelerate_launch.functions import run_elastic
 from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK, LaunchPlan
 
 #: The extended version of torch's agent.
 _AGENT_MODULE = "accelerate_launch.agent"
-#: Restarts of an elastic launch, if `--max_restarts` is not set.
-_ELASTIC_RESTARTS = 100
 
 
 class TorchrunLauncher:
@@ -37,7 +35,7 @@ class TorchrunLauncher:
             command += _claim(plan)
         command += _rendezvous(plan)
         command += ["--nproc_per_node", str(plan.processes_per_machine)]
-        command += ["--max_restarts", str(_restarts(plan))]
+        command += ["--max_restarts", str(restarts_of(plan))]
         command += ["--monitor_interval", str(plan.monitor_interval)]
         for option in ("log_dir", "tee", "role"):
             value = getattr(plan, option)
@@ -53,8 +51,7 @@ class TorchrunLauncher:
         if plan.min_machines is None:
             return {}
         return {
-            POLICY: plan.elastic_policy,
-            PROCESSES: str(plan.num_processes),
+            **elastic_environment(plan),
             # torch 2.13 publishes the address of the shared store only once, so a machine that joins
             # later would wait for it in vain.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -73,13 +70,6 @@ def address_source(plan: LaunchPlan) -> str:
     port_source = "default" if port is None or port.value is None else port.origin
     address_source = "default" if address is None else address.origin
     return f"main_process_ip from {address_source}, main_process_port from {port_source}"
-
-
-def _restarts(plan: LaunchPlan) -> int:
-    """Return the number of restarts. An elastic launch needs one for each machine that it loses."""
-    asked = plan.provenance.get("max_restarts")
-    default = asked is None or asked.origin == "default"
-    return _ELASTIC_RESTARTS if plan.min_machines is not None and default else plan.max_restarts
 
 
 def _claim(plan: LaunchPlan) -> list[str]:

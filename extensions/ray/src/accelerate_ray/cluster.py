@@ -166,6 +166,15 @@ def reserved(
         remove_placement_group(group)
 
 
+def has_room(bundle: Mapping[str, float], count: int, strategy: str, seconds: float) -> bool:
+    """Return whether `count` bundles can be reserved within some seconds. They are released again."""
+    group = placement_group([dict(bundle)] * count, strategy=strategy.upper())
+    try:
+        return bool(group.wait(timeout_seconds=seconds))
+    finally:
+        remove_placement_group(group)
+
+
 def _wait_for(
     group: PlacementGroup,
     cluster: Cluster,

@@ -41,6 +41,7 @@ def _run(given: Any, target: Target) -> int:
         gpus=given.gpus,
         resources=given.resources,
         wait=given.wait,
+        join_wait=given.join_wait,
         files=given.files,
         runtime_env=given.runtime_env,
     )
@@ -50,6 +51,8 @@ def _run(given: Any, target: Target) -> int:
         environment={},
         address_source=given.address_source,
         max_restarts=given.max_restarts,
+        least=given.least,
+        share=given.share,
         port=given.main_process_port,
         log_dir=given.log_dir,
         tee=given.tee,
@@ -97,6 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m accelerate_ray.driver", allow_abbrev=False)
     parser.add_argument("--num_processes", default="auto")
     parser.add_argument("--max_restarts", type=int, default=0)
+    parser.add_argument("--least", type=int)
+    parser.add_argument("--share", type=int, default=1)
+    parser.add_argument("--join_wait", type=float, default=30.0)
     parser.add_argument("--address")
     parser.add_argument("--address_source", default="default")
     parser.add_argument("--strategy", default="pack")

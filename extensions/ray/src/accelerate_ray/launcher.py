@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate_core.plugin import ConfigurationError, origin_of
 from accelerate_launch import LaunchPlan
+from accelerate_launch.elastic import elastic_environment, restarts_of
 from accelerate_ray.options import processes_of
 from accelerate_ray.settings import RaySettings, parse_resources, parse_runtime_env
 
@@ -48,7 +49,10 @@ class RayLauncher:
         self._check(plan)
         command = [sys.executable, "-m", "accelerate_ray.driver"]
         command += ["--num_processes", str(processes_of(plan) or "auto")]
-        command += ["--max_restarts", str(plan.max_restarts)]
+        command += ["--max_restarts", str(restarts_of(plan))]
+        if plan.min_machines is not None:
+            share = plan.num_processes // plan.num_machines
+            command += ["--least", str(share * plan.min_machines), "--share", str(share)]
         for name, value in vars(self.settings).items():
             if not name.startswith("_") and value not in (None, ""):
                 command += [f"--{name}", str(value)]
@@ -64,14 +68,16 @@ class RayLauncher:
         return [*command, "--kind", target.kind, "--", target.path, *target.arguments]
 
     def launch_environment(self, plan: LaunchPlan) -> dict[str, str]:
-        """Return the number of CPU threads, which follows from the reserved CPUs of a rank.
+        """Return the number of CPU threads, and the full size of an elastic launch.
 
-        The plan has an equal share of the cores of this machine, but the ranks run on others.
+        The threads follow from the reserved CPUs of a rank. The plan has an equal share of the cores of
+        this machine, but the ranks run on others.
         """
+        environ = elastic_environment(plan)
         threads = plan.provenance.get(_THREADS)
-        if threads is None or not threads.origin.startswith("cores shared"):
-            return {}
-        return {_THREADS: str(max(1, int(self.settings.cpus)))}
+        if threads is not None and threads.origin.startswith("cores shared"):
+            environ[_THREADS] = str(max(1, int(self.settings.cpus)))
+        return environ
 
     def launch_function(
         self, function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan
@@ -90,7 +96,11 @@ class RayLauncher:
             return run_function(function, args, plan, self.settings)
 
     def _check(self, plan: LaunchPlan) -> None:
+        if plan.min_machines is not None:
+            self._check_elastic(plan)
         for name, reason in _CONTRADICTS.items():
+            if name == "num_machines" and plan.min_machines is not None:
+                continue
             sourced = plan.provenance.get(name)
             value = None if sourced is None else sourced.value
             if value and sourced is not None and not _detected(sourced.origin):
@@ -103,6 +113,18 @@ class RayLauncher:
             raise ConfigurationError(f"tee={plan.tee} is not supported with Ray. Use 0, 1, 2 or 3.")
         parse_resources(self.settings.resources)
         parse_runtime_env(self.settings.runtime_env)
+
+    def _check_elastic(self, plan: LaunchPlan) -> None:
+        if processes_of(plan) is None:
+            raise ConfigurationError(
+                f"A range of machines with Ray needs --num_processes, the number of processes on all "
+                f"{plan.num_machines} machines."
+            )
+        if self.settings.strategy == "strict_pack":
+            raise ConfigurationError(
+                "ray_strategy=strict_pack places all ranks on one node, so none is left if it dies. "
+                "Use another strategy, or leave out the range of machines."
+            )
 
 
 @contextmanager

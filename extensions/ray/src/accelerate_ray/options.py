@@ -32,6 +32,8 @@ class RunOptions:
         address_source: where the address of the cluster came from, for errors.
         environment: variables that are added to those of the launcher.
         files: contents by name, for a folder on the node of each rank.
+        least: the number of ranks with which an elastic run still continues; None needs all of them.
+        share: the number of ranks by which an elastic run grows and shrinks.
         port: where rank 0 listens; None for a free port.
         tee: the streams that go to `log_dir`: "1" stdout, "2" stderr, "3" both.
         prefix: how each line of output begins, with `${rank}` and `${local_rank}`.
@@ -43,6 +45,8 @@ class RunOptions:
     address_source: str
     files: Mapping[str, bytes] = field(default_factory=dict)
     max_restarts: int = 0
+    least: int | None = None
+    share: int = 1
     port: int | None = None
     log_dir: str | None = None
     tee: str = "3"

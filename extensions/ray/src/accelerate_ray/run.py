@@ -28,6 +28,7 @@ from accelerate_core.errors import ConfigurationError
 from accelerate_launch.failures import describe
 from accelerate_launch.plan import PREEMPTED
 from accelerate_ray.cluster import Cluster, bundle_of, connected, is_alive, reserved
+from accelerate_ray.elastic import Joining, choose_size, sizes_of
 from accelerate_ray.options import RunOptions, shipped_variables
 from accelerate_ray.output import Output
 from accelerate_ray.rank_actor import Ending, News, Place, RankActor
@@ -69,16 +70,18 @@ class Outcome:
         failures: the ranks that failed, in the order of their failures.
         lost: why the actor of a rank ended without the rank's exit status.
         values: the return values of a function, in the order of ranks.
+        joined: whether the ranks were stopped because a node has joined an elastic run.
     """
 
     failures: dict[int, RankFailure] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     values: list[Any] = field(default_factory=list)
+    joined: bool = False
 
     @property
     def ok(self) -> bool:
         """Whether all ranks have succeeded."""
-        return not self.failures and not self.lost
+        return not self.failures and not self.lost and not self.joined
 
     def explain(self, *, quiet: bool) -> tuple[str, int]:
         """Return a description of the failure, and the exit status of the launcher."""
@@ -120,14 +123,19 @@ def run(
         bundle = bundle_of(options.settings, gpus)
         command = make_command(cluster)
         output = Output(options.prefix, options.log_dir, options.tee)
+        sizes = sizes_of(options, count)
         attempt = 0
+        restarts = 0
         placements = 0
         while True:
             output.begin(attempt)
             try:
+                joining = Joining(bundle, options.share, options.settings.strategy)
+                count = choose_size(options, bundle, sizes)
                 with reserved(cluster, options.settings, bundle, count) as group:
                     one = Attempt(options, cluster, group, output, signals, Path(folder), attempt)
-                    outcome = one.run(command, bundle, count)
+                    can_grow = count < sizes[-1]
+                    outcome = one.run(command, bundle, count, joining if can_grow else None)
             except PlacementLostError as error:
                 placements += 1
                 if placements == _PLACEMENTS:
@@ -139,12 +147,19 @@ def run(
                 continue
             finally:
                 output.close()
-            preempted = any(one.exitcode == PREEMPTED for one in outcome.failures.values())
-            if outcome.ok or attempt == options.max_restarts or preempted or one.told_to_end:
+            if outcome.ok or one.told_to_end:
                 return outcome
             attempt += 1
+            if outcome.joined:
+                sys.stderr.write("A node has joined. Restarting all ranks.\n")
+                sys.stderr.flush()
+                continue
+            preempted = any(one.exitcode == PREEMPTED for one in outcome.failures.values())
+            if preempted or restarts == options.max_restarts:
+                return outcome
+            restarts += 1
             text, _ = outcome.explain(quiet=options.quiet)
-            which = f"restart {attempt} of {options.max_restarts}"
+            which = f"restart {restarts} of {options.max_restarts}"
             sys.stderr.write(f"{text}Restarting all ranks ({which}).\n")
             sys.stderr.flush()
 
@@ -182,8 +197,17 @@ class Attempt:
         #: Whether a signal that ends a run was passed on to the ranks.
         self.told_to_end = False
 
-    def run(self, command: list[str], bundle: Mapping[str, float], count: int) -> Outcome:
+    def run(
+        self,
+        command: list[str],
+        bundle: Mapping[str, float],
+        count: int,
+        joining: Joining | None,
+    ) -> Outcome:
         """Place and start the ranks, and wait until all of them have ended.
+
+        Args:
+            joining: says when the ranks should be stopped, because a node has joined.
 
         Raises:
             PlacementLostError: a node died before the ranks were started.
@@ -195,7 +219,11 @@ class Attempt:
                 self._actors, self._places(), ray.get_runtime_context().get_node_id()
             )
             self._start(command)
-            outcome = self._watch()
+            try:
+                outcome = self._watch(joining)
+            finally:
+                if joining is not None:
+                    joining.close()
             if outcome.ok and self._options.files:
                 results = [rank.actor.result.remote() for rank in self._ranks]
                 outcome.values = [ray.cloudpickle.loads(one) for one in ray.get(results)]
@@ -276,8 +304,11 @@ class Attempt:
         except RayError as error:
             raise ConfigurationError(f"Ray could not start a rank: {_cause(error)}") from None
 
-    def _watch(self) -> Outcome:
-        """Show output until all ranks have ended. After the first failure, stop the others."""
+    def _watch(self, joining: Joining | None) -> Outcome:
+        """Show output until all ranks have ended.
+
+        Stop the ranks after the first failure, or when a node joins.
+        """
         outcome = Outcome()
         waiting = {rank.actor.news.remote(_NEWS): rank for rank in self._ranks}
         last: float | None = None
@@ -306,12 +337,16 @@ class Attempt:
                     waiting[rank.actor.news.remote(_NEWS)] = rank
                 elif news.ending.status:
                     outcome.failures[rank.number] = self._failure(rank, news.ending)
+            if last is None and joining is not None and joining.has_joined():
+                outcome.joined = True
             if last is None and not outcome.ok and not self._is_preempted(outcome):
                 last = time.monotonic() + _NOTICE
                 for rank in waiting.values():
                     rank.actor.stop.remote(_GRACE)
         for rank in waiting.values():
             outcome.lost.setdefault(rank.number, _SILENT.format(host=rank.place.host))
+        # The ranks may have succeeded before they were stopped.
+        outcome.joined = outcome.joined and bool(outcome.failures or outcome.lost)
         return outcome
 
     def _is_preempted(self, outcome: Outcome) -> bool:

@@ -39,6 +39,11 @@ class RaySettings:
     wait: float = option(
         default=600.0, help="seconds to wait for the cluster to have the resources", ge=0
     )
+    join_wait: float = option(
+        default=30.0,
+        help="with a range of machines: seconds to wait for all of them before starting with fewer",
+        ge=0,
+    )
     files: Literal["auto", "ship", "shared"] = option(
         default="auto",
         help="'ship' copies the current directory to every node, 'shared' expects it there under the "
