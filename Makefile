@@ -14,6 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ARGS ?=
 # Number of test files that run at the same time, so that waiting time overlaps.
 JOBS ?= 2
+ENGINE_JOBS ?= 3
 # Hypothesis generates the same examples in every run, so that a change never fails for an older reason.
 # `make soak` generates new ones.
 EXAMPLES := --hypothesis-profile=ci
@@ -78,7 +79,8 @@ quickstart: $(VENV)/run.stamp
 
 # Folders with their own targets; .ci/run runs all of them. The slowest come first.
 CONFORMANCE := tests/conformance/test_third_party.py tests/testing tests/conformance
-FAULTS := tests/faults tests/machines
+# The last file is also part of `make engines`, but needs neither root nor a scheduler.
+FAULTS := tests/faults tests/machines tests/engines/test_local_ways.py
 ENGINES := tests/engines
 CLIENTS := tests/clients
 MEGATRON := tests/backends/megatron tests/examples/test_megatron_gpt.py
@@ -114,11 +116,12 @@ test-xla: $(XLA_MADE).stamp
 faults: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m "not soak" $(FAULTS) $(ARGS)
 
-# One at a time, because SLURM shares its two nodes. Writes the table of docs/clusters.md.
+# Each process of pytest has its own simulated machines with SLURM, so that waiting time overlaps. Writes
+# the table of docs/clusters.md.
 engines: $(VENV)/dev.stamp
 	$(PIP) install -c constraints.txt --group ray
 	$(BIN)/python tests/engines/needed.py --install
-	$(BIN)/python -m pytest -m "not soak" $(ENGINES) --engines-report docs/clusters.md $(ARGS)
+	$(BIN)/python -m pytest -n $(ENGINE_JOBS) --dist loadgroup -m "not soak" $(ENGINES) --engines-report docs/clusters.md $(ARGS)
 
 # SkyPilot needs an older click than the command line.
 SKYPILOT_PIP := PIP_NO_COMPILE=1 $(VENV)/skypilot/bin/python -m pip --disable-pip-version-check -q

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import needed
 import pytest
-from simulated_machines import Machines
+import ways
+from simulated_machines import Machines, run_environment
 from slurm_cluster import SlurmCluster
 from ssh_hosts import SshHosts
 from table import Row, write_table
@@ -20,6 +23,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--engines-report", metavar="FILE", help="write the table of runs to this page"
     )
+
+
+def pytest_configure() -> None:
+    # A shell starts background commands with SIGINT ignored, and so would be all that the tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], ways.Result]:
+    """Return the result of a run without a break on a number of ranks."""
+    found: dict[int, ways.Result] = {}
+
+    def result(ranks: int) -> ways.Result:
+        if ranks not in found:
+            folder = tmp_path_factory.mktemp("reference")
+            launch = ["accelerate-core", "launch", "--num_processes", str(ranks), ways.TRAIN]
+            env = run_environment()
+            subprocess.run([*launch, folder], env=env, cwd=folder, timeout=200, check=True)
+            found[ranks] = ways.read_result(folder)
+        return found[ranks]
+
+    return result
 
 
 @pytest.fixture(scope="session")

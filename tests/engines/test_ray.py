@@ -5,10 +5,10 @@ Needs `pip install --group ray` (Ray with its job server and Tune). Without it, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -39,7 +39,8 @@ MEMORY = 80 * 2**20
 #: its workers would wait for all other programs of this machine.
 RAY_VARIABLES = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+# One process of pytest runs all of them, because they share a cluster and its ports.
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400), pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -438,6 +439,28 @@ def test_notebook_launcher_keeps_an_existing_connection(nodes: Nodes) -> None:
 
 PORT = 6399
 
+#: Waits until its input is closed, which also happens if pytest is killed.
+_END = """
+import shutil, sys, psutil
+sys.stdin.read()
+for _ in range(2):  # a process may start another one before it is killed
+    for one in psutil.process_iter(["cmdline"]):
+        if one.pid != psutil.Process().pid and any(sys.argv[1] in word for word in one.info["cmdline"] or []):
+            one.kill()
+shutil.rmtree(sys.argv[1], ignore_errors=True)
+"""
+
+
+@contextlib.contextmanager
+def ended_with_this_process(folder: str) -> Iterator[None]:
+    """Kill the processes with this folder in their command line at the end, and delete the folder.
+
+    `ray start` leaves daemons, which would outlive a killed pytest. `Cluster` ends its nodes itself.
+    """
+    command = [sys.executable, "-c", _END, folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
+        yield  # the end of the block closes the input, and waits
+
 
 @pytest.fixture(scope="module")
 def head(ray_variables: None) -> Iterator[str]:
@@ -447,15 +470,10 @@ def head(ray_variables: None) -> Iterator[str]:
     start += [f"--port={PORT}", "--num-cpus=8", "--num-gpus=2", f"--object-store-memory={MEMORY}"]
     start += ["--include-dashboard=true", "--dashboard-port=8299"]
     start += ["--dashboard-agent-listen-port=8298", "--disable-usage-stats"]
-    try:
+    with ended_with_this_process(folder):
         done = subprocess.run(start, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         yield f"127.0.0.1:{PORT}"
-    finally:
-        for one in psutil.process_iter(["cmdline"]):
-            if any(folder in word for word in one.info["cmdline"] or []):
-                one.kill()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_ranks_of_a_node_see_all_of_its_gpus(head: str, tmp_path: Path) -> None:
@@ -532,12 +550,13 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_killed_digits_end_as_a_run_without_a_break(
-    way: str, head: str, tmp_path: Path, table_row: Callable[[Row], None]
+    way: str,
+    head: str,
+    tmp_path: Path,
+    reference: Callable[[int], dict[str, Any]],
+    table_row: Callable[[Row], None],
 ) -> None:
     (tmp_path / "notebook.py").write_text(NOTEBOOK.format(engines=str(HERE)))
-    plain = LAUNCH.replace("--launcher ray", "--num_processes 2")
-    done = shell(f"{plain} {TRAIN} {tmp_path / 'whole'}", tmp_path, head)
-    assert done.returncode == 0, done.stderr
     begun = time.time()
     failed = shell(
         WAYS[way].replace("--max_restarts 1", "").format(run=f"{tmp_path / 'failing'} --fail"),
@@ -549,11 +568,8 @@ def test_killed_digits_end_as_a_run_without_a_break(
     first = min(float(file.read_text()) for file in (tmp_path / "failing").glob("first.*"))
     killed = shell(WAYS[way].format(run=f"{tmp_path / 'killed'} --kill"), tmp_path, head)
     assert killed.returncode == 0, killed.stdout + killed.stderr
-    whole, resumed = (
-        json.loads((tmp_path / run / "result.json").read_text()) for run in ("whole", "killed")
-    )
-    assert resumed["resumed"] == 40
-    assert resumed == {**whole, "resumed": 40}
+    resumed = json.loads((tmp_path / "killed" / "result.json").read_text())
+    assert resumed == {**reference(2), "resumed": 40}
     text = "restarts, continues at step 40"
     table_row(Row(way, 2, first - begun, failed.returncode, text, resumed["correct"]))
 

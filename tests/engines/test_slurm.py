@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -40,10 +39,6 @@ def folder(tmp_path: Path) -> Path:
 
 def ranks_of(output: str) -> list[str]:
     return sorted(line for line in output.splitlines() if ": rank " in line)
-
-
-def read_result(folder: Path) -> dict[str, object]:
-    return json.loads((folder / "result.json").read_text())
 
 
 def wait_for_step(folder: Path, rank: int, step: int) -> None:
@@ -196,7 +191,7 @@ def test_wrong_address_is_an_error_within_15_seconds(
     (line, *_) = [line for line in done.stderr.splitlines() if host in line]
     assert "port 2" in line
     assert source in done.stderr
-    assert seconds < 15 + import_seconds
+    assert seconds < 15 + 2 * import_seconds  # other tests run at the same time
 
 
 # --- Ends of jobs ---------------------------------------------------------------------------------
@@ -213,25 +208,16 @@ fi
 """
 
 
-@pytest.fixture
-def reference(slurm: SlurmCluster, tmp_path: Path) -> dict[str, object]:
-    """The result of a run on two ranks without a break."""
-    folder = tmp_path / "reference"
-    done = slurm.run(*LAUNCH.split(), "--num_processes", "2", ways.TRAIN, folder, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return read_result(folder)
-
-
-def check_resumed(folder: Path, reference: dict[str, object]) -> int:
-    """Check that a run resumed and ended with the weights of a run without a break."""
-    result = read_result(folder)
-    assert int(str(result["resumed"])) > 0
-    assert {**result, "resumed": 0} == reference
-    return int(str(result["resumed"]))
+def check_resumed(folder: Path, reference: Callable[[int], ways.Result]) -> ways.Result:
+    """Check that a run resumed and ended with the weights of a run without a break, and return its result."""
+    result = ways.read_result(folder)
+    assert result["resumed"] > 0
+    assert {**result, "resumed": 0} == reference(2)
+    return result
 
 
 def test_preempted_job_is_requeued_and_resumes(
-    slurm: SlurmCluster, folder: Path, reference: dict[str, object],
+    slurm: SlurmCluster, folder: Path, reference: Callable[[int], ways.Result],
     table_row: Callable[[Row], None],
 ) -> None:  # fmt: skip
     script = f"#!/bin/bash\n{train('run --preempt --pace 0.2')}{REQUEUE}"
@@ -245,16 +231,14 @@ def test_preempted_job_is_requeued_and_resumes(
     assert slurm.wait_for_job(job) == "COMPLETED", output_of(folder)
     assert "Preempted: the state was saved to" in output_of(folder)
     assert slurm.job(job)["Restarts"] == "1"
-    step = check_resumed(folder / "run", reference)
-    done = f"`scontrol requeue`, continues at the step of the signal ({step})"
-    correct = int(str(reference["correct"]))
-    table_row(
-        Row("`sbatch --requeue`, preempted", 2, first_step, "75 after the signal", done, correct)
-    )
+    result = check_resumed(folder / "run", reference)
+    done = f"`scontrol requeue`, continues at the step of the signal ({result['resumed']})"
+    status = "75 after the signal"
+    table_row(Row("`sbatch --requeue`, preempted", 2, first_step, status, done, result["correct"]))
 
 
 def test_job_that_reaches_its_time_limit_resumes(
-    slurm: SlurmCluster, folder: Path, reference: dict[str, object]
+    slurm: SlurmCluster, folder: Path, reference: Callable[[int], ways.Result]
 ) -> None:
     script = f"#!/bin/bash\n{train('run --preempt --pace 1.2')}{REQUEUE}"
     job = slurm.submit(script, "-N2", "--time=30", "--signal=USR1@30", "--requeue", cwd=folder)
@@ -277,7 +261,7 @@ def set_limit(slurm: SlurmCluster, job: str, minutes: int) -> None:
 
 
 def test_job_with_a_killed_rank_is_requeued_and_resumes(
-    slurm: SlurmCluster, folder: Path, reference: dict[str, object],
+    slurm: SlurmCluster, folder: Path, reference: Callable[[int], ways.Result],
     table_row: Callable[[Row], None],
 ) -> None:  # fmt: skip
     script = f"""#!/bin/bash
@@ -292,18 +276,17 @@ exit $status
     begun = time.time()
     job = slurm.submit(script, "-N2", "--requeue", cwd=folder)
     assert slurm.wait_for_job(job) == "COMPLETED", output_of(folder)
-    step = check_resumed(folder / "run", reference)
+    result = check_resumed(folder / "run", reference)
     (line, *_) = [line for line in output_of(folder).splitlines() if line.startswith("status ")]
     first_step = float((folder / "run" / "first.0").read_text()) - begun
-    done = f"`scontrol requeue`, continues at step {step}"
-    correct = int(str(reference["correct"]))
+    done = f"`scontrol requeue`, continues at step {result['resumed']}"
     row = Row(
         "`sbatch --requeue`, launch inside",
         2,
         first_step,
         f"{line.split()[1]} after the kill",
         done,
-        correct,
+        result["correct"],
     )
     table_row(row)
 
@@ -340,12 +323,11 @@ def test_run_continues_on_the_remaining_node(
         assert slurm.wait_for_job(job) == "COMPLETED", output_of(folder)
     finally:
         return_node(slurm, end, folder)
-    result = read_result(folder / "run")
-    assert (result["ranks"], result["resumed"]) == (1, 20) or int(str(result["resumed"])) > 20
+    result = ways.read_result(folder / "run")
+    assert (result["ranks"], result["resumed"]) == (1, 20) or result["resumed"] > 20
     if end == "crash":
         done = f"SLURM requeues it on the other node, continues at step {result['resumed']}"
-        correct = int(str(result["correct"]))
-        table_row(Row("`sbatch --requeue`, a node crashes", 2, None, "-", done, correct))
+        table_row(Row("`sbatch --requeue`, a node crashes", 2, None, "-", done, result["correct"]))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
     train_digits.py FOLDER [--kill | --fail] [--preempt] [--pace SECONDS]
 
 The global batch has 64 digits on any number of ranks. `--kill` ends the last rank with SIGKILL in the
-middle, but only in a run that has not resumed. `--fail` raises an exception after three steps.
+middle. `--pace` is the pause after each step, in which a test can interfere. Both have no effect after
+the run has resumed. `--fail` raises an exception after three steps.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def main(args: argparse.Namespace) -> None:
                 raise ValueError("this rank fails on purpose")
             if last and args.kill and not resumed and progress.step == KILL_AT:
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(args.pace)
+            if not resumed:
+                time.sleep(args.pace)
         progress.epoch += 1
     correct, _ = evaluate(accelerator, model, test_loader)
     if accelerator.is_main_process:

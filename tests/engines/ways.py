@@ -1,12 +1,24 @@
-"""The ways to start the digits on the simulated machines."""
+"""The ways to start the digits, and what is checked for each of them."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from needed import INTEL, NEW_MPICH
+from table import Row
 
+#: The checkpoint from which a killed run continues.
+SAVED_AT = 40
+
+Result = dict[str, Any]
+#: Runs a shell command.
+Run = Callable[[str], subprocess.CompletedProcess[str]]
 TRAIN = Path(__file__).with_name("train_digits.py")
 #: Environment variables that ssh does not pass on.
 _REMOTE = "cd {cwd} && env PATH=$PATH PYTHONPATH=$PYTHONPATH OMP_NUM_THREADS=1 ACCELERATE_USE_CPU=1"
@@ -125,3 +137,36 @@ SSH = {
         files=(*_SLOTS, (".deepspeed_env", "OMP_NUM_THREADS=1\nACCELERATE_USE_CPU=1\n")),
     ),
 }
+
+
+def read_result(folder: Path) -> Result:
+    return json.loads((folder / "result.json").read_text())
+
+
+def check_way(
+    name: str, way: Way, run: Run, folder: Path, reference: Callable[[int], Result]
+) -> Row:
+    """Start a way with a rank that raises, and with a rank that is killed, and return its row."""
+    begun = time.time()
+    failed = run(way.shell("failing --fail", folder))
+    assert failed.returncode != 0, failed.stderr[-3000:]
+    assert "this rank fails on purpose" in failed.stderr + failed.stdout
+    first_step = min(float(file.read_text()) for file in (folder / "failing").glob("first.*"))
+
+    killed = run(way.shell("killed --kill", folder))
+    if way.restarts:
+        assert killed.returncode == 0, killed.stderr[-3000:]
+        who = "restarts"
+    else:
+        assert killed.returncode != 0
+        again = run(way.shell("killed --kill", folder))
+        assert again.returncode == 0, again.stderr[-3000:]
+        who = "run again"
+    result, expected = read_result(folder / "killed"), reference(way.ranks)
+    assert result["resumed"] == SAVED_AT
+    assert {**result, "resumed": 0} == expected, "not the same weights as without a break"
+    resumed = f"{who}, continues at step {result['resumed']}"
+    status = failed.returncode
+    if status < 0:
+        status = 128 - status
+    return Row(name, way.ranks, first_step - begun, status, resumed, result["correct"])
