@@ -88,7 +88,8 @@ def test_restarted_run_reports_lost_steps_and_where_the_time_went(tmp_path) -> N
 def test_goodput_needs_its_handler() -> None:
     with pytest.raises(AttributeError, match="goodput"):
         _ = Accelerator(cpu=True).goodput
-    meter = Accelerator(cpu=True, kwargs_handlers=[GoodputKwargs()]).goodput
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[GoodputKwargs()])
+    meter = accelerator.goodput
     time.sleep(0.3)
     assert meter.totals()["seconds"]["starting"] > 0.1
     meter.stop()
