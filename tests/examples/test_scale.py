@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scale.py"
-SMALL, LARGE = 64, 512
+SMALL, LARGE = 32, 256
 
 pytestmark = pytest.mark.dist
 

@@ -73,7 +73,11 @@ class Machines:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("options", "tolerance"), [((), 1e-5), (("--use_fsdp",), 1e-4)], ids=["ddp", "fsdp2"]
+    ("options", "tolerance"),
+    [
+        pytest.param((), 1e-5, id="ddp"),
+        pytest.param(("--use_fsdp",), 1e-4, id="fsdp2", marks=pytest.mark.soak),
+    ],
 )
 def test_run_continues_on_4_2_and_3_machines(
     tmp_path: Path, options: tuple[str, ...], tolerance: float
