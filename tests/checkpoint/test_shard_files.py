@@ -14,7 +14,7 @@ from accelerate_checkpoint.files import checksum
 from accelerate_checkpoint.sharded_save import write_shards
 
 
-def test_shards_have_no_crc32_and_other_threads_keep_theirs(
+def test_only_the_thread_that_writes_shards_omits_crc32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_this_thread: list[bool] = []
