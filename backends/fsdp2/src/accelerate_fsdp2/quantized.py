@@ -147,5 +147,10 @@ def finish(model: nn.Module) -> None:
     would gather the original weight again, and the layer would read it in the other format.
     """
     for _, module in _four_bit_layers(model):
-        module.weight.quant_state = module.quant_state
+        weight, scales = module.weight, module.quant_state
+        weight.quant_state = scales
+        if scales is not None:
+            for name, value in scales.as_dict(packed=True).items():
+                if "." not in name:  # torch's get_model_state_dict looks for them on the weight
+                    setattr(weight, name, value)
         module.support_avx512bf16_for_cpu = False
