@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -122,3 +123,27 @@ def test_ranks_start_with_the_scales_of_rank_0(results: Any) -> None:
     found = results[1]["mistakes"]
     assert found["changed"] == [False, True]
     assert found["sent"]
+
+
+@pytest.mark.timeout(300)
+def test_command_for_4_bits_in_the_guide_works(tmp_path: Path) -> None:
+    page = HERE.parents[1] / "docs" / "how_to" / "adapters_on_shards.md"
+    scripts = re.findall(r'^```python title="(\S+)"\n(.*?)^```$', page.read_text(), re.M | re.S)
+    for name, code in scripts:
+        (tmp_path / name).write_text(code)
+    command = re.search(r"^accelerate-core (launch .* --four-bit)$", page.read_text(), re.M)
+    assert command is not None
+    for words in (["make_base.py"], ["-m", "accelerate_core", *command[1].split()]):
+        done = subprocess.run(
+            [str(PYTHON), *words],
+            cwd=tmp_path,
+            env=clean_environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    held = re.search(r"rank 0 holds ([\d,]+) bytes", done.stdout)
+    assert held is not None
+    assert int(held[1].replace(",", "")) < 60_000
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
