@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,6 +28,18 @@ class PublishesEarly(PlainStorage):
     def write(self, place, name, source, progress):
         super().write(place, name, source, progress)
         Path(place, MANIFEST).write_bytes(b"the manifest")
+
+
+@caught_by("publishes_in_one_step")
+class PacksInPlace(PlainStorage):
+    """Has no manifest while it packs the files of a save."""
+
+    def publish(self, place, save, manifest):
+        Path(place, MANIFEST).unlink(missing_ok=True)
+        with zipfile.ZipFile(Path(place, "packed.zip"), "w") as archive:
+            for path in Path(place, save).iterdir():
+                archive.write(path)
+        super().publish(place, save, manifest)
 
 
 @caught_by("appears_whole")

@@ -17,6 +17,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -179,6 +180,51 @@ def replaces_whole(shelf: Shelf) -> None:
         manifest = shelf.publish(place, new)
     shelf.has(place, manifest)
     shelf.holds(place, new, other)
+
+
+def publishes_in_one_step(shelf: Shelf) -> None:
+    """While a large save is published, readers find the manifest of the earlier one or the new one."""
+    place, old, new = shelf.place(), new_save(), new_save()
+    if shelf.storage.path(place) is not None:
+        pytest.skip("local saves become visible by renaming")
+    with shelf.storage.lock(place, old):
+        shelf.write(place, old, _SMALL)
+        manifests = {shelf.publish(place, old)}
+    with shelf.storage.lock(place, new):
+        shelf.write(place, new, {"large.bin": random.Random(0).randbytes(_LARGE)})
+        with _Reader(shelf, place) as reader:
+            manifests.add(shelf.publish(place, new))
+    assert not reader.failed, f"reading the manifest while a save was published: {reader.failed!r}"
+    assert reader.seen <= manifests, "a reader got a manifest that nobody published"
+
+
+class _Reader:
+    """A thread that reads a manifest again and again."""
+
+    def __init__(self, shelf: Shelf, place: str) -> None:
+        self.seen: set[bytes] = set()
+        self.failed: Exception | None = None
+        self._storage, self._place = shelf.storage, place
+        self._first, self._stopped = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._read)
+
+    def __enter__(self) -> _Reader:
+        self._thread.start()
+        self._first.wait(60)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopped.set()
+        self._thread.join(60)
+
+    def _read(self) -> None:
+        while not self._stopped.is_set() and self.failed is None:
+            try:
+                self.seen.add(self._storage.read(self._place, MANIFEST))
+            except Exception as error:
+                if not self._storage.is_transient(error):
+                    self.failed = error
+            self._first.set()
 
 
 def large_files(shelf: Shelf) -> None:
@@ -360,8 +406,8 @@ class _Holder:
 STORAGE_CHECKS: dict[str, Callable[[Shelf], None]] = {
     one.__name__: one
     for one in (
-        appears_whole, replaces_whole, large_files, many_at_once, lists_checkpoints, deletes,
-        absent_files, locks, killed_while_saving,
+        appears_whole, replaces_whole, publishes_in_one_step, large_files, many_at_once,
+        lists_checkpoints, deletes, absent_files, locks, killed_while_saving,
     )
 }  # fmt: skip
 
