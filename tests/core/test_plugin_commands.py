@@ -393,6 +393,8 @@ def test_why_advises_uninstalling_one_of_two_plugins_with_the_same_name(root: Pa
 def test_why_names_broken_missing_and_duplicate_plugins(root: Path) -> None:
     assert decision(root, "gone")["state"] == "broken"
     assert decision(root, "verb")["advice"] == "accelerate-core verb"
+    assert "the device that torch finds" in decision(root, "mps")["advice"]
+    assert "sets the trigger's variable" in decision(root, "pmix")["advice"]
     assert "dummy-twin2 2.5" in decision(root, "twin")["steps"]["name"]
     assert decision(root, "single", ACCELERATE_DISABLED_PLUGINS="single")["state"] == "disabled"
     for name, expected in {

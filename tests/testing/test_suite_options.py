@@ -156,3 +156,27 @@ def test_precision_that_the_machine_refuses_is_skipped(tmp_path: Path) -> None:
         state, detail = told[name]
         assert (state, detail[: len(begins)]) == ("skipped", begins), told
         assert "is not supported by DeepSpeed on this cpu" in detail
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "instead"),
+    [
+        ("cuda", "device", "'accelerate-core plugins check ddp --device cuda'"),
+        ("slurm", "scheduler", ""),
+        ("checkpoints", "command", ""),
+    ],
+)
+def test_kind_without_checks_is_named(name: str, kind: str, instead: str) -> None:
+    done = CliRunner().invoke(cli, ["plugins", "check", name])
+    assert done.exit_code == 2
+    said = f"{name!r} is a {kind}, and there are no checks for this kind. There are checks for 'backend'"
+    assert said in done.output
+    assert instead in done.output
+    assert "not installed" not in done.output
+
+
+def test_unknown_device_is_refused_with_the_way_to_load_it() -> None:
+    done = CliRunner().invoke(cli, ["plugins", "check", "ddp", "--device", "hostdev"])
+    assert done.exit_code == 2
+    assert "device='hostdev' is not a device of this machine, which has 'cpu'" in done.output
+    assert "name the module that registers it with --prelude" in done.output

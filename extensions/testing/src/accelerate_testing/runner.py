@@ -69,9 +69,7 @@ def choose_plugin(name: str, kind: str | None = None) -> PluginRecord:
     if kind is None:
         kinds = {one.kind for one in installed().plugins if one.name == name} & {*SUITE_KINDS}
         if not kinds:
-            from accelerate_launch.explain.why import missing
-
-            raise missing(name)
+            raise _no_suite(name)
         if len(kinds) > 1:
             raise ConfigurationError(
                 f"There are plugins named {name!r} of the kinds {listing(sorted(kinds))}. Choose one "
@@ -79,6 +77,24 @@ def choose_plugin(name: str, kind: str | None = None) -> PluginRecord:
             )
         (kind,) = kinds
     return find(kind, name, source="the conformance suite", environ=os.environ)
+
+
+def _no_suite(name: str) -> AccelerateError:
+    """Return the error for a plugin that isn't installed, or of a kind without checks."""
+    from accelerate_launch.explain.why import missing
+
+    others = sorted({one.kind for one in installed().plugins if one.name == name})
+    if not others:
+        return missing(name)
+    instead = ""
+    if "device" in others:
+        instead = (
+            f" To test a backend on it, run 'accelerate-core plugins check ddp --device {name}'."
+        )
+    return ConfigurationError(
+        f"{name!r} is a {' and a '.join(others)}, and there are no checks for this kind. There are "
+        f"checks for {listing(SUITE_KINDS)}.{instead}"
+    )
 
 
 def run_suite(
@@ -163,7 +179,8 @@ def _check_device(device: str, kind: str, prelude: str) -> None:
     if device not in there:
         raise ConfigurationError(
             f"device={device!r} is not a device of this machine, which has {listing(there)}."
-            f"{did_you_mean(device, there)}"
+            f"{did_you_mean(device, there)} If importing torch doesn't load the device, name the module "
+            "that registers it with --prelude."
         )
 
 

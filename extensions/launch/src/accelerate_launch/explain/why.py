@@ -30,6 +30,8 @@ _ASK_FOR_IT = {
     "launcher": "accelerate-core launch --launcher {name}",
     "extension": "ACCELERATE_PLUGINS={name}",
     "command": "accelerate-core {name}",
+    "device": "processes use the device that torch finds; 'accelerate-core env' shows it",
+    "scheduler": "start a script directly with the scheduler, which sets the trigger's variable",
     **{
         kind: f"Accelerator({kind}={{name!r}}), ACCELERATE_{kind.upper()}={{name}}"
         for kind in PARTS
