@@ -111,3 +111,30 @@ def test_devices_that_a_prelude_adds_are_counted() -> None:
     environ = clean_environment() | {"ACCELERATE_TESTING_FAKE_DEVICES": "3"}
     assert _device_count("vendor", "accelerate_testing.fake_device.auto", environ) == 3
     assert _device_count("vendor", "no_such_module", environ) is None
+
+
+DEVICE = """
+from accelerate_core.plugin import DevicePlugin
+
+class Narrow(DevicePlugin):
+    name = "fake"
+    api_version = (1, 0)
+    precisions = ("no", "bf16")
+"""
+
+
+@pytest.mark.needs("torch>=2.13")
+def test_precisions_of_the_suite_run_on_a_device_that_lists_its_own(tmp_path: Path) -> None:
+    dummies.distribution(tmp_path, "narrow", DEVICE, {"devices": {"fake": "Narrow"}})
+    env = clean_environment()
+    env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
+    command = [sys.executable, "-m", "accelerate_core", "plugins", "check", "ddp", "--json"]
+    command += ["--device", "fake", "--num_processes", "1", "--only", "accepts"]
+    command += ["--only", "precisions"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=540)
+    checks = {one["name"]: one for one in json.loads(done.stdout)["checks"]}
+    assert checks["accepts"]["state"] == "passed", checks["accepts"]["error"]
+    assert (
+        "fp16 refused: mixed_precision='fp16' does not run on fake"
+        in checks["precisions"]["detail"]
+    )

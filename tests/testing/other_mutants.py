@@ -327,6 +327,27 @@ class ScalesFromFarAbove(GridPrecision):
         return torch.amp.GradScaler(runtime.device.type, init_scale=2.0**127, backoff_factor=0.25)
 
 
+@passes("precision", "two_processes", "one_process")
+class ScalesByItsOwnSamples(GridPrecision):
+    """In training, the outputs depend on the samples that this rank has seen."""
+
+    def convert(self, model):
+        model = super().convert(model)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.top = torch.zeros(())
+                module.register_forward_hook(self._scale)
+        return model
+
+    def _scale(self, module, inputs, output):
+        if not module.training:
+            return output
+        module.top = torch.maximum(0.9 * module.top, inputs[0].detach().abs().max().cpu())
+        step = float(module.top) / 127
+        rounded = (output / step).round() * step
+        return output + (rounded - output).detach()
+
+
 @_register("precision", {"one_process": "skipped", "randomness": "skipped"})
 class NeedsAGpu(GridPrecision):
     def check(self, runtime):
@@ -411,6 +432,29 @@ class SavesNoTensor(TallyExtension):
     @hookimpl
     def state_attributes(self):
         return {"mean": self.mean}
+
+
+@caught_by("extension", "save_and_load")
+class SavesNoListOfTensors(TallyExtension):
+    """Keeps an average of each parameter, and loses it."""
+
+    def __init__(self, settings=None):
+        super().__init__(settings)
+        self.means = []
+
+    @hookimpl
+    def prepare_objects(self, plan):
+        for model in plan.values("model"):
+            self.means += [(p, p.detach().clone()) for p in model.parameters()]
+
+    @hookimpl
+    def on_step_end(self, accelerator):
+        for parameter, mean in self.means:
+            mean.lerp_(parameter.detach(), 0.01)
+
+    @hookimpl
+    def state_attributes(self):
+        return {"means": [mean for _, mean in self.means]}
 
 
 @passes("extension", "settings")

@@ -133,6 +133,16 @@ class LooseStopsAfterThirtyReductions(StopsAfterThirtyReductions):
 
 
 @caught_by("long_run")
+class LooseStopsAfterManyReductions(Counts):
+    """Like thirty averages of parameters, one every 8 steps."""
+
+    supports = {**Sound.supports, "exact": False}
+
+    def averages(self, number):
+        return number <= 8 * 30
+
+
+@caught_by("long_run")
 class ForgetsEveryThirdStep(Counts):
     def averages(self, number):
         return number % 3 != 0

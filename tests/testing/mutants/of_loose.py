@@ -4,13 +4,64 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from registry import Sound, caught_by
+from registry import Sound, caught_by, passes
 
 
 class Loose(Sound):
     """Is exact, but declares that it is not. This is correct."""
 
     supports = {**Sound.supports, "exact": False}
+
+
+class MeansEveryEightSteps(Sound):
+    """Averages weights instead of gradients, every 8 steps. It saves its steps; this is correct."""
+
+    supports = {**Sound.supports, "exact": False, "accepts": ("autocast", "modules")}
+    steps = 0
+
+    def _average(self, accelerator, model): ...
+
+    def optimizer_step(self, accelerator, optimizer, closure):
+        stepped = super().optimizer_step(accelerator, optimizer, closure)
+        self.steps += 1
+        if self.steps % 8 == 0:
+            held = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+            for p, mean in zip(held, accelerator.reduce(held, "mean"), strict=True):
+                p.copy_(mean)
+        return stepped
+
+    def consolidate(self, accelerator, model):
+        return accelerator.reduce(super().consolidate(accelerator, model), "mean")
+
+    def save_state(self, accelerator, directory, options, later):
+        directory.mkdir(parents=True, exist_ok=True)
+        state = {
+            "steps": self.steps,
+            "models": [accelerator.unwrap_model(one).state_dict() for one in accelerator.models],
+            "optimizers": [one.optimizer.state_dict() for one in accelerator.optimizers],
+        }
+        torch.save(state, directory / f"{accelerator.process_index}.pt")
+
+    def load_state(self, accelerator, directory, options):
+        state = torch.load(directory / f"{accelerator.process_index}.pt", weights_only=True)
+        self.steps = self.loaded_steps(state)
+        for model, held in zip(accelerator.models, state["models"], strict=True):
+            accelerator.unwrap_model(model).load_state_dict(held)
+        for one, held in zip(accelerator.optimizers, state["optimizers"], strict=True):
+            one.optimizer.load_state_dict(held)
+
+    def loaded_steps(self, state):
+        return state["steps"]
+
+
+@passes("resume")
+class KeepsItsSteps(MeansEveryEightSteps): ...
+
+
+@caught_by("resume")
+class LosesItsSteps(MeansEveryEightSteps):
+    def loaded_steps(self, state):
+        return 0
 
 
 @caught_by("learning")

@@ -286,6 +286,9 @@ class ResumableTrainer(Trainer):
         torch.manual_seed(seed)
         model: Any = net()
         its = optimizer(model.parameters())
+        if not accelerator.backend.supports.get("exact", True):
+            # 17 steps: a backend that averages weights every 8 steps does so twice after the save.
+            self.BATCHES, self.END = 36, 34
         count = self.BATCHES * BATCH * ctx.size
         x = torch.randn(count, 6, generator=torch.Generator().manual_seed(9))
         loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), BATCH, shuffle=True)

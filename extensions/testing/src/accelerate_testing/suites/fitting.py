@@ -12,6 +12,7 @@ from torch import nn
 
 from accelerate_core.contract.capabilities import ACCEPTED_BY_DEFAULT
 from accelerate_core.plugin import API_VERSION, Precision, listing
+from accelerate_core.plugins import devices
 from accelerate_core.plugins.discovery import Installed, PluginRecord
 from accelerate_testing.checks import STEP, check
 from accelerate_testing.context import CheckContext
@@ -137,7 +138,17 @@ def _installed(probes: Sequence[type[Precision]]) -> Iterator[None]:
     def of_kind(self: Installed, kind: str) -> tuple[PluginRecord, ...]:
         return (*own(self, kind), *(records if kind == "precision" else ()))
 
-    with mock.patch.object(Installed, "of_kind", of_kind):
+    plugin_of = devices.device_plugin
+
+    def device_plugin(kind: str) -> Any:
+        plugin = plugin_of(kind)
+        plugin.precisions = None  # they compute in float32, but a device can't list their names
+        return plugin
+
+    with (
+        mock.patch.object(Installed, "of_kind", of_kind),
+        mock.patch.object(devices, "device_plugin", device_plugin),
+    ):
         yield
 
 

@@ -104,7 +104,7 @@ def resume(ctx: CheckContext) -> str:
     expected = _never_stopped(ctx, "resume")
     ctx.end()
     ctx.close(_resumed(ctx, "resume"), expected, "weights at the end", 1e-6)
-    return f"saved after {SAVED_AFTER} of {ResumableTrainer.END} micro-batches, inside a cycle"
+    return f"saved after {SAVED_AFTER} micro-batches, inside a cycle"
 
 
 @check("backend", hooks=SAVE)

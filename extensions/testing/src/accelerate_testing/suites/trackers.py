@@ -251,7 +251,9 @@ def read_back(ctx: CheckContext) -> str:
         seen.append(f"nothing more ({type(error).__name__}: {error})")
     for key, expected in series.items():
         pairs = [[step, _number(value)] for step, value in got.get(key, [])]
-        ctx.close(pairs, expected, key, 1e-6)
+        steps, values = ([pair[index] for pair in pairs] for index in (0, 1))
+        ctx.equal(steps, [step for step, _ in expected], f"steps of {key}")
+        ctx.close(values, [value for _, value in expected], f"values of {key}", 1e-6)
     for key in set(MARKS) & set(got):  # `kept` searches for the others
         _is_mark(ctx, key, got[key])
         seen.append(key)
