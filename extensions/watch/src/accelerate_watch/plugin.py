@@ -82,6 +82,7 @@ class Watch:
             rank=rank,
             local_rank=accelerator.local_process_index,
             ranks=accelerator.num_processes,
+            alone=accelerator.local_process_count == 1,
             store=store,
             folder=folder,
             hang_after=hang_after,

@@ -42,6 +42,18 @@ def create(rank: int) -> Path:
         return folder
 
 
+def has_rank(folder: Path, rank: int, pid: int) -> bool:
+    """Return whether this process is a rank of the run on this machine that has this folder.
+
+    The name of the host is not enough: containers and network namespaces may share it.
+    """
+    try:
+        facts = json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(facts["pid"] == pid)
+
+
 @dataclass
 class Beat:
     """The last sign of life of a rank: seconds since the epoch, and its step."""
@@ -52,15 +64,25 @@ class Beat:
 
 def write_beat(folder: Path, rank: int, step: int) -> None:
     """Write down that a rank is alive, for the other ranks on this machine."""
-    (folder / f"rank{rank}.beat").write_text(f"{time.time()} {step}")
+    (folder / f"rank{rank}.beat").write_text(format_beat(step))
 
 
 def read_beat(folder: Path, rank: int) -> Beat:
     """Return the last sign of life of a rank on this machine; if there is none, of now."""
     try:
-        said, step = (folder / f"rank{rank}.beat").read_text().split()
+        return parse_beat((folder / f"rank{rank}.beat").read_text())
     except (OSError, ValueError):  # none yet, or just being written
         return Beat(time.time(), 0)
+
+
+def format_beat(step: int) -> str:
+    """Return a sign of life of now, as text."""
+    return f"{time.time()} {step}"
+
+
+def parse_beat(text: str) -> Beat:
+    """Read what `format_beat` returned."""
+    said, step = text.split()
     return Beat(float(said), int(step))
 
 

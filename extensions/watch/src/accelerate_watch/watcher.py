@@ -22,6 +22,13 @@ from accelerate_watch.stragglers import Stragglers
 _STORE_TIMEOUT = 10.0
 #: The collectives of each group that a rank sends.
 _SENT = 8
+#: What is known about a silent rank that is alone on its machine.
+_ALONE = (
+    "does not answer, and no other rank on its machine can say why: it is stopped by a signal, keeps "
+    "Python's global lock, or its machine or network is down"
+)
+#: Seconds between two signs of life in the store, of a rank that is alone on its machine.
+_BEAT = 2.0
 #: Ranks for each second between two looks, so that the store gets at most this many requests per second.
 _RANKS_PER_SECOND = 1000
 
@@ -35,6 +42,7 @@ class Watcher(threading.Thread):
         rank: this process's rank.
         local_rank: its rank on this machine.
         ranks: the number of ranks.
+        alone: whether no other rank runs on this machine, where it could look at this one.
         store: a store that only this thread uses.
         folder: where the reports are written for `accelerate-core dump`.
         hang_after: seconds of waiting after which a report is printed; 0 for never.
@@ -49,6 +57,7 @@ class Watcher(threading.Thread):
         rank: int,
         local_rank: int,
         ranks: int,
+        alone: bool,
         store: Any,
         folder: Path,
         hang_after: float,
@@ -60,6 +69,7 @@ class Watcher(threading.Thread):
         self.rank = rank
         self.local_rank = local_rank
         self.ranks = ranks
+        self.alone = alone
         self.folder = folder
         self.hang_after = hang_after
         self.timeout = timeout
@@ -83,6 +93,8 @@ class Watcher(threading.Thread):
         self._since: dict[str, tuple[tuple[str, str], float]] = {}
         #: Do not report the same hang again before it has lasted this long.
         self._next_report = hang_after
+        #: When this rank last wrote a sign of life to the store.
+        self._beat = -_BEAT
         #: Why the store cannot be used any more; "" while it can.
         self._lost = ""
 
@@ -131,6 +143,9 @@ class Watcher(threading.Thread):
         now = time.monotonic()
         waited = self._longest_wait(now)
         run_folder.write_beat(self.folder, self.rank, self.steps())
+        if self.alone and now - self._beat >= _BEAT:
+            self._beat = now
+            self._store.set(f"beat/{self.rank}", run_folder.format_beat(self.steps()))
         if self.stragglers is not None:
             self._compare_speeds(now, waited)
         why = self._asked or self._requested_by_signal()
@@ -228,13 +243,15 @@ class Watcher(threading.Thread):
         text = self._store.get(f"{number}/answered").decode()
         return {int(rank) for rank in text.split(",") if rank}
 
+    def _members(self) -> dict[int, dict[str, Any]]:
+        """Return what each rank wrote about itself when it started."""
+        lines = self._store.get("members").decode().splitlines()
+        return {member["rank"]: member for member in map(json.loads, lines)}
+
     def _describe_silent_neighbours(self, number: int, answered: set[int]) -> None:
-        members = {}
-        for line in self._store.get("members").decode().splitlines():
-            member = json.loads(line)
-            members[member["rank"]] = member
-        for rank, member in sorted(members.items()):
-            if rank in answered or member["host"] != self.host:
+        for rank, member in sorted(self._members().items()):
+            here = run_folder.has_rank(self.folder, rank, member["pid"])
+            if rank in answered or member["host"] != self.host or not here:
                 continue
             if self._store.add(f"{number}/asks/{rank}", 1) > 1:
                 continue  # another rank on this machine does
@@ -259,7 +276,26 @@ class Watcher(threading.Thread):
             answered = self._answered(number)
         keys = [f"{number}/{rank}" for rank in sorted(answered)]
         states = [RankState.from_json(json.loads(one)) for one in self._store.multi_get(keys)]
+        states += self._silent_alone(answered)
         return compose({one.rank: one for one in states}, self.ranks, self.timeout)
+
+    def _silent_alone(self, answered: set[int]) -> list[RankState]:
+        """Return what is known about ranks that do not answer and are alone on their machines."""
+        found = []
+        for rank, member in sorted(self._members().items()):
+            if rank in answered or not self._store.check([f"beat/{rank}"]):
+                continue
+            beat = run_folder.parse_beat(self._store.get(f"beat/{rank}").decode())
+            state = RankState(
+                rank=rank,
+                host=member["host"],
+                pid=member["pid"],
+                step=beat.step,
+                silent=_ALONE,
+                seen=max(0.0, time.time() - beat.time),
+            )
+            found.append(state)
+        return found
 
     def _keep(self, number: int) -> None:
         """Write the report to the folder, where `accelerate-core dump` finds it."""
