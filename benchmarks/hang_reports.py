@@ -1,4 +1,7 @@
-"""Time per training step on two ranks, with hang reports on and off, in alternating runs."""
+"""Time per training step on two ranks, with hang reports on and off, in alternating runs.
+
+CPU time does not depend on what else runs on the machine. The wall time does.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,33 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROUNDS, STEPS = 5, 400
+ROUNDS, STEPS, BLOCK = 5, 2000, 50
+
+#: What differs between the runs -> the environment that makes the difference.
+VARIANTS = {
+    "on": {},
+    "off": {"ACCELERATE_DISABLED_PLUGINS": "watch"},
+    "off, torch records collectives": {
+        "ACCELERATE_DISABLED_PLUGINS": "watch",
+        "TORCH_FR_BUFFER_SIZE": "512",
+    },
+}
+#: What is measured per step -> the clock. A step of the process includes gloo's and torch's threads.
+CLOCKS: dict[str, Callable[[], float]] = {
+    "wall": time.perf_counter,
+    "cpu_main_thread": time.thread_time,
+    "cpu_process": time.process_time,
+}
 
 
 def train() -> None:
-    """Train one epoch on this rank, and print the time per step and the Python calls per step."""
+    """Train on this rank, and print times and Python calls per step."""
     import torch
 
     from accelerate_core import Accelerator
@@ -33,29 +54,40 @@ def train() -> None:
         nonlocal calls
         calls += event == "call"
 
-    def steps(number: int) -> float:
-        begun = time.perf_counter()
+    def steps(number: int) -> dict[str, float]:
+        begun = {name: clock() for name, clock in CLOCKS.items()}
         for _ in range(number):
             accelerator.backward(model(batch).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-        return (time.perf_counter() - begun) / number
+        return {name: (clock() - begun[name]) / number for name, clock in CLOCKS.items()}
 
-    steps(50)
-    times = [steps(40) for _ in range(STEPS // 40)]
+    steps(BLOCK)
+    watching = _cpu_of_watch()
+    begun = time.perf_counter()
+    blocks = [steps(BLOCK) for _ in range(STEPS // BLOCK)]
+    share = (_cpu_of_watch() - watching) / (time.perf_counter() - begun)
     sys.setprofile(count)
     steps(20)
     sys.setprofile(None)
     if accelerator.is_main_process:
-        print(json.dumps({"seconds": min(times), "calls": calls // 20}))
+        medians = {name: statistics.median(one[name] for one in blocks) for name in CLOCKS}
+        print(json.dumps({**medians, "calls": calls // 20, "share": share}))
     accelerator.end_training()
 
 
-def measured(on: bool) -> dict[str, float]:
+def _cpu_of_watch() -> float:
+    """Return the CPU seconds that the thread of hang reports has used."""
+    for one in threading.enumerate():
+        if one.name == "accelerate-watch" and one.ident is not None:
+            return time.clock_gettime(time.pthread_getcpuclockid(one.ident))
+    return 0.0
+
+
+def measured(variant: str) -> dict[str, float]:
     """Run the training on two ranks."""
-    off = {} if on else {"ACCELERATE_DISABLED_PLUGINS": "watch"}
     words = ["-m", "accelerate_core", "launch", "--cpu", "--num_processes", "2", __file__, "--rank"]
-    environ = {**os.environ, **off, "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, **VARIANTS[variant], "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *words],
         env=environ,
@@ -77,16 +109,22 @@ def main() -> None:
     if options.rank:
         train()
         return
-    runs: dict[str, list[dict[str, float]]] = {"on": [], "off": []}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     for _ in range(options.rounds):
         for name, found in runs.items():
-            found.append(measured(name == "on"))
+            found.append(measured(name))
+    print("us per step, median of runs (lowest to highest), and relative to off:")
+    base = {clock: statistics.median(one[clock] for one in runs["off"]) for clock in CLOCKS}
     for name, found in runs.items():
-        times = [1e6 * one["seconds"] for one in found]
-        print(
-            f"hang reports {name}: {min(times):.0f} us per step (median of runs "
-            f"{statistics.median(times):.0f} us), {found[0]['calls']} Python calls per step"
-        )
+        print(f"hang reports {name}: {found[0]['calls']:.0f} Python calls per step")
+        for clock in CLOCKS:
+            times = sorted(1e6 * one[clock] for one in found)
+            middle = statistics.median(times)
+            ratio = middle / (1e6 * base[clock])
+            print(f"  {clock}: {middle:.0f} ({times[0]:.0f} to {times[-1]:.0f}), {ratio:.3f}")
+        share = statistics.median(one["share"] for one in found)
+        if share:
+            print(f"  the thread of hang reports used {share:.2%} of one core")
     if options.out is not None:
         options.out.write_text(json.dumps(runs, indent=1))
 
