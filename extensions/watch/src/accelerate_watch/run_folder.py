@@ -29,7 +29,8 @@ def create(rank: int) -> Path:
     folder = _parent() / str(os.getppid())
     facts = {"pid": os.getpid(), "rank": rank, "script": sys.argv[0] if sys.argv else ""}
     started = folder / f"rank{rank}.started"
-    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    if not folder.parent.exists():
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
     while True:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
