@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from accelerate_core.plugin import ConfigurationError
+from accelerate_core.plugin import ConfigurationError, did_you_mean
 from accelerate_testing.checks import Check, check_options, checks_of
 from accelerate_testing.progress import SAY_EVERY, Progress, Tail
 from accelerate_testing.results import Result
@@ -17,6 +17,7 @@ from accelerate_testing.runner import choose_plugin, run_suite
 
 _PREFIX = "test_"
 _ATTRIBUTES = ("plugin", "environ", "options", "timeout", "num_processes", "prelude", "device")
+_OWN_ATTRIBUTES = (*_ATTRIBUTES, "cannot")
 _NEAR = 0.75  # stricter than elsewhere, because a suite may have its own attributes
 
 
@@ -33,6 +34,7 @@ class _Suite:
             for a device. Only the check `imports` runs before that.
         device: type of the device on which the checks must run, such as "cuda". By default they run
             on the CPU, unless the plugin does not.
+        cannot: the checks that cannot apply to the plugin, and the reason for each. They are skipped.
     """
 
     kind: ClassVar[str]
@@ -43,6 +45,7 @@ class _Suite:
     num_processes: ClassVar[int] = 2
     prelude: ClassVar[str] = ""
     device: ClassVar[str] = ""
+    cannot: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -51,6 +54,7 @@ class _Suite:
             cls.plugin
         ):  # the base classes have no tests, because pytest collects what a file imports
             check_options(cls.kind, cls.options, f"options of the suite {cls.__qualname__}")
+            _refuse_unknown_checks(cls)
             for made in checks_of(cls.kind).values():
                 if not hasattr(cls, _PREFIX + made.name):
                     setattr(cls, _PREFIX + made.name, _test_of(made))
@@ -63,7 +67,8 @@ class _Suite:
             items = [it for it in request.session.items if getattr(it, "cls", None) is cls]
             names = [str(getattr(it, "originalname", "")).removeprefix(_PREFIX) for it in items]
             choose_plugin(cls.plugin, cls.kind)
-            only = [name for name in names if name in checks_of(cls.kind)]
+            checks = checks_of(cls.kind).keys() - cls.cannot.keys()
+            only = [name for name in names if name in checks]
             how = {name: getattr(cls, name) for name in _ATTRIBUTES[1:]}
             with _progress(request.config, cls.__qualname__, len(only)) as told:
                 how |= {"on_run": told.on_run, "on_result": told.on_result}
@@ -113,7 +118,7 @@ def _refuse_misspelt(cls: type[_Suite]) -> None:
         if name.startswith(_PREFIX) or callable(value) or hasattr(value, "__get__"):
             continue
         as_option = "environ" if name == "env" else ""  # what `plugins check` calls it
-        near = difflib.get_close_matches(name.lower(), _ATTRIBUTES, n=1, cutoff=_NEAR)
+        near = difflib.get_close_matches(name.lower(), _OWN_ATTRIBUTES, n=1, cutoff=_NEAR)
         if as_option or near:
             raise ConfigurationError(
                 f"The suite {cls.__qualname__} has an attribute {name!r}, which has no effect. "
@@ -121,8 +126,21 @@ def _refuse_misspelt(cls: type[_Suite]) -> None:
             )
 
 
+def _refuse_unknown_checks(cls: type[_Suite]) -> None:
+    """Refuse names in `cannot` that are not checks, because the check would run."""
+    for name in cls.cannot:
+        if name not in checks_of(cls.kind):
+            raise ConfigurationError(
+                f"The suite {cls.__qualname__} names {name!r} in `cannot`, which is not a check of a "
+                f"{cls.kind}.{did_you_mean(name, checks_of(cls.kind))}"
+            )
+
+
 def _test_of(made: Check) -> Any:
-    def test(self: _Suite, results: Mapping[str, Result]) -> None:
+    def test(self: _Suite, request: pytest.FixtureRequest) -> None:
+        if made.name in self.cannot:
+            pytest.skip(f"it cannot apply: {self.cannot[made.name]}")
+        results: Mapping[str, Result] = request.getfixturevalue("results")
         result = results[made.name]
         if result.state == "skipped":
             pytest.skip(result.detail)
