@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -14,6 +17,20 @@ def s3() -> Iterator[Mapping[str, str]]:
 
     with s3_server() as environ:
         yield environ
+
+
+@pytest.fixture(scope="class")
+def lighthouse() -> Iterator[str]:
+    """Run a lighthouse of torchft, and return its address."""
+    with socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "accelerate_torchft.lighthouse", "--port", str(port)]
+    # It forgets the replicas of earlier checks soon.
+    command += ["--heartbeat_timeout", "1", "--join_timeout", "1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        yield f"http://127.0.0.1:{port}"
+        process.kill()
 
 
 @pytest.hookimpl(tryfirst=True)

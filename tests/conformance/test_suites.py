@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -79,6 +80,30 @@ class TestFSDP2Sharded(BackendSuite):
         "two_at_once",
     )
     environ = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+
+
+class _Replica(BackendSuite):
+    """One replica of two ranks. tests/backends/torchft has the runs of several replicas."""
+
+    timeout = 40.0
+    cannot: ClassVar[Mapping[str, str]] = {
+        "another_size": "two processes that start alone would be two replicas of one run",
+        "two_at_once": "a process can only be in one quorum",
+    }
+
+    @pytest.fixture(autouse=True)
+    def environ_with_lighthouse(self, lighthouse: str) -> None:
+        """Make the ranks of the checks join the lighthouse, which the launcher torchft would start."""
+        type(self).environ = {
+            "TORCHFT_LIGHTHOUSE": lighthouse,
+            "ACCELERATE_TORCHFT_REPLICAS": "1",
+        }
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed")
+class TestTorchFT(_Replica):
+    plugin = "torchft"
 
 
 @pytest.mark.dist

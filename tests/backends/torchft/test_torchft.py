@@ -124,6 +124,15 @@ def test_shards_of_a_dead_replica_are_healed(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+def test_replica_without_a_prepared_loader_is_healed_before_its_forward(tmp_path: Path) -> None:
+    run = launch(tmp_path, "--unprepared", "--samples", "40", "--epochs", "1")
+    first, second = run.ends.values()
+    assert first["weights"] == second["weights"]
+    assert first["counts"]["heals"] + second["counts"]["heals"] == 1
+    assert first["counts"]["replicas"] == 2
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("mode", ["local_sgd", "diloco"])
 def test_local_steps_survive_a_death(tmp_path: Path, mode: str) -> None:
     options = {"torchft_mode": mode, "torchft_sync_every": 5}
@@ -144,12 +153,28 @@ def test_processes_must_be_divisible_by_the_replicas(tmp_path: Path) -> None:
     assert "num_processes=3 (command line --num_processes) is not divisible by" in done.stderr
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("when", ["first", "quorum"])
+def test_death_around_the_first_quorum_of_a_run(tmp_path: Path, when: str) -> None:
+    run = launch(tmp_path, "--kill", f"1:0:0:{when}", "--wait", torchft_heartbeat_timeout=2)
+    assert (tmp_path / "records" / f"killed-{when}-0").exists()
+    first, second = run.ends.values()
+    assert first["weights"] == second["weights"]
+    assert first["steps"] == second["steps"]
+    for epoch in (0, 1):
+        assert set(trained(run, epoch)) == set(range(240))
+        assert trained(run, epoch).total() <= 240 + 4
+    assert "replica 1 ended with status -9; it is started again" in run.text
+
+
 def kills(seed: int, replicas: int, ranks: int, count: int, steps: int) -> list[str]:
-    """Return a seeded schedule of deaths: in a step, while healing, and before a first quorum."""
+    """Return a seeded schedule of deaths: around the first quorum of the run, then at any time."""
     draw = random.Random(seed)
-    schedule = []
-    for index in range(count):
-        at = (index + 1) * steps // (count + 1)
+    early, late = draw.sample(range(replicas), 2)
+    schedule = ["--kill", f"{early}:{draw.randrange(ranks)}:0:first"]
+    schedule += ["--kill", f"{late}:{draw.randrange(ranks)}:0:quorum"]
+    for index in range(count - 2):
+        at = (index + 1) * steps // (count - 1)
         when = draw.choice(["step", "step", "step", "heal", "start"])
         place = f"{draw.randrange(replicas)}:{draw.randrange(ranks)}"
         schedule += ["--kill", f"{place}:{at}:{when}"]
@@ -160,17 +185,26 @@ def kills(seed: int, replicas: int, ranks: int, count: int, steps: int) -> list[
 @pytest.mark.timeout(1800)
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("backend", "replicas", "ranks", "seed"),
-    [("torchft", 2, 1, 1), ("torchft", 3, 1, 2), ("torchft_fsdp2", 2, 2, 3)],
+    ("backend", "replicas", "ranks", "seed", "deaths"),
+    [
+        ("torchft", 2, 1, 1, 20),
+        ("torchft", 3, 1, 2, 20),
+        ("torchft_fsdp2", 2, 2, 3, 8),
+        ("torchft_fsdp2", 2, 2, 4, 20),
+    ],
 )
-def test_twenty_deaths(tmp_path: Path, backend: str, replicas: int, ranks: int, seed: int) -> None:
-    schedule = kills(seed, replicas, ranks, 20, 230)
+def test_many_deaths(
+    tmp_path: Path, backend: str, replicas: int, ranks: int, seed: int, deaths: int
+) -> None:
+    schedule = kills(seed, replicas, ranks, deaths, 230)
     options = {"backend": backend, "torchft_heartbeat_timeout": 2, "torchft_timeout": 30}
     samples = ["--samples", str(300 * replicas * ranks), "--epochs", "2"]
     arguments = [*schedule, *samples, "--wait", "--pause", "0.01"]
     run = launch(tmp_path, *arguments, replicas=replicas, ranks=ranks, timeout=1500, **options)
-    died = len(list((tmp_path / "records").glob("killed-*")))
-    assert died >= 12  # a death while healing needs a death before it
+    died = Counter(file.name.split("-")[1] for file in (tmp_path / "records").glob("killed-*"))
+    print(f"{died.total()} of {deaths} deaths: {dict(died)}")
+    assert died["first"] == died["quorum"] == 1
+    assert died.total() >= deaths * 0.6  # a death while healing needs a death before it
     weights = [end["weights"] for end in run.ends.values()]
     assert len(weights) >= ranks
     assert weights == [weights[0]] * len(weights)

@@ -1,6 +1,7 @@
 """A replica that dies at given steps, and records the samples of the steps that it committed.
 
-`--kill REPLICA:RANK:STEP[:WHEN]` is a death. WHEN is `step`, `heal` or `start` (before the first quorum).
+`--kill REPLICA:RANK:STEP[:WHEN]` is a death. WHEN is `step` or `heal`; `start`, before the first quorum of a
+replica that was started again; `first`, before the first quorum of the run; or `quorum`, inside of that one.
 With `--wait`, the others first continue without a dead replica, and then wait until it has started again.
 """
 
@@ -10,12 +11,14 @@ import argparse
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import mse_loss
+from torchft import Manager
 
 from accelerate_core import Accelerator, set_seed
 
@@ -27,6 +30,7 @@ PARSER.add_argument("--epochs", type=int, default=2)
 PARSER.add_argument("--pause", type=float, default=0.02)
 PARSER.add_argument("--workers", type=int, default=0)
 PARSER.add_argument("--wait", action="store_true")
+PARSER.add_argument("--unprepared", action="store_true", help="do not prepare the loader")
 PARSER.add_argument("--accumulate", type=int, default=1)
 GIVEN = PARSER.parse_args()
 
@@ -58,10 +62,28 @@ def die(step: int, when: str) -> None:
         wanted = (kind or ["step"])[0]
         done = GIVEN.folder / f"killed-{wanted}-{index}"
         mine = (int(replica), int(rank)) == (REPLICA, RANK) and wanted == when
-        # A replica that starts for the first time is not killed.
-        if mine and not done.exists() and (step >= int(at) if when == "step" else again()):
+        due = {
+            "step": step >= int(at),
+            "heal": again(),
+            "start": again(),
+            "first": not again(),
+            "quorum": True,
+        }
+        if mine and not done.exists() and due[when]:
             done.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_the_first_quorum() -> None:
+    """Kill this process a moment after it has asked for its first quorum, if a `--kill` says so."""
+    original = Manager.start_quorum
+
+    def start_quorum(self: Manager, *arguments: Any, **more: Any) -> None:
+        Manager.start_quorum = original
+        threading.Timer(0.05, die, (0, "quorum")).start()
+        original(self, *arguments, **more)
+
+    Manager.start_quorum = start_quorum
 
 
 def again() -> bool:
@@ -81,14 +103,18 @@ def main() -> None:
     set_seed(0)
     if any(GIVEN.folder.glob("killed-*")):
         torch.rand(7)  # the order must come from the replicas that train
-    loader = torch.utils.data.DataLoader(Numbers(), 2, shuffle=True, num_workers=GIVEN.workers)
+    loader: Any = torch.utils.data.DataLoader(Numbers(), 2, shuffle=True, num_workers=GIVEN.workers)
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.05)
     scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
-    model, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
+    model, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
+    if not GIVEN.unprepared:
+        loader = accelerator.prepare(loader)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
     die(0, "start")
+    die(0, "first")
+    die_in_the_first_quorum()
     record = (GIVEN.folder / f"{REPLICA}-{RANK}-{os.getpid()}").open("w")
     if RANK == 0:
         (GIVEN.folder / f"started-{os.getpid()}").touch()
@@ -145,10 +171,11 @@ def wait_for_others() -> None:
     """Wait until each replica that was killed has started again."""
     until = time.monotonic() + 90
     while time.monotonic() < until:
-        # One that was killed at its start has not created its file.
-        killed = len(list(GIVEN.folder.glob("killed-[sh][te][ea][pl]-*")))
+        # One that was killed before its first quorum has not created its file.
+        kinds = ("step", "heal", "quorum")
+        killed = sum(len(list(GIVEN.folder.glob(f"killed-{kind}-*"))) for kind in kinds)
         started = len(list(GIVEN.folder.glob("started-*")))
-        if started >= STARTS + killed or not killed:
+        if started >= STARTS + killed or not any(GIVEN.folder.glob("killed-*")):
             return
         time.sleep(0.05)
 

@@ -8,6 +8,7 @@ A step is only taken if that worked. Replicas join and leave between two batches
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import pickle
 import weakref
@@ -67,15 +68,21 @@ class Replicated(Backend):
     # --- start --------------------------------------------------------------------------------
 
     def on_start(self, accelerator: AcceleratorView) -> None:
-        """Connect to the lighthouse."""
+        """Connect to the lighthouse.
+
+        Raises:
+            ConfigurationError: another Accelerator of this process is in a quorum.
+        """
         from accelerate_torchft.local_steps import LocalSteps
         from accelerate_torchft.replica import Replica
 
+        _leave_quorums_of_deleted()
         self._accelerator = weakref.ref(accelerator)
         if self.replication.mode != "sync":
             self._local = LocalSteps(self.replication)
         world = accelerator.communicator
         self.replica = Replica(self.replication, world, self._capture, self._restore)
+        _connected.append(self)
         atexit.register(self._close)
         accelerator.gradient_state.before_batch = self._before_batch
 
@@ -90,6 +97,7 @@ class Replicated(Backend):
         if self.replica is not None:
             self.replica.close()
             self.replica = None
+            _connected.remove(self)
 
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
         """Provide `accelerator.replica` (this replica's number) and `accelerator.torchft` (its counts)."""
@@ -262,6 +270,34 @@ class Replicated(Backend):
         if tracking.trackers:
             tracking.log({f"torchft/{name}": value for name, value in counts.items()})
 
+    def prepare_model(
+        self, accelerator: AcceleratorView, model: torch.nn.Module, evaluation_mode: bool
+    ) -> torch.nn.Module:
+        """Prepare the model inside the replica, and form quorums before its first forward of a step.
+
+        A prepared loader forms them earlier. Without one, healing in `backward` would be too late, because
+        it changes weights that the forward has used.
+        """
+        prepared: torch.nn.Module = super().prepare_model(accelerator, model, evaluation_mode)  # type: ignore[misc]
+        if evaluation_mode:
+            return prepared
+        backend = weakref.ref(self)
+
+        def before_forward(module: torch.nn.Module, _: Any) -> None:
+            there = backend()
+            view = None if there is None else there._accelerator()
+            if (
+                there is not None
+                and view is not None
+                and module.training
+                and torch.is_grad_enabled()
+            ):
+                there._open_if_needed(view)
+
+        # Before FSDP2 gathers the weights.
+        prepared.register_forward_pre_hook(before_forward, prepend=True)
+        return prepared
+
     # --- step ---------------------------------------------------------------------------------
 
     def backward(
@@ -299,28 +335,58 @@ class Replicated(Backend):
         """Step if all replicas averaged their gradients; otherwise the batch is read again.
 
         Raises:
-            ConfigurationError: a closure was passed, or several optimizers take local steps.
+            ConfigurationError: the optimizer evaluates its closure several times, or several optimizers
+                take local steps.
         """
         if closure is not None:
-            raise ConfigurationError(
-                "optimizer.step(closure) cannot be used with torchft, because the replicas vote about a "
-                "step before it is taken. Call the closure's code before optimizer.step()."
-            )
+            _refuse_line_search(optimizer)
+            with torch.enable_grad():
+                closure()  # before the vote, which is about its gradients
         self._open_if_needed(accelerator)
         replica = self.replica
         assert replica is not None
         self._training = self._reading
         if self._local is None:
-            return replica.vote() and super().optimizer_step(accelerator, optimizer, closure)
+            return replica.vote() and super().optimizer_step(accelerator, optimizer, None)
         if len(accelerator.optimizers) > 1:
             raise ConfigurationError(
                 f"mode={self.replication.mode!r} of torchft supports one optimizer, but "
                 f"{len(accelerator.optimizers)} are prepared. Use mode='sync'."
             )
-        if not super().optimizer_step(accelerator, optimizer, closure):
+        if not super().optimizer_step(accelerator, optimizer, None):
             return False
         last = accelerator.gradient_state.end_of_dataloader
         return self._local.stepped(replica, accelerator.models, last)
+
+
+#: The backends of this process that are connected to a lighthouse.
+_connected: list[Replicated] = []
+
+
+def _leave_quorums_of_deleted() -> None:
+    """Leave the quorums of deleted Accelerators, which the lighthouse would wait for.
+
+    Raises:
+        ConfigurationError: another Accelerator is still in a quorum.
+    """
+    for one in list(_connected):
+        if one._accelerator() is not None:
+            raise ConfigurationError(
+                "A process can only be in one quorum of torchft, and another Accelerator of this process "
+                "has not left it. Call its end_training() before you create the next one, or use one "
+                "Accelerator for all models."
+            )
+        one._close()
+
+
+def _refuse_line_search(optimizer: Any) -> None:
+    """Refuse optimizers that can't step without a closure, such as LBFGS."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} evaluates its closure several times in a step. It cannot be used "
+            "with torchft, because the replicas vote about a step before it is taken."
+        )
 
 
 def _trained(models: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:

@@ -65,6 +65,8 @@ class Replica:
     #: Whether the current quorum has voted about a step, and whether the vote failed.
     voted: bool = field(default=False, init=False)
     failed: bool = field(default=False, init=False)
+    #: Whether this replica waits for a quorum.
+    waiting: bool = field(default=False, init=False)
     #: Number of this replica in the quorum, and of replicas in it; None before the first quorum.
     place: tuple[int, int] | None = field(default=None, init=False)
 
@@ -119,7 +121,9 @@ class Replica:
         A replica that is behind receives the state of another one before this returns.
         """
         heals = self.counts.heals
+        self.waiting = True
         self.manager.start_quorum()
+        self.waiting = False
         self.voted = self.failed = False
         rank, size = self.manager.participating_rank(), self.manager.num_participants()
         place = (0 if rank is None else rank, max(size, 1))
@@ -201,8 +205,8 @@ class Replica:
         return torch.cat(rows)
 
     def close(self) -> None:
-        """Leave the quorum."""
-        self.manager.shutdown(wait=False)
+        """Leave the quorum, and end torchft's threads unless one of them waits for a quorum."""
+        self.manager.shutdown(wait=not self.waiting)
 
 
 def _mark_joined() -> None:
