@@ -19,7 +19,7 @@ from typing import Any
 
 ROUNDS, STEPS, BLOCK = 5, 2000, 50
 
-#: What differs between the runs -> the environment that makes the difference.
+#: Name of a variant -> its environment variables.
 VARIANTS = {
     "on": {},
     "off": {"ACCELERATE_DISABLED_PLUGINS": "watch"},
@@ -28,7 +28,7 @@ VARIANTS = {
         "TORCH_FR_BUFFER_SIZE": "512",
     },
 }
-#: What is measured per step -> the clock. A step of the process includes gloo's and torch's threads.
+#: Measured value per step -> its clock. The CPU time of the process includes threads of gloo and torch.
 CLOCKS: dict[str, Callable[[], float]] = {
     "wall": time.perf_counter,
     "cpu_main_thread": time.thread_time,
