@@ -121,7 +121,7 @@ faults: $(VENV)/dev.stamp
 engines: $(VENV)/dev.stamp
 	$(PIP) install -c constraints.txt --group ray
 	$(BIN)/python tests/engines/needed.py --install
-	$(BIN)/python -m pytest -n $(ENGINE_JOBS) --dist loadgroup -m "not soak" $(ENGINES) --engines-report docs/clusters.md $(ARGS)
+	$(BIN)/python -m pytest -n $(ENGINE_JOBS) --dist loadfile -m "not soak" $(ENGINES) --engines-report docs/clusters.md $(ARGS)
 
 # SkyPilot needs an older click than the command line.
 SKYPILOT_PIP := PIP_NO_COMPILE=1 $(VENV)/skypilot/bin/python -m pip --disable-pip-version-check -q

@@ -1,10 +1,14 @@
-"""Saving and loading a sharded model on two ranks, compared with torch.distributed.checkpoint (DCP) alone.
+"""Saving and loading a sharded model, compared with torch.distributed.checkpoint (DCP) alone.
 
-    python benchmarks/sharded_save.py [--mb 512] [--rounds 3] [--processes]
+    python benchmarks/sharded_save.py [--ranks 2] [--mb 512] [--rounds 3] [--processes]
 
-Ours and DCP's take turns in one pair of processes, on one model and AdamW under FSDP2. Ours includes
-checksums and the manifest, and syncs the data to disk, as DCP's writer does by default. The steps after a
-background save are timed until it is written. `--processes` adds DCP's background save in another process.
+Ours and DCP's take turns in one set of processes, on one model and AdamW under FSDP2. Ours includes
+checksums and the manifest, and syncs the data to disk, as DCP's writer does by default.
+
+The steps after a background save are timed until it is written, and compared with steps just before it.
+"Lost" is the blocked time and the delay of all these steps. "CPU" is the processor time of rank 0 for the
+save, including the blocked part, without that of the steps. Unlike times, it hardly depends on what else
+the machine does. `--processes` adds DCP's background save in another process, whose CPU time is not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -95,14 +99,49 @@ class Run:
                 return times
 
 
+def copy_seconds(state: dict[str, torch.Tensor]) -> float:
+    """Return the seconds to copy this rank's shards into memory that is already allocated."""
+    shards = [getattr(one, "to_local", lambda one=one: one)().detach() for one in state.values()]
+    copies = [torch.zeros_like(one) for one in shards]
+
+    def copy() -> None:
+        for one, other in zip(copies, shards, strict=True):
+            one.copy_(other)
+
+    return timed(copy)[0]
+
+
+class Background(NamedTuple):
+    """Seconds of a background save.
+
+    Attributes:
+        blocked: until the call returned.
+        step: median of the steps while the save was written, divided by a step before it.
+        lost: what training lost in all.
+        cpu: processor time of this rank for the save.
+    """
+
+    blocked: float
+    step: float
+    lost: float
+    cpu: float
+
+
 def background(
     run: Run, begin: Callable[[Path], Any], done: Callable[[Any], bool], name: str
-) -> Any:
-    """Return the blocked seconds, and the median of the steps while the save is written."""
+) -> Background:
+    """Start a background save, and time the steps until it is written."""
     place = run.place(name)
+    cpu = time.process_time()
+    before = [timed(run.step)[0] for _ in range(9)]
+    step_cpu = (time.process_time() - cpu) / len(before)
+    step = statistics.median(before)
+    cpu = time.process_time()
     blocked, handle = timed(lambda: begin(place))
-    steps = run.steps_until(lambda: done(handle))
-    return blocked, statistics.median(steps)
+    after = run.steps_until(lambda: done(handle))
+    cpu = time.process_time() - cpu - step_cpu * len(after)
+    lost = blocked + sum(after) - step * len(after)
+    return Background(blocked, statistics.median(after) / step, lost, cpu)
 
 
 def worker(mb: int, rounds: int, processes: bool, folder: Path) -> None:
@@ -116,6 +155,9 @@ def worker(mb: int, rounds: int, processes: bool, folder: Path) -> None:
 
     def note(name: str, value: float) -> None:
         found.setdefault(name, []).append(value)
+
+    def ours_begin(to: Path) -> Any:
+        return accelerator.save_state(str(to), blocking=False)
 
     def ours_done(_: Any) -> bool:
         thread = accelerator._saving.checkpointer.background._thread
@@ -135,7 +177,6 @@ def worker(mb: int, rounds: int, processes: bool, folder: Path) -> None:
 
     for number in range(rounds + 1):
         times: dict[str, float] = {}
-        times["step"] = statistics.median(timed(run.step)[0] for _ in range(5))
         place = run.place("dcp")
         times["save, DCP"], _ = timed(
             lambda place=place: dcp.save(
@@ -145,6 +186,7 @@ def worker(mb: int, rounds: int, processes: bool, folder: Path) -> None:
         ours = run.place("ours")
         times["save, ours"], _ = timed(lambda ours=ours: accelerator.save_state(str(ours)))
         state = run.state()
+        times["copy, raw"] = copy_seconds(state)
         load = lambda place=place, state=state: dcp.load(state, checkpoint_id=str(place))  # noqa: E731
         times["load, DCP"], _ = timed(load)
         restore = lambda ours=ours: accelerator.load_state(str(ours))  # noqa: E731
@@ -153,15 +195,13 @@ def worker(mb: int, rounds: int, processes: bool, folder: Path) -> None:
             times["MB of a load, DCP"] = extra_memory(load)
             times["MB of a load, ours"] = extra_memory(restore)
         del state
-        times["blocked, ours"], times["next step, ours"] = background(
-            run, lambda to: accelerator.save_state(str(to), blocking=False), ours_done, "ours"
-        )
-        accelerator.wait_for_checkpoint()
-        times["blocked, DCP"], times["next step, DCP"] = background(run, dcp_begin, dcp_done, "dcp")
+        ways = {"ours": (ours_begin, ours_done), "DCP": (dcp_begin, dcp_done)}
         if processes:
-            times["blocked, DCP's process"], times["next step, DCP's process"] = background(
-                run, lambda to: dcp_begin(to, "process"), dcp_done, "dcp"
-            )
+            ways["DCP's process"] = lambda to: dcp_begin(to, "process"), dcp_done
+        for who, (begin, done) in ways.items():
+            made = background(run, begin, done, "background")
+            accelerator.wait_for_checkpoint()
+            times |= {f"{what}, {who}": value for what, value in made._asdict().items()}
         if number:  # the first round allocates memory
             for name, value in times.items():
                 note(name, value)
@@ -174,19 +214,23 @@ def show(found: dict[str, list[float]]) -> None:
     """Print medians and the ratios that matter."""
     middle = {name: statistics.median(values) for name, values in found.items()}
     table = Table("", "ours", "DCP", "DCP's process")
-    for what in ("save", "load", "MB of a load", "blocked", "next step"):
+    whose = ("ours", "DCP", "DCP's process")
+    for what in ("save", "load", "MB of a load", "blocked", "lost", "cpu"):
+        row = [middle.get(f"{what}, {who}") for who in whose]
+        table.add_row(what, *("" if value is None else f"{value:.3f}" for value in row))
+    for what in ("blocked", "lost"):
         row = []
-        for who in ("ours", "DCP", "DCP's process"):
+        for who in whose:
             value = middle.get(f"{what}, {who}")
-            row.append("" if value is None else f"{value:.3f}")
-        table.add_row(what, *row)
-    for what, of in (("blocked", "save"), ("next step", None)):
-        row = []
-        for who in ("ours", "DCP", "DCP's process"):
-            value = middle.get(f"{what}, {who}")
-            base = middle["step"] if of is None else middle[f"{of}, {who.split(chr(39))[0]}"]
-            row.append("" if value is None else f"{value / base:.2f}")
-        table.add_row(f"{what} ÷ {of or 'undisturbed step'}", *row)
+            save = middle[f"save, {who.removesuffix(chr(39) + 's process')}"]
+            row.append("" if value is None else f"{value / save:.2f}")
+        table.add_row(f"{what} ÷ save", *row)
+    copied = (middle.get(f"blocked, {who}") for who in whose)
+    cells = ("" if value is None else f"{value / middle['copy, raw']:.1f}" for value in copied)
+    table.add_row("blocked ÷ copying the state once", *cells)
+    row = [middle.get(f"step, {who}") for who in whose]
+    cells = ("" if value is None else f"{value:.2f}" for value in row)
+    table.add_row("next step ÷ undisturbed step", *cells)
     for what in ("save", "load"):
         table.add_row(f"{what} ÷ DCP's", f"{middle[f'{what}, ours'] / middle[f'{what}, DCP']:.2f}")
     Console().print(table)
@@ -195,6 +239,7 @@ def show(found: dict[str, list[float]]) -> None:
 def main() -> None:
     """Start the ranks, and show the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mb", type=int, default=512, help="size of the state, weights a third")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--processes", action="store_true")
@@ -204,7 +249,14 @@ def main() -> None:
         worker(options.mb, options.rounds, options.processes, Path(options.worker))
         return
     with tempfile.TemporaryDirectory() as folder:
-        command = [*torchrun(2), __file__, "--mb", str(options.mb), "--rounds", str(options.rounds)]
+        command = [
+            *torchrun(options.ranks),
+            __file__,
+            "--mb",
+            str(options.mb),
+            "--rounds",
+            str(options.rounds),
+        ]
         command += ["--worker", folder, *(["--processes"] if options.processes else [])]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, env=environment, check=True, timeout=1200)

@@ -15,17 +15,22 @@ from typing import Any
 import torch
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
 )
+from transformers.distributed import DistributedConfig
 
 from accelerate_core import Accelerator, ParallelismConfig
 from accelerate_core.errors import ConfigurationError, PrepareError
-from accelerate_core.utils import FullyShardedDataParallelPlugin, set_seed
+from accelerate_core.utils import (
+    FullyShardedDataParallelPlugin,
+    TorchTensorParallelConfig,
+    set_seed,
+)
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 SIZES: dict[str, Any] = {
@@ -56,6 +61,13 @@ def accelerator_of(**more: Any) -> Accelerator:
     return Accelerator(cpu=True, gradient_accumulation_steps=2, **more)
 
 
+def split(plan: dict[str, Any] | None = None) -> Accelerator:
+    """Return an Accelerator that splits layers over both ranks."""
+    handler = None if plan is None else TorchTensorParallelConfig(plan=plan)
+    config = ParallelismConfig(tp_size=2, tp_handler=handler)
+    return accelerator_of(fsdp_plugin=None, parallelism_config=config)
+
+
 def base(folder: Path, quantized: dict[str, Any] | None = None, **more: Any) -> Any:
     """Return a Llama, as `from_pretrained` loads it."""
     if quantized is not None:
@@ -69,10 +81,19 @@ def base(folder: Path, quantized: dict[str, Any] | None = None, **more: Any) -> 
 
 
 def adapted(model: Any) -> Any:
-    set_seed(1)
-    return get_peft_model(
+    """Add LoRA, with the same values on any number of ranks."""
+    model = get_peft_model(
         model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     )
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            value = 0.1 * torch.randn(parameter.shape, generator=generator)
+            if isinstance(parameter, DTensor):
+                mesh, placements = parameter.device_mesh, parameter.placements
+                value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+            parameter.data.copy_(value)
+    return model
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,6 +120,14 @@ def batches(seed: int, count: int) -> list[torch.Tensor]:
     return [torch.randint(3, 64, (8, 12), generator=generator) for _ in range(count)]
 
 
+def rows(accelerator: Accelerator, ids: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of a batch. Ranks of `tp` have the same ones."""
+    config = accelerator.parallelism_config
+    if WORLD == 1 or (config is not None and config.tp_enabled):
+        return ids
+    return ids[accelerator.process_index :: WORLD]
+
+
 def train(
     accelerator: Accelerator, model: Any, optimizer: Any, data: list[torch.Tensor]
 ) -> list[float]:
@@ -106,7 +135,7 @@ def train(
     losses = []
     model.train()
     for ids in data:
-        mine = ids[accelerator.process_index :: WORLD]
+        mine = rows(accelerator, ids)
         with accelerator.accumulate(model):
             loss = model(input_ids=mine, labels=mine).loss
             accelerator.backward(loss)
@@ -123,12 +152,17 @@ def prepared(accelerator: Accelerator, model: Any) -> tuple[Any, Any]:
     return accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-2))
 
 
-def run(folder: Path, quantized: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+def run(
+    folder: Path,
+    quantized: dict[str, Any] | None = None,
+    accelerator: Accelerator | None = None,
+    **loaded: Any,
+) -> dict[str, Any]:
     """Train 16 micro-batches, evaluate, and save in the middle. Then resume and compare."""
-    accelerator = accelerator_of(**more)
+    accelerator = accelerator or accelerator_of()
 
     def fresh() -> tuple[Any, Any]:
-        model = base(folder, quantized)
+        model = base(folder, quantized, **loaded)
         if quantized is not None:
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         return prepared(accelerator, adapted(model))
@@ -165,7 +199,18 @@ def run(folder: Path, quantized: dict[str, Any] | None, **more: Any) -> dict[str
 
 
 def lora(folder: Path) -> dict[str, Any]:
-    return run(folder, None)
+    return run(folder)
+
+
+def lora_on_bf16(folder: Path) -> dict[str, Any]:
+    """Frozen weights are bf16. PEFT makes adapters in fp32, so each unit of FSDP2 has both."""
+    return run(folder, dtype=torch.bfloat16)
+
+
+def lora_on_split_layers(folder: Path) -> dict[str, Any]:
+    if WORLD == 1:
+        return run(folder)
+    return run(folder, accelerator=split(), distributed_config=DistributedConfig(tp_size=2))
 
 
 def qlora(folder: Path) -> dict[str, Any]:
@@ -176,11 +221,84 @@ def qlora_8_bit(folder: Path) -> dict[str, Any]:
     return run(folder, {"load_in_8bit": True})
 
 
+def lora_on_own_plan(folder: Path) -> dict[str, Any]:
+    if WORLD == 1:
+        return run(folder)
+    layer = "base_model.model.model.layers.*"
+    columns = [
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+    ]
+    plan = {
+        f"{layer}.{name}.{part}": "colwise"
+        for name in columns
+        for part in ("base_layer", "lora_B.default")
+    } | {
+        f"{layer}.{name}.{part}": "rowwise"
+        for name in ("self_attn.o_proj", "mlp.down_proj")
+        for part in ("base_layer", "lora_A.default")
+    }
+    return run(folder, accelerator=split(plan))
+
+
+def distil(folder: Path, sharded_teacher: bool) -> dict[str, Any]:
+    """Train a student on the outputs of a frozen teacher."""
+    accelerator = accelerator_of()
+    teacher = base(folder).eval().requires_grad_(False)
+    if sharded_teacher:
+        teacher = accelerator.prepare(teacher)
+    set_seed(3)
+    student = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 1}))
+    student, optimizer = prepared(accelerator, student)
+    before = frozen(teacher)
+    losses, held = [], []
+    for ids in batches(0, 8):
+        mine = rows(accelerator, ids)
+        with torch.no_grad():
+            wanted = teacher(input_ids=mine).logits.log_softmax(-1)
+        held.append(held_bytes(teacher))
+        with accelerator.accumulate(student):
+            given = student(input_ids=mine).logits.log_softmax(-1)
+            loss = torch.nn.functional.kl_div(
+                given, wanted, log_target=True, reduction="none"
+            ).mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(student.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    after = frozen(teacher)
+    found = {
+        "losses": losses,
+        "adapters": adapters(student),
+        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+        "bytes": max(held),
+        "frozen": {name: float(one.double().norm()) for name, one in after.items()},
+        "state": sorted(accelerator.get_state_dict(student)),
+        "resumed": True,
+    }
+    accelerator.end_training()
+    return found
+
+
+def sharded_teacher(folder: Path) -> dict[str, Any]:
+    return distil(folder, sharded_teacher=True)
+
+
+def whole_teacher(folder: Path) -> dict[str, Any]:
+    return distil(folder, sharded_teacher=False)
+
+
 def mistakes(folder: Path) -> dict[str, Any]:
     """Return the errors about 4-bit weights, and whether rank 0's scales were sent."""
     accelerator = accelerator_of()
 
     def error(model: Any, accelerator: Accelerator = accelerator) -> str:
+        """Return the error of `prepare`, or an empty string."""
         try:
             accelerator.prepare(model)
         except (ConfigurationError, PrepareError) as error:
@@ -209,6 +327,14 @@ def mistakes(folder: Path) -> dict[str, Any]:
     floats = {**FOUR, "bnb_4bit_quant_storage": torch.float32}
     found["converted"] = error(base(folder, floats), half)
     half.end_training()
+    found["own plan"] = error(adapted(base(folder)), accelerator := split())
+    accelerator.end_training()
+    wrong = {"base_model.model.model.layers.*.mlp.up_proj": "colwise"}
+    found["adapter"] = error(adapted(base(folder)), accelerator := split(wrong))
+    accelerator.end_training()
+    plan = {"model.layers.*.mlp.up_proj": "colwise"}
+    found["packed"] = error(base(folder, FOUR), accelerator := split(plan))
+    accelerator.end_training()
     return found
 
 

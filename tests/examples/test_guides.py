@@ -31,11 +31,14 @@ TIMEOUT = 120
 #: Reason in `<!-- not run: REASON -->` -> pages with such blocks.
 NOT_RUN = {
     "it installs packages": {
+        "how_to/adapters_on_shards.md",
         "how_to/object_stores.md",
         "how_to/survive_failures.md",
         "tutorials/install.md",
     },
     "its script is on another page": {"how_to/survive_failures.md"},
+    # tests/clients/test_adapters_on_shards.py runs it.
+    "it needs bitsandbytes": {"how_to/adapters_on_shards.md"},
     "it needs GPUs": {"how_to/sweeps.md", "tutorials/eight_gpus.md"},
     "it needs several machines": {
         "how_to/cloud_machines.md",
@@ -94,6 +97,10 @@ REAL_INTERPRETERS = {"how_to/debug_a_hang.md", "how_to/ray.md", "how_to/ray_tune
 
 #: Page -> marks with packages that it needs, apart from those of this repository.
 MARKS = {
+    "how_to/adapters_on_shards.md": [
+        pytest.mark.needs("transformers"),
+        pytest.mark.skipif(not _GUIDES.exists(), reason="peft is not installed"),
+    ],
     "how_to/debugger.md": [pytest.mark.needs("debugpy")],
     "how_to/object_stores.md": [pytest.mark.needs("moto"), pytest.mark.needs("obstore")],
     "how_to/ray.md": [pytest.mark.needs("ray"), pytest.mark.soak],

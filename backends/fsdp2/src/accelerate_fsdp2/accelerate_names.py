@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from accelerate_checkpoint import SafeReader, merge_weights, read_metadata
 from accelerate_core.plugin import CheckpointError, PartialState
-from accelerate_fsdp2 import units
+from accelerate_fsdp2 import quantized, units
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 
@@ -94,7 +94,8 @@ def _model_state(model: nn.Module, options: StateDictOptions, adapter_only: bool
     if not _adapter_only(model, adapter_only):
         return get_model_state_dict(model, options=options)
     if options.full_state_dict:
-        return get_model_state_dict(model, options=replace(options, ignore_frozen_params=True))
+        state = get_model_state_dict(model, options=replace(options, ignore_frozen_params=True))
+        return quantized.without_scales(model, state)
     from peft import get_peft_model_state_dict  # type: ignore[import-not-found,unused-ignore]
 
     return get_peft_model_state_dict(model, adapter_name=model.active_adapter)
@@ -153,6 +154,7 @@ def load_fsdp_model(
     own = functools.partial(_model_state, model, options, adapter_only)
     place = Path(input_dir, f"{_MODEL}_{model_index}")
     state = _read(options, accelerator, own, "model", place, use_dcp)
+    state = quantized.without_scales(model, state)
     if not _adapter_only(model, adapter_only):
         result: Any = set_model_state_dict(model, state, options=options)
     elif options.full_state_dict:

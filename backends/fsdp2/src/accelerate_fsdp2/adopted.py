@@ -191,6 +191,9 @@ def shard_mesh(model: nn.Module, own: DeviceMesh, config: ParallelismConfig) -> 
     return root[chosen] if len(chosen) > 1 else root[chosen[0]]
 
 
+#: PEFT adds this to the names of a model's parameters.
+_PEFT = "base_model.model."
+
 #: Options that only have an effect when the backend applies `fully_shard`, with their defaults.
 _APPLIED_WHEN_SHARDING: dict[str, Any] = {
     "auto_wrap_policy": None,
@@ -211,6 +214,17 @@ def ignored_options(options: Any) -> list[str]:
     ]
 
 
+def correct_sizes(model: nn.Module) -> None:
+    """Give linear layers with split weights the size of the whole weight.
+
+    PEFT creates the adapters of split layers with the size of one part. Transformers multiplies that by
+    the number of parts again in forward.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
+            module.out_features, module.in_features = module.weight.shape
+
+
 def summed_by_transformers(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters whose gradients Transformers sums over the ranks of `tp` with hooks."""
     plan = getattr(model, "tp_plan", None) or {}
@@ -220,5 +234,5 @@ def summed_by_transformers(model: nn.Module) -> list[nn.Parameter]:
     return [
         parameter
         for name, parameter in model.named_parameters()
-        if re.sub(r"\.\d+(?=\.|$)", ".*", name).rpartition(".")[0] in styled
+        if re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix(_PEFT)).rpartition(".")[0] in styled
     ]

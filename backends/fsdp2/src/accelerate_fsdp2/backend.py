@@ -241,6 +241,7 @@ class FSDP2Backend(Backend):
         layout = adopted.layout_of(model)
         if layout is not None:
             adopted.check_layout(model, layout, config)
+            adopted.correct_sizes(model)
             self._adopted[model] = layout
         quantized.check(model)
         weights.refuse_shared(model, self._owners)
@@ -321,8 +322,10 @@ class FSDP2Backend(Backend):
         for group in groups:
             unit: Any = group[0] if len(group) == 1 else group
             fully_shard(unit, reshard_after_forward=reshard, **arguments)
-        # Backward starts with the model's own parameters, so by default they are not freed.
-        fully_shard(model, reshard_after_forward=None if reshard is True else reshard, **arguments)
+        if reshard is True or reshard is None:
+            # Backward starts with the model's own parameters, so they are only freed if there is none.
+            reshard = None if any(one.requires_grad for one in model.parameters()) else True
+        fully_shard(model, reshard_after_forward=reshard, **arguments)
         if model in self._starting:
             self._starting.materialise(accelerator, model)
         quantized.finish(model)

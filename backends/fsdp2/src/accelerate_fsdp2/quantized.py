@@ -102,6 +102,12 @@ def scales_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: one for name, one in found.items() if isinstance(one, torch.Tensor)}
 
 
+def without_scales(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict without the scales of 4-bit weights, which bitsandbytes' layers can't load."""
+    weights = tuple(f"{name}.weight.".lstrip(".") for name, _ in _four_bit_layers(model))
+    return {name: value for name, value in state.items() if not name.startswith(weights)}
+
+
 def kept_whole(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the frozen quantized weights that FSDP2 can't gather, by name.
 
@@ -147,5 +153,10 @@ def finish(model: nn.Module) -> None:
     would gather the original weight again, and the layer would read it in the other format.
     """
     for _, module in _four_bit_layers(model):
-        module.weight.quant_state = module.quant_state
+        weight, scales = module.weight, module.quant_state
+        weight.quant_state = scales
+        if scales is not None:
+            for name, value in scales.as_dict(packed=True).items():
+                if "." not in name:  # torch's get_model_state_dict looks for them on the weight
+                    setattr(weight, name, value)
         module.support_avx512bf16_for_cpu = False

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from accelerate_core.plugin import ConfigurationError, did_you_mean, listing
+from accelerate_fsdp2 import quantized
 
 _STYLES: dict[str, Any] = {
     "colwise": ColwiseParallel,
@@ -46,6 +47,13 @@ _STYLES: dict[str, Any] = {
 #: heads, so its gradients must be summed.
 _WHOLE, _ADDED = "replicate", "replicated_with_grad_allreduce"
 
+_SPLIT_ADAPTERS = (
+    "Let Transformers split the layers while it loads them, and then add the adapters: "
+    "from_pretrained(..., distributed_config=DistributedConfig(tp_size=...)). Or pass a plan that names "
+    "the layers inside: 'base_layer' and 'lora_B.default' as 'colwise', 'base_layer' and 'lora_A.default' "
+    "as 'rowwise'."
+)
+
 
 def parallelise(model: nn.Module, mesh: DeviceMesh, given: Mapping[str, Any] | None) -> list[str]:
     """Split the modules in a plan over the ranks of a one-dimensional mesh.
@@ -68,6 +76,11 @@ def parallelise(model: nn.Module, mesh: DeviceMesh, given: Mapping[str, Any] | N
             f"Tensor parallelism needs a plan, but {type(model).__name__} has no tp_plan. Pass one, "
             "such as ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan={'layers.*.fc1': "
             "'colwise', 'layers.*.fc2': 'rowwise'}))."
+        )
+    if not given and hasattr(model, "peft_config"):
+        raise ConfigurationError(
+            f"{type(model).__name__} has adapters of PEFT, and its tp_plan is for the model without them. "
+            + _SPLIT_ADAPTERS
         )
     matches = _matches(model, plan)
     modules = dict(model.named_modules())
@@ -125,6 +138,16 @@ def _check_divides(name: str, module: nn.Module, style: ParallelStyle, ranks: in
         dims = {nn.Linear: "in_features", nn.Embedding: "num_embeddings"}
     else:
         return
+    if hasattr(module, "base_layer"):
+        raise ConfigurationError(
+            f"The tensor parallel plan splits {name!r}, which is a layer with an adapter. "
+            + _SPLIT_ADAPTERS
+        )
+    if quantized.is_packed(module):
+        raise ConfigurationError(
+            f"The tensor parallel plan splits {name!r}, but bitsandbytes has quantized it, so it can't be "
+            "split. Shard the model with dp_shard_size instead, or load it without quantization."
+        )
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise ConfigurationError(
             f"The tensor parallel plan splits {name!r}, a {type(module).__name__}, but its style "

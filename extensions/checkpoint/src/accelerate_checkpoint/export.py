@@ -159,7 +159,7 @@ def _write_parts(
                 file.seek(starts[name] + whole_at * width)
                 rest = raw[part_at * width : (part_at + count) * width]
                 while rest:
-                    rest = rest[file.write(rest) :]
+                    rest = rest[file.write(rest[: files.CHUNK]) :]
         os.fsync(file.fileno())
 
 

@@ -362,13 +362,20 @@ def _compare_groups(source: Source, name: str, index: int, held: Any, optimizer:
 
 
 def _read_ranks(state: TrainingState, source: Source) -> dict[int, Any]:
-    """Read the states of rank 0 and of this rank, or of all ranks if the layout has changed."""
+    """Read the states of rank 0 and of this rank.
+
+    If the layout has changed within a cycle that counts items, read those of all ranks, to add up the counts.
+    """
+    first = source.read(f"{files.RNG}_0.pkl")
+    counts = first.get(MARK, {}).get("cycle", {}).get("items", {}).get("open", False)
     same = state.has_layout(source.saved_by, source.facts.get("mesh"))
-    wanted = {0, state.process.process_index} if same else {*range(source.saved_by)}
-    names = {other: f"{files.RNG}_{other}.pkl" for other in sorted(wanted)}
-    return {
-        other: source.read(name) for other, name in names.items() if other == 0 or source.has(name)
-    }
+    others = [state.process.process_index] if same or not counts else range(source.saved_by)
+    found = {0: first}
+    for rank in others:
+        name = f"{files.RNG}_{rank}.pkl"
+        if rank and source.has(name):
+            found[rank] = source.read(name)
+    return found
 
 
 def _is_strict(options: Mapping[str, Any]) -> bool:

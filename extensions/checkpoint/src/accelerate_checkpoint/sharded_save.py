@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from accelerate_checkpoint.collect import collect
 from accelerate_checkpoint.files import FileEntry
-from accelerate_checkpoint.shards import ChecksumWriter
+from accelerate_checkpoint.shards import ChecksumWriter, without_crc32
 from accelerate_core.plugin import CheckpointError
 
 #: At most this many replicas write. More would not be faster, and each adds files and messages to rank 0.
@@ -80,7 +80,8 @@ def write_shards(
     if not plan.items:
         return b""
     directory.mkdir(parents=True, exist_ok=True)
-    results = ChecksumWriter(directory, entries).write_data(planner.finish_plan(plan), planner)
+    with without_crc32():
+        results = ChecksumWriter(directory, entries).write_data(planner.finish_plan(plan), planner)
     return zlib.compress(pickle.dumps((plan.items, results.wait())), 1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import os
 import pickle
 from collections.abc import Iterator
@@ -101,6 +103,34 @@ def SafeReader(directory: Path, metadata: Metadata) -> FileSystemReader:
             return super().read_data(plan, planner)
 
     return Reader(directory)
+
+
+@contextmanager
+def without_crc32() -> Iterator[None]:
+    """Save tensors in this thread without CRC-32 sums, which take longer than our checksum of the file.
+
+    `torch.load` doesn't read them. In versions of torch where all threads share the setting, this has no
+    effect.
+    """
+    before = torch.serialization.get_crc32_options()
+    if not _has_own_crc32_setting():
+        yield
+        return
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+@functools.cache
+def _has_own_crc32_setting() -> bool:
+    """Return whether each thread has its own setting for `torch.save`'s CRC-32."""
+    before = torch.serialization.get_crc32_options()
+    contextvars.copy_context().run(torch.serialization.set_crc32_options, not before)
+    separate = torch.serialization.get_crc32_options() == before
+    torch.serialization.set_crc32_options(before)
+    return separate
 
 
 def ChecksumWriter(directory: Path, entries: dict[str, FileEntry]) -> FileSystemWriter:

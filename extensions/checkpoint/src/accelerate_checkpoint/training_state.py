@@ -249,8 +249,9 @@ class TrainingState:
         """Restore `rank_state`. Call this last, because it sets the generators.
 
         Args:
-            states: rank that saved it -> state, for rank 0 and this rank, or for all ranks if the
-                layout has changed. States saved by Accelerate only have step and generators.
+            states: rank that saved it -> state, for rank 0 and this rank. If the layout has changed
+                within a cycle that counts items, for all ranks. States saved by Accelerate only have
+                step and generators.
             saved_by: number of ranks that saved.
             gradients: `pending_gradients` of this rank, or of all ranks if the layout has
                 changed. They are read one at a time.
@@ -423,7 +424,11 @@ class TrainingState:
     def _load_cycle(
         self, state: Mapping[str, Any], all_ranks: Sequence[Mapping[str, Any]] | None
     ) -> None:
-        """Restore the cycle. After a change of layout, `all_ranks` has the states of all ranks."""
+        """Restore the cycle.
+
+        Args:
+            all_ranks: after a change of layout, the states of all ranks if the cycle counts items.
+        """
         self.events.sync_gradients = bool(state["sync_gradients"])
         # Another number of ranks may come with another number of accumulation steps, by which the
         # count of micro-batches is divided to find the end of a cycle.
