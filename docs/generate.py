@@ -31,6 +31,7 @@ from accelerate_core.backend import Backend
 from accelerate_core.backend.precision import Precision
 from accelerate_core.config.core import CORE_SETTINGS, CoreSettings
 from accelerate_core.config.schema import settings_fields
+from accelerate_core.contract import view
 from accelerate_core.contract.capabilities import (
     ACCEPTED_BY_DEFAULT,
     NEEDS,
@@ -853,7 +854,33 @@ def plugin_module() -> str:
     ]
     for title, _ in _GROUPS:
         lines += [f"## {title}", "", *table(["name", "what it is"], groups[title])]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_members_of_views()])
+
+
+def _members_of_views() -> list[str]:
+    """List what hooks may read from their first argument."""
+    lines = [
+        "## Members of the first argument of a hook",
+        "",
+        "`setup` has the members of `SetupView`, `runtime` also those of `RuntimeView`, and `accelerator` "
+        "all of them.",
+        "",
+    ]
+    for cls in (view.SetupView, view.RuntimeView, view.AcceleratorView):
+        rows: list[list[object]] = []
+        for name, member in vars(cls).items():
+            function = member.fget if isinstance(member, property) else member
+            if name.startswith("_") or not inspect.isfunction(function):
+                continue
+            names = [one for one in inspect.signature(function).parameters if one != "self"]
+            call = "" if isinstance(member, property) else f"({', '.join(names)})"
+            rows.append([f"`{name}{call}`", (inspect.getdoc(function) or "").splitlines()[0]])
+        lines += [
+            f"### {cls.__name__} {{ #{cls.__name__.lower()} }}",
+            "",
+            *table(["member", "what it is"], rows),
+        ]
+    return lines
 
 
 #: Headings of the page, and the modules whose names they list. The last one lists the rest.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import reprlib
 import time
 from typing import Any
 
@@ -69,7 +68,7 @@ def save_and_load(ctx: CheckContext) -> str | None:
     trainer.accelerator.load_state(path)
     now = _plain_attributes(trainer)
     changed = [
-        f"{key} is {reprlib.repr(now.get(key))} instead of {reprlib.repr(value)}"
+        f"{key} is {_short(now.get(key))} instead of {_short(value)}"
         for key, value in served.items()
         if now.get(key) != value
     ]
@@ -92,6 +91,11 @@ def _plain_attributes(trainer: Trainer) -> dict[str, Any]:
             if _is_plain(told):
                 found[key] = copy.deepcopy(told)
     return found
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:120]}..."
 
 
 def _listed(tensor: torch.Tensor) -> Any:
