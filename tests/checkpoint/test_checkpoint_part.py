@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.nn.functional import mse_loss
 
 import accelerate_checkpoint
 from accelerate_checkpoint import TrainingState
+from accelerate_checkpoint.load import _read_ranks
 from accelerate_core import Accelerator, Backend, KwargsHandler, hookimpl, settings
 from accelerate_core.errors import CheckpointError, ConfigurationError
 from accelerate_core.plugins import selection
@@ -377,3 +379,24 @@ def test_plugin_saves_its_own_files_and_is_named_if_it_fails(tmp_path: Path) -> 
 def has_plugin_note(error: BaseException | None, hook: str) -> bool:
     notes = getattr(error, "__notes__", [])
     return any(f"hook '{hook}' of plugin" in note and "contributing" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("same", "counts", "expected"),
+    [(True, True, [0, 2]), (False, False, [0, 2]), (False, True, [0, 1, 2, 3])],
+)
+def test_states_of_all_ranks_are_only_read_to_add_up_their_items(
+    same: bool, counts: bool, expected: list[int]
+) -> None:
+    opened: list[str] = []
+
+    def read(name: str) -> dict[str, Any]:
+        opened.append(name)
+        return {"accelerate_core": {"cycle": {"items": {"open": counts, "local": 1}}}}
+
+    state: Any = SimpleNamespace(
+        has_layout=lambda ranks, mesh: same, process=SimpleNamespace(process_index=2)
+    )
+    source: Any = SimpleNamespace(saved_by=4, facts={}, read=read, has=lambda name: True)
+    assert sorted(_read_ranks(state, source)) == expected
+    assert opened == [f"random_states_{rank}.pkl" for rank in expected]
