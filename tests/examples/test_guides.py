@@ -48,6 +48,7 @@ NOT_RUN = {
     },
     "it needs an MPI": {"how_to/mpi.md"},
     "it needs a scheduler": {"how_to/resume.md"},
+    "it needs a SLURM cluster": {"how_to/slurm.md"},
     "it needs Docker": {"how_to/docker.md"},
     "it needs a Ray cluster": {"how_to/ray.md"},
     "it needs a cluster": {"how_to/kubernetes.md"},
