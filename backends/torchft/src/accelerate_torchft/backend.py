@@ -278,7 +278,7 @@ class Replicated(Backend):
         A prepared loader forms them earlier. Without one, healing in `backward` would be too late, because
         it changes weights that the forward has used.
         """
-        prepared: torch.nn.Module = super().prepare_model(accelerator, model, evaluation_mode)  # type: ignore[misc]
+        prepared: torch.nn.Module = super().prepare_model(accelerator, model, evaluation_mode)
         if evaluation_mode:
             return prepared
         backend = weakref.ref(self)
