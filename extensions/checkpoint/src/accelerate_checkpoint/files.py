@@ -29,8 +29,8 @@ SCALER = "scaler.pt"
 RNG = "random_states"
 CUSTOM = "custom_checkpoint"
 
-#: Bytes per chunk, small enough to stay in the CPU cache between hashing and writing or reading. Linux takes
-#: up to three times as long for chunks of several MB, because it looks for larger pages to cache them in.
+#: Bytes per chunk, small enough to stay in the CPU cache between hashing and writing or reading. For
+#: chunks of several MB, Linux needs a third more CPU time, and sometimes takes twice as long.
 CHUNK = 1 << 20
 
 #: Called with the number of bytes since the last call.
