@@ -106,27 +106,32 @@ def test_option_of_an_inactive_precision_is_refused(site: Path) -> None:
         assert status == 0 or "Add --mixed_precision grid" in said
 
 
-@pytest.mark.dist
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("repository", "tests"),
-    [
-        # The suite over DiLoCo is run below, for what it says.
-        (DILOCO, "test_diloco.py"),
-        (FSSPEC, "test_conformance.py"),
-        (FSSPEC, "test_killed.py"),
-        (FSSPEC, "test_fsspec.py test_storage.py"),
-        (RECORDS, ""),
-    ],
-)
-def test_repository_passes_its_own_tests(site: Path, repository: Path, tests: str) -> None:
-    env = clean_environment(PYTHONPATH=str(site), OMP_NUM_THREADS="1")
-    files = [f"tests/{name}" for name in tests.split()] or ["tests"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
-    done = subprocess.run(
-        command, cwd=repository, env=env, capture_output=True, text=True, timeout=550
+class TestRepositories:
+    """A class, so that another process of pytest can run these while this file's other tests run."""
+
+    @pytest.mark.dist
+    @pytest.mark.timeout(600)
+    @pytest.mark.parametrize(
+        ("repository", "tests"),
+        [
+            # The suite over DiLoCo is run below, for what it says.
+            (DILOCO, "test_diloco.py"),
+            (FSSPEC, "test_conformance.py"),
+            (FSSPEC, "test_killed.py"),
+            (FSSPEC, "test_fsspec.py test_storage.py"),
+            (RECORDS, ""),
+        ],
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    def test_repository_passes_its_own_tests(
+        self, site: Path, repository: Path, tests: str
+    ) -> None:
+        env = clean_environment(PYTHONPATH=str(site), OMP_NUM_THREADS="1")
+        files = [f"tests/{name}" for name in tests.split()] or ["tests"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+        done = subprocess.run(
+            command, cwd=repository, env=env, capture_output=True, text=True, timeout=550
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.soak
