@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -10,6 +11,12 @@ from importlib.util import find_spec
 
 import pytest
 from packaging.requirements import Requirement
+
+
+def pytest_configure() -> None:
+    # A shell starts background commands with SIGINT ignored, and so would be all that the tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)

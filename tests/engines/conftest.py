@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,12 +22,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--engines-report", metavar="FILE", help="write the table of runs to this page"
     )
-
-
-def pytest_configure() -> None:
-    # A shell starts background commands with SIGINT ignored, and so would be all that the tests start.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -338,6 +338,9 @@ def terminated(ctx: CheckContext) -> str:
 @check("launcher", alone=True)
 def interrupted(ctx: CheckContext) -> str:
     """SIGINT, as from Ctrl-C, ends the launch and all of its ranks."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts background commands like that, and their children would ignore Ctrl-C as well.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return _ends_on(ctx, signal.SIGINT)
 
 
