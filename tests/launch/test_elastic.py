@@ -127,12 +127,17 @@ def test_global_batch_must_be_divisible_by_the_processes(tmp_path: Path) -> None
     script = tmp_path / "script.py"
     script.write_text(code)
     done = subprocess.run(
-        [*launch, str(script)], env=environment, capture_output=True, text=True, timeout=120
+        [*launch, "--max_restarts", "3", str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode != 0
     assert "has 3 micro-batches, which can't be divided among 2 processes. It can be on 1, 3." in (
         done.stderr
     )
+    assert "Restarting" not in done.stderr  # the next attempt would fail as well
 
 
 ELASTIC = ("--num_machines", "2:4", "--num_processes", "8", "--main_process_ip", "n0")

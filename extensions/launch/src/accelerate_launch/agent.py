@@ -23,7 +23,7 @@ from torch.distributed.launcher import api
 
 from accelerate_core.plugin import ConfigurationError, parse_bool
 from accelerate_launch import late_ranks
-from accelerate_launch.failures import describe, held, remember
+from accelerate_launch.failures import caused_by_setting, describe, held, remember
 from accelerate_launch.lost_rendezvous import LONG_PATIENCE, LostRendezvous
 from accelerate_launch.machine_0 import (
     MachineZero,
@@ -207,6 +207,8 @@ class _Agent(LocalElasticAgent):
                 sys.stderr.write(held(processes))
         if any(failure.exitcode == PREEMPTED for failure in (result.failures or {}).values()):
             self._remaining_restarts = 0  # the machine is being preempted, so don't restart on it
+        if caused_by_setting(result.failures or {}):
+            self._remaining_restarts = 0
         if result.failures and self._remaining_restarts:
             said, _ = describe(result.failures, brief=self.quiet)
             sys.stderr.write(f"{said}Restarting all processes.\n")

@@ -113,6 +113,15 @@ def describe(failures: Mapping[int, Any], *, brief: bool = False) -> tuple[str, 
     return "\n".join(lines) + "\n", status if status > 0 else 128 - status
 
 
+def caused_by_setting(failures: Mapping[int, Any]) -> bool:
+    """Return whether the rank that failed first has an invalid setting, so a restart would fail as well."""
+    if not failures:
+        return False
+    message = min(failures.values(), key=lambda one: one.timestamp).message
+    more = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+    return bool(more.get("setting"))
+
+
 def _status(failure: Any) -> int:
     """Return the exit status of a rank, or minus the signal number if a signal killed it."""
     # A rank that recorded its exception was already exiting when the agent stopped all ranks.

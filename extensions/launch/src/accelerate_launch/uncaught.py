@@ -23,7 +23,13 @@ from pathlib import Path
 from types import TracebackType
 
 from accelerate_core.errors import is_ours
-from accelerate_core.plugin import AccelerateError, PluginError, of_the_user, parse_bool
+from accelerate_core.plugin import (
+    AccelerateError,
+    ConfigurationError,
+    PluginError,
+    of_the_user,
+    parse_bool,
+)
 
 #: Holds the agent's process ID. Ranks that see it let the agent print their tracebacks.
 AGENT_VARIABLE = "ACCELERATE_AGENT_PID"
@@ -121,7 +127,12 @@ def record(error: BaseException, file: Path, left_to_agent: bool) -> bool:
     Returns whether our agent will show it. The agent shows each traceback once.
     """
     trace = "".join(traceback.format_exception(error))
-    more = {"py_callstack": trace, "timestamp": str(int(time.time())), "left": left_to_agent}
+    more: dict[str, object] = {
+        "py_callstack": trace,
+        "timestamp": str(int(time.time())),
+        "left": left_to_agent,
+        "setting": isinstance(error, ConfigurationError),
+    }
     said = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": more}}
     try:
         if not file.exists() or not file.stat().st_size:

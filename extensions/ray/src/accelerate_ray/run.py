@@ -25,7 +25,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from accelerate_core.errors import ConfigurationError
-from accelerate_launch.failures import describe
+from accelerate_launch.failures import caused_by_setting, describe
 from accelerate_launch.plan import PREEMPTED
 from accelerate_ray.cluster import Cluster, bundle_of, connected, is_alive, reserved
 from accelerate_ray.elastic import Joining, choose_size, sizes_of
@@ -155,7 +155,7 @@ def run(
                 sys.stderr.flush()
                 continue
             preempted = any(one.exitcode == PREEMPTED for one in outcome.failures.values())
-            if preempted or restarts == options.max_restarts:
+            if preempted or caused_by_setting(outcome.failures) or restarts == options.max_restarts:
                 return outcome
             restarts += 1
             text, _ = outcome.explain(quiet=options.quiet)
