@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import subprocess
 import threading
 import time
 from dataclasses import dataclass, field
+
+import psutil
 
 #: Seconds that a text may take to appear.
 _LIMIT = 150
@@ -44,3 +47,13 @@ class Run:
                 found.append(line)
         assert found, f"no {text!r} in:\n{''.join(self.seen)}"
         return "".join(found)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """Kill a launcher and all of its processes."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    process.kill()
+    process.wait(timeout=30)

@@ -23,12 +23,12 @@ CASES = {
     ],
     ("stop", 4): [
         "not there: rank {0}, which is stopped by a signal",
-        r"Rank {0}, last seen \d+ s ago at step [23] ",
+        r"Rank {0}, last seen \d+ s ago at step 3 ",
     ],
     # No other rank on its machine can look why it does not answer.
     ("stop", 2): [
         "not there: rank {0}, which does not answer, and no other rank on its machine can say why",
-        r"Rank {0}, last seen \d+ s ago at step [123] ",
+        r"Rank {0}, last seen \d+ s ago at step 3 ",
     ],
 }
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from following import kill
 from support import clean_environment
 
 HOSTS = ("10.77.0.1", "10.77.0.2")
@@ -75,5 +75,4 @@ def started(
         yield runs
     finally:
         for run in runs:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(run.pid, signal.SIGKILL)
+            kill(run)

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-from following import Run
+from following import Run, kill
 from support import clean_environment
 
 SCRIPT = Path(__file__).with_name("stuck.py")
@@ -37,13 +36,3 @@ def started(how: str, ranks: int, prefix: tuple[str, ...] = (), **environ: str) 
         yield Run(process)
     finally:
         kill(process)
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    """Kill a launcher and all of its processes."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-    process.kill()
-    process.wait(timeout=30)

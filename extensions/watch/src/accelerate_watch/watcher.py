@@ -29,6 +29,8 @@ _ALONE = (
 )
 #: Seconds between two signs of life in the store, of a rank that is alone on its machine.
 _BEAT = 2.0
+#: A rank whose last sign of life is not older than this many seconds will answer.
+_RECENT = 1.0
 #: Ranks for each second between two looks, so that the store gets at most this many requests per second.
 _RANKS_PER_SECOND = 1000
 
@@ -201,11 +203,11 @@ class Watcher(threading.Thread):
         number = self._number
         self._answer(self._own_state(why), number)
         # The thread of another rank looks once per interval.
-        time.sleep(self.interval + 0.5 + 0.2 * self.local_rank)
+        self._pause(self.interval + 0.5 + 0.2 * self.local_rank)
         answered = self._answered(number)
         self._describe_silent_neighbours(number, answered)
         if self.rank != 0:
-            time.sleep(1.0)  # rank 0 reports if it can
+            self._pause(1.0)  # rank 0 reports if it can
         mine = self.rank == 0 or (0 not in answered and self.rank == min(answered))
         if mine and self._store.add(f"{number}/reporter", 1) == 1:
             text = self._compose(number)
@@ -215,6 +217,13 @@ class Watcher(threading.Thread):
             self._keep(number)
         self._asked = ""
         self._reported.set()
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep, and give signs of life meanwhile."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            run_folder.write_beat(self.folder, self.rank, self.steps())
+            time.sleep(min(left, _RECENT / 4))
 
     def _own_state(self, why: str) -> RankState:
         last: dict[str, list[flight_recorder.Collective]] = {}
@@ -253,10 +262,12 @@ class Watcher(threading.Thread):
             here = run_folder.has_rank(self.folder, rank, member["pid"])
             if rank in answered or member["host"] != self.host or not here:
                 continue
+            beat = run_folder.read_beat(self.folder, rank)
+            if time.time() - beat.time < _RECENT:
+                continue  # it still takes part in the last report, and will answer
             if self._store.add(f"{number}/asks/{rank}", 1) > 1:
                 continue  # another rank on this machine does
             silent, stack = stacks.describe_silent(member["pid"], member["stacks"])
-            beat = run_folder.read_beat(self.folder, rank)
             state = RankState(
                 rank=rank,
                 host=self.host,
@@ -272,7 +283,7 @@ class Watcher(threading.Thread):
         until = time.monotonic() + 3.0
         answered = self._answered(number)
         while len(answered) < self.ranks and time.monotonic() < until:
-            time.sleep(0.1)
+            self._pause(0.1)
             answered = self._answered(number)
         keys = [f"{number}/{rank}" for rank in sorted(answered)]
         states = [RankState.from_json(json.loads(one)) for one in self._store.multi_get(keys)]
@@ -301,7 +312,7 @@ class Watcher(threading.Thread):
         """Write the report to the folder, where `accelerate-core dump` finds it."""
         until = time.monotonic() + 5.0
         while not self._store.check([f"{number}/text"]) and time.monotonic() < until:
-            time.sleep(0.1)
+            self._pause(0.1)
         if self._store.check([f"{number}/text"]):
             draft = self.folder / f".report{number}.{self.rank}"
             draft.write_bytes(self._store.get(f"{number}/text"))
