@@ -51,3 +51,16 @@ def test_the_last_rank_removes_the_files_of_killed_ranks(temporary: Path) -> Non
     assert [one["rank"] for one in run_folder.running()[os.getppid()]] == [0]
     run_folder.leave(folder, 0)
     assert not folder.exists()
+
+
+def test_an_accelerator_that_is_deleted_late_keeps_the_files_of_the_next_one(
+    temporary: Path,
+) -> None:
+    first = run_folder.create(0)
+    second = run_folder.create(0)
+    assert first == second
+    run_folder.leave(first, 0)
+    (second / "rank0.stacks").write_text("")
+    assert run_folder.running()[os.getppid()][0]["pid"] == os.getpid()
+    run_folder.leave(second, 0)
+    assert not second.exists()

@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,16 @@ def _parent() -> Path:
     return Path(tempfile.gettempdir()) / f"accelerate-watch-{user}"
 
 
+#: How many Accelerators of this process use the files of a rank. One that was deleted may leave late.
+_users: Counter[tuple[Path, int]] = Counter()
+
+
 def create(rank: int) -> Path:
     """Create this run's folder on this machine, named after the process that started the ranks."""
     folder = _parent() / str(os.getppid())
     facts = {"pid": os.getpid(), "rank": rank, "script": sys.argv[0] if sys.argv else ""}
     started = folder / f"rank{rank}.started"
+    _users[folder, rank] += 1
     if not folder.parent.exists():
         folder.parent.mkdir(mode=0o700, exist_ok=True)
     while True:
@@ -88,7 +94,13 @@ def parse_beat(text: str) -> Beat:
 
 
 def leave(folder: Path, rank: int) -> None:
-    """Remove the files of this rank and of ranks that were killed, and the folder if it is empty."""
+    """Remove the files of this rank and of ranks that were killed, and the folder if it is empty.
+
+    If a later Accelerator of this process uses the files, they stay.
+    """
+    _users[folder, rank] -= 1
+    if _users[folder, rank] > 0:
+        return
     with contextlib.suppress(FileNotFoundError):  # another rank has just removed the folder
         _remove(folder, rank)
         for one in _facts(folder):
