@@ -275,7 +275,7 @@ def test_torchao_config_of_the_script_is_used_unchanged() -> None:
 
 
 def test_unrequested_emulation_gives_one_warning() -> None:
-    message = "fp8 is emulated, because a cpu device has no fp8"
+    message = "fp8 is emulated, because a cpu device does not support fp8"
     with pytest.warns(UserWarning, match=message) as caught:
         accelerator = Accelerator(cpu=True, mixed_precision="fp8")
     assert len([one for one in caught if "emulated" in str(one.message)]) == 1
