@@ -152,6 +152,25 @@ def prepared(accelerator: Accelerator, model: Any) -> tuple[Any, Any]:
     return accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-2))
 
 
+def compared(
+    accelerator: Accelerator, before: dict[str, torch.Tensor], still: Any, trained: Any
+) -> dict[str, Any]:
+    """Return what must be equal on one and two ranks.
+
+    Args:
+        before: the frozen weights of `still` before the training.
+        still: the model with the frozen weights.
+        trained: the model that was trained; it may be the same.
+    """
+    after = frozen(still)
+    return {
+        "adapters": adapters(trained),
+        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+        "frozen": {name: float(one.double().norm()) for name, one in after.items()},
+        "state": sorted(accelerator.get_state_dict(trained)),
+    }
+
+
 def run(
     folder: Path,
     quantized: dict[str, Any] | None = None,
@@ -176,14 +195,10 @@ def run(
         losses.append(float(model(input_ids=ids, labels=ids).loss))
     accelerator.save_state(str(folder / "state"))
     losses += train(accelerator, model, optimizer, batches(1, 8))
-    after = frozen(model)
     found = {
         "losses": losses,
-        "adapters": adapters(model),
-        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
         "bytes": held_bytes(model),
-        "frozen": {name: float(one.double().norm()) for name, one in after.items()},
-        "state": sorted(accelerator.get_state_dict(model)),
+        **compared(accelerator, before, model, model),
     }
     if WORLD == 1 and quantized is not None:
         return found  # bitsandbytes can't load its own state dict
@@ -271,15 +286,11 @@ def distil(folder: Path, sharded_teacher: bool) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         losses.append(float(accelerator.reduce(loss.detach(), "mean")))
-    after = frozen(teacher)
     found = {
         "losses": losses,
-        "adapters": adapters(student),
-        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
         "bytes": max(held),
-        "frozen": {name: float(one.double().norm()) for name, one in after.items()},
-        "state": sorted(accelerator.get_state_dict(student)),
         "resumed": True,
+        **compared(accelerator, before, teacher, student),
     }
     accelerator.end_training()
     return found

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from environment import OLD
 from support import clean_environment
 
@@ -27,6 +28,34 @@ ROWS: list[tuple[str, float, str]] = []
 #: Files of cases for Transformers 4.57: those that require it, and those that run with both versions.
 ONLY_OLD = ("adapter_layers",)
 ALSO_OLD = ("trainer",)
+
+
+PYTHON = ENVIRONMENTS / "ours" / "bin" / "python"
+needs_environment = pytest.mark.skipif(
+    not PYTHON.exists(), reason="run `make clients` to create the environment"
+)
+
+
+def run_worker(
+    worker: str, ranks: int, *arguments: str | Path, timeout: float = TIMEOUT, **environ: str
+) -> str:
+    """Run a worker of this folder on the CPU, in the environment with ours. Return its output."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    done = subprocess.run(
+        [PYTHON, *(torchrun if ranks > 1 else []), HERE / worker, *arguments],
+        env=clean_environment(
+            PYTHONPATH=str(HERE / "cases"),
+            OMP_NUM_THREADS="1",
+            HF_HUB_OFFLINE="1",
+            CUDA_VISIBLE_DEVICES="",
+            **environ,
+        ),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout + done.stderr
 
 
 def groups() -> list[str]:

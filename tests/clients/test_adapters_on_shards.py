@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clients import ENVIRONMENTS, HERE
+from clients import HERE, PYTHON, needs_environment, run_worker
 from support import clean_environment
 
-PYTHON = ENVIRONMENTS / "ours" / "bin" / "python"
-
-pytestmark = pytest.mark.skipif(
-    not PYTHON.exists(), reason="run `make clients` to create the environment"
-)
+pytestmark = needs_environment
 
 #: Case -> the largest part of the frozen weights that one of two ranks holds.
 SHARES = {
@@ -35,27 +31,9 @@ ROUNDED = {"lora_on_bf16": 5e-3}
 def launch(folder: Path, ranks: int, names: list[str]) -> dict[str, Any]:
     """Run the cases on this many ranks, and return their results."""
     folder.mkdir()
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run(
-        [
-            str(PYTHON),
-            *(torchrun if ranks > 1 else []),
-            *(str(HERE / "adapters_worker.py"), str(folder), *names),
-        ],
-        env=clean_environment(
-            PYTHONPATH=str(HERE / "cases"),
-            OMP_NUM_THREADS="1",
-            HF_HUB_OFFLINE="1",
-            CUDA_VISIBLE_DEVICES="",
-        ),
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in names} | {
-        "output": done.stdout + done.stderr
-    }
+    output = run_worker("adapters_worker.py", ranks, folder, *names, timeout=500)
+    made = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
+    return made | {"output": output}
 
 
 @pytest.fixture(scope="module")

@@ -6,42 +6,18 @@ Accelerate has no FSDP on the CPU, so the results are compared with those of one
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from clients import ENVIRONMENTS, HERE
-from support import clean_environment
+from clients import needs_environment, run_worker
 
-PYTHON = ENVIRONMENTS / "ours" / "bin" / "python"
-
-pytestmark = pytest.mark.skipif(
-    not PYTHON.exists(), reason="run `make clients` to create the environment"
-)
+pytestmark = needs_environment
 
 
 def train(folder: Path, ranks: int, kind: str) -> dict[str, Any]:
     folder.mkdir()
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run(
-        [
-            str(PYTHON),
-            *(torchrun if ranks > 1 else []),
-            *(str(HERE / "sft_on_shards_worker.py"), str(folder), kind),
-        ],
-        env=clean_environment(
-            PYTHONPATH=str(HERE / "cases"),
-            ACCELERATE_USE_CPU="true",
-            OMP_NUM_THREADS="1",
-            HF_HUB_OFFLINE="1",
-            CUDA_VISIBLE_DEVICES="",
-        ),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    run_worker("sft_on_shards_worker.py", ranks, folder, kind, ACCELERATE_USE_CPU="true")
     result: dict[str, Any] = json.loads((folder / f"{kind}.json").read_text())
     return result
 

@@ -48,6 +48,7 @@ def test_the_last_rank_removes_the_files_of_killed_ranks(temporary: Path) -> Non
     ended.wait(timeout=60)
     (folder / "rank1.json").write_text(json.dumps({"pid": ended.pid, "rank": 1, "script": "x"}))
     (folder / "rank1.beat").write_text("0 0")
+    (folder / "report1.txt").write_text("a report")
     assert [one["rank"] for one in run_folder.running()[os.getppid()]] == [0]
     run_folder.leave(folder, 0)
     assert not folder.exists()

@@ -59,7 +59,10 @@ def check_models(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     Raises:
         PrepareError: names, shapes, dtypes or trainable parameters differ. Raised on every rank.
     """
-    own = {name: (tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in _all(model).items()}
+    own = {
+        name: (tuple(t.shape), str(t.dtype), t.requires_grad)
+        for name, t in _tensors_and_scales(model).items()
+    }
     if found := _differences(own, group):
         rank, (name, *_), first, other = found
         raise PrepareError(
@@ -92,7 +95,7 @@ def refuse_shared(model: nn.Module, owners: Any) -> None:
 @torch.no_grad()
 def broadcast_whole(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Send rank 0's parameters and buffers to all ranks, before they are sharded."""
-    for tensor in _all(model).values():
+    for tensor in _tensors_and_scales(model).values():
         if not isinstance(tensor, DTensor):  # the code that created a DTensor has distributed it
             _send(tensor, group)
 
@@ -119,7 +122,7 @@ def check_alike(model: nn.Module, group: dist.ProcessGroup | None = None) -> Non
     """
     sums = {
         name: _checksum(t)
-        for name, t in _all(model).items()
+        for name, t in _tensors_and_scales(model).items()
         if t.numel() and not isinstance(t, DTensor)
     }
     if found := _differences(sums, group):
@@ -164,7 +167,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _all(model: nn.Module) -> dict[str, torch.Tensor]:
+def _tensors_and_scales(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**_tensors(model), **quantized.scales_of(model)}
 
 

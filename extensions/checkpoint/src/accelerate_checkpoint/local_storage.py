@@ -33,12 +33,13 @@ def is_url(target: object) -> bool:
 
 def refuse_url(target: str | os.PathLike[str] | None) -> None:
     """Raise an error for a URL, which names the plugin that keeps checkpoints there."""
-    if not is_url(target):
+    text = os.fspath(target) if isinstance(target, str | os.PathLike) else ""
+    if not is_url(text):
         return
-    find("checkpointer", "object_store", source=str(target))
+    find("checkpointer", "object_store", source=text)
     raise CheckpointError(
-        f"{target} is a URL, but the checkpointer 'directory' writes to local disks. To keep "
-        f"checkpoints there, pass Accelerator(project_dir={target!r}), or choose the checkpointer "
+        f"{text} is a URL, but the checkpointer 'directory' writes to local disks. To keep "
+        f"checkpoints there, pass Accelerator(project_dir={text!r}), or choose the checkpointer "
         "with Accelerator(checkpointer='object_store')."
     )
 

@@ -205,9 +205,10 @@ class _Agent(LocalElasticAgent):
                 _add_ended(result.failures, processes, worker_group)
             else:
                 sys.stderr.write(held(processes))
-        if any(failure.exitcode == PREEMPTED for failure in (result.failures or {}).values()):
-            self._remaining_restarts = 0  # the machine is being preempted, so don't restart on it
-        if caused_by_setting(result.failures or {}):
+        failures = result.failures or {}
+        preempted = any(failure.exitcode == PREEMPTED for failure in failures.values())
+        # A machine that is being preempted must not be used again, and an invalid setting fails again.
+        if preempted or caused_by_setting(failures):
             self._remaining_restarts = 0
         if result.failures and self._remaining_restarts:
             said, _ = describe(result.failures, brief=self.quiet)

@@ -195,7 +195,7 @@ def publishes_in_one_step(shelf: Shelf) -> None:
         with _Reader(shelf, place) as reader:
             manifests.add(shelf.publish(place, new))
     assert not reader.failed, f"reading the manifest while a save was published: {reader.failed!r}"
-    assert reader.seen <= manifests, "a reader got a manifest that nobody published"
+    assert reader.seen <= manifests, "a reader got neither the earlier manifest nor the new one"
 
 
 class _Reader:
@@ -206,7 +206,7 @@ class _Reader:
         self.failed: Exception | None = None
         self._storage, self._place = shelf.storage, place
         self._first, self._stopped = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._read)
+        self._thread = threading.Thread(target=self._read, daemon=True)
 
     def __enter__(self) -> _Reader:
         self._thread.start()

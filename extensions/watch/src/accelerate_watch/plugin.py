@@ -93,9 +93,8 @@ class Watch:
         restore = terminate.before_abort(lambda: watcher.report_and_wait(ABORTS))
         self._ends += [watcher.stop, restore, _leaving(folder, rank)]
         atexit.register(self._end)
-        weakref.finalize(
-            accelerator, self._end
-        ).atexit = False  # if it is deleted without end_training
+        # If it is deleted without end_training. At exit, the line above ends the reports.
+        weakref.finalize(accelerator, self._end).atexit = False
         watcher.start()
         self._state = f"a report is printed after {hang_after:g} s in a collective"
         if not recording:

@@ -35,7 +35,7 @@ def create(rank: int) -> Path:
     facts = {"pid": os.getpid(), "rank": rank, "script": sys.argv[0] if sys.argv else ""}
     started = folder / f"rank{rank}.started"
     _users[folder, rank] += 1
-    if not folder.parent.exists():
+    if not folder.parent.exists():  # the conformance suite counts each call of mkdir
         folder.parent.mkdir(mode=0o700, exist_ok=True)
     while True:
         with contextlib.suppress(FileExistsError):
@@ -44,7 +44,7 @@ def create(rank: int) -> Path:
             started.write_text(json.dumps(facts), encoding="utf-8")
         except FileNotFoundError:  # a rank that ended removed the folder in this moment
             continue
-        # From here on the folder is not empty, so nobody removes it. Readers find no half of a file.
+        # The folder is not empty any more, so no other rank removes it. A file that is renamed is complete.
         started.rename(folder / f"rank{rank}.json")
         return folder
 
@@ -106,6 +106,9 @@ def leave(folder: Path, rank: int) -> None:
         for one in _facts(folder):
             if not psutil.pid_exists(one["pid"]):
                 _remove(folder, one["rank"])
+        if not _facts(folder):
+            for report in [*folder.glob("report*.txt"), *folder.glob(".report*")]:
+                report.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # other ranks are still there, or one of them has removed it
         folder.rmdir()
 

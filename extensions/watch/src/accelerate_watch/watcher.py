@@ -259,8 +259,9 @@ class Watcher(threading.Thread):
 
     def _describe_silent_neighbours(self, number: int, answered: set[int]) -> None:
         for rank, member in sorted(self._members().items()):
-            here = run_folder.has_rank(self.folder, rank, member["pid"])
-            if rank in answered or member["host"] != self.host or not here:
+            if rank in answered or member["host"] != self.host:
+                continue
+            if not run_folder.has_rank(self.folder, rank, member["pid"]):
                 continue
             beat = run_folder.read_beat(self.folder, rank)
             if time.time() - beat.time < _RECENT:

@@ -251,8 +251,8 @@ def read_back(ctx: CheckContext) -> str:
         seen.append(f"nothing more ({type(error).__name__}: {error})")
     for key, expected in series.items():
         pairs = [[step, _number(value)] for step, value in got.get(key, [])]
-        steps, values = ([pair[index] for pair in pairs] for index in (0, 1))
-        ctx.equal(steps, [step for step, _ in expected], f"steps of {key}")
+        ctx.equal([step for step, _ in pairs], [step for step, _ in expected], f"steps of {key}")
+        values = [value for _, value in pairs]
         ctx.close(values, [value for _, value in expected], f"values of {key}", 1e-6)
     for key in set(MARKS) & set(got):  # `kept` searches for the others
         _is_mark(ctx, key, got[key])
