@@ -153,6 +153,42 @@ def test_processes_must_be_divisible_by_the_replicas(tmp_path: Path) -> None:
     assert "num_processes=3 (command line --num_processes) is not divisible by" in done.stderr
 
 
+def test_conformance_suite_without_a_lighthouse_fails_once(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate_core",
+        "plugins",
+        "check",
+        "torchft_fsdp2",
+        "--json",
+    ]
+    command += [
+        "--kind",
+        "backend",
+        "--only",
+        "attributes",
+        "--only",
+        "prepare",
+        "--only",
+        "training",
+    ]
+    done = subprocess.run(
+        command, env=clean_environment(), capture_output=True, text=True, timeout=60
+    )
+    checks = {one["name"]: one for one in json.loads(done.stdout)["checks"]}
+    assert {name: one["state"] for name, one in checks.items()} == {
+        "attributes": "failed",
+        "prepare": "skipped",  # in one process
+        "training": "skipped",  # on ranks
+    }
+    error = checks["attributes"]["error"]
+    assert "torchft_fsdp2 needs a lighthouse, but TORCHFT_LIGHTHOUSE is not set" in error
+    assert "torchft_lighthouse --min_replicas 1" in error
+    assert checks["attributes"]["trace"] == ""
+    assert checks["training"]["detail"] == "not run: attributes failed"
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("when", ["first", "quorum"])
 def test_death_around_the_first_quorum_of_a_run(tmp_path: Path, when: str) -> None:

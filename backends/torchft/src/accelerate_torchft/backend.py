@@ -71,11 +71,19 @@ class Replicated(Backend):
         """Connect to the lighthouse.
 
         Raises:
-            ConfigurationError: another Accelerator of this process is in a quorum.
+            ConfigurationError: no lighthouse is named, or another Accelerator of this process is in a
+                quorum.
         """
         from accelerate_torchft.local_steps import LocalSteps
         from accelerate_torchft.replica import Replica
 
+        if not self.replication.lighthouse:
+            raise ConfigurationError(
+                f"The backend {self.name} needs a lighthouse, but TORCHFT_LIGHTHOUSE is not set. Start "
+                f"the script with `accelerate-core launch --backend {self.name}`, which starts one. Or "
+                "start one yourself with `torchft_lighthouse --min_replicas 1`, and set "
+                "TORCHFT_LIGHTHOUSE=http://HOST:29510."
+            )
         _leave_quorums_of_deleted()
         self._accelerator = weakref.ref(accelerator)
         if self.replication.mode != "sync":

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceOp
 from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
 
-from accelerate_core.plugin import CommunicatorView, PluginError
+from accelerate_core.plugin import CommunicatorView
 from accelerate_torchft.settings import TorchFTKwargs
 
 logger = logging.getLogger(__name__)
@@ -80,11 +80,6 @@ class Replica:
         timeout = timedelta(seconds=given.timeout)
         group = ProcessGroupNCCL if self.comm.device.type == "cuda" else ProcessGroupGloo
         self.group = group(timeout=timeout)
-        if not given.lighthouse:
-            raise PluginError(
-                "The backend torchft needs the address of a lighthouse. Start the script with "
-                "accelerate-core launch --backend torchft, or set TORCHFT_LIGHTHOUSE."
-            )
         self.manager = Manager(
             pg=self.group,
             load_state_dict=self._heal,

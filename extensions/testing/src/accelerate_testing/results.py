@@ -32,6 +32,26 @@ class Result:
     seconds: float = 0.0
 
 
+#: Checks that load the plugin.
+_LOADING = ("imports", "metadata", "api_version")
+#: The first check that creates an Accelerator, in one process.
+CREATES = "attributes"
+
+
+def prevents_others(name: str, state: str, error: str) -> bool:
+    """Return whether all later checks would fail in the same way as this one.
+
+    This is so if the plugin cannot be loaded, or if it refuses every Accelerator because something that
+    it needs is not configured, such as the address of a server.
+    """
+    kind = error.split(":")[0]
+    if state != "failed":
+        return False
+    return (name in _LOADING and "Error" in kind) or (
+        name == CREATES and kind == "ConfigurationError"
+    )
+
+
 def write_junit(path: str | Path, label: str, results: Sequence[Result]) -> None:
     """Write the results as one test suite of JUnit XML.
 

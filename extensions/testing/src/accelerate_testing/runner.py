@@ -39,7 +39,7 @@ from accelerate_testing.processes import (
     processor_seconds,
     run_command,
 )
-from accelerate_testing.results import Result
+from accelerate_testing.results import Result, prevents_others
 from accelerate_testing.stack_dump import DUMP_SIGNAL, call_site, frames_of, stack_dump_file
 
 #: Launches of which the processes may be lost, and hang; after that, the other checks are not run.
@@ -50,8 +50,6 @@ _START_UP = 60.0
 _IDLE = 0.03
 #: Seconds in which a process writes its stacks.
 _DUMP = 5.0
-#: Checks of the basics. If the plugin cannot be loaded, all other checks would fail in the same way.
-_BASICS = ("imports", "metadata", "api_version")
 
 
 def choose_plugin(name: str, kind: str | None = None) -> PluginRecord:
@@ -289,11 +287,10 @@ class _Session:
 
     def _skip(self, checks: Sequence[Check]) -> None:
         """Skip the checks that don't apply, or all of them if the plugin cannot be loaded."""
-        for name in _BASICS:
-            basic = self.results.get(name, Result(name, "passed"))
-            if basic.state == "failed" and "Error" in basic.error.split(":")[0]:
+        for one in list(self.results.values()):
+            if prevents_others(one.name, one.state, one.error):
                 for made in checks:
-                    self._add(Result(made.name, "skipped", f"not run: {name} failed"))
+                    self._add(Result(made.name, "skipped", f"not run: {one.name} failed"))
                 return
         plugin = find(self.kind, self.name, source="the conformance suite").load()
         said = getattr(plugin, "supports", {})

@@ -23,14 +23,12 @@ from accelerate_core.contract.hooks import HOOKS
 from accelerate_testing import fake_device
 from accelerate_testing.checks import checks_of, own_classes
 from accelerate_testing.context import CheckContext
-from accelerate_testing.results import Skip
+from accelerate_testing.results import CREATES, Skip, prevents_others
 from accelerate_testing.stack_dump import DUMP_SIGNAL, stack_dump_file
 from accelerate_testing.suites.leaving import Started
 
 #: The exit status of a rank that gave up waiting for the others.
 LOST = 75
-#: If one of these checks cannot even load the plugin, the others are skipped: they would all fail alike.
-_BASICS = ("imports", "metadata", "api_version")
 
 
 def main(task_file: str) -> None:
@@ -47,11 +45,11 @@ def main(task_file: str) -> None:
     faulthandler.register(DUMP_SIGNAL, dump)
     started = Started()
     ctx = CheckContext(kind, name, name, folder, timeout, task["options"], task["device"])
-    unloadable = ""
+    cause = ""
     for name in task["checks"]:
         made = known[name]
-        if unloadable:
-            ranks.say(name, _result("skipped", f"not run: {unloadable} failed"))
+        if cause:
+            ranks.say(name, _result("skipped", f"not run: {cause} failed"))
             continue
         if name != "imports":  # which measures what the plugin itself imports
             if prelude:
@@ -62,9 +60,11 @@ def main(task_file: str) -> None:
         ranks.begin(name)
         line = run_check(function, ctx)
         started.note(name)
+        if prevents_others(name, line["state"], line["error"]):
+            cause = name
+            if name == CREATES:  # its error says what is missing
+                line["trace"] = ""
         ranks.say(name, line)
-        if name in _BASICS and line["state"] == "failed" and "Error" in line["error"].split(":")[0]:
-            unloadable = name
         if made.judge and line["error"]:
             raise SystemExit(line["trace"])
         if not ranks.all_well(name):
