@@ -146,6 +146,17 @@ def test_help_lists_each_option_once_and_no_fsdp1_options(tmp_path: Path) -> Non
     assert "--main_training_function has no effect: " in result.output
 
 
+@pytest.mark.needs("torchft")
+def test_backend_that_is_built_on_another_one_shares_its_options(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("")
+    chosen = ["--backend", "torchft_fsdp2", "--num_processes", "4"]
+    options = [*chosen, "--fsdp_offload_params", "true"]
+    arguments = ["launch", "--cpu", "--dry_run", *options, str(tmp_path / "s.py")]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, result.output
+    assert "FSDP_OFFLOAD_PARAMS" in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

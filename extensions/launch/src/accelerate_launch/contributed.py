@@ -43,10 +43,16 @@ class UnusedOptionError(ConfigurationError):
 
 @dataclass(frozen=True)
 class Contributed:
-    """One option of a plugin: a field of its settings, or the switch that selects the plugin."""
+    """One option of a plugin: a field of its settings, or the switch that selects the plugin.
+
+    Attributes:
+        shared_with: other plugins of the same kind with the same option, such as a backend that is
+            built on another one and uses its settings.
+    """
 
     schema: PluginSchema
     field: SettingField
+    shared_with: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -69,13 +75,24 @@ def contributed_options(environ: Mapping[str, str]) -> tuple[Contributed, ...]:
     """Return the options of all installed plugins. If two have the same name, the first has it."""
     made: list[Contributed] = []
     taken = {name for option in LAUNCH_OPTIONS for name in option.cli}
-    for schema in plugin_schemas(environ):
+    schemas = plugin_schemas(environ)
+    for schema in schemas:
         for field in (*_switches(schema), *schema.fields):
             names = tuple(name for name in field.cli if name not in taken)
             taken.update(names)
             if names and field.env:  # the value reaches the processes as an environment variable
-                made.append(Contributed(schema, replace(field, cli=names)))
+                shared = _also_with(field, schema, schemas)
+                made.append(Contributed(schema, replace(field, cli=names), shared))
     return tuple(made)
+
+
+def _also_with(
+    field: SettingField, schema: PluginSchema, schemas: Iterable[PluginSchema]
+) -> tuple[str, ...]:
+    """Return the other plugins of this kind that have the same field in the same section."""
+    place = (schema.kind, schema.section)
+    same = [one for one in schemas if (one.kind, one.section) == place and one is not schema]
+    return tuple(one.name for one in same if field in one.fields)
 
 
 def _switches(schema: PluginSchema) -> Iterable[SettingField]:
@@ -184,7 +201,9 @@ def _single_backend(backend: SourcedValue, asked: SourcedValue) -> SourcedValue:
 
 def _check_asked_for(one: Contributed, asked: SourcedValue) -> None:
     schema = one.schema
-    if schema.kind not in ("backend", "precision") or asked.value == schema.name:
+    if schema.kind not in ("backend", "precision"):
+        return
+    if asked.value in (schema.name, *one.shared_with):
         return
     if asked.value is None and schema.name == catalog.SEVERAL_PROCESSES:
         return
