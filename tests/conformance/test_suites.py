@@ -17,6 +17,7 @@ from accelerate_testing import (
     PrecisionSuite,
     TrackerSuite,
 )
+from accelerate_testing.checks import checks_of
 
 # `short` lists the checks of a suite that may have other results than in the suite above it. The
 # others only run in `make soak`.
@@ -87,7 +88,7 @@ class _Replica(BackendSuite):
 
     timeout = 40.0
     cannot: ClassVar[Mapping[str, str]] = {
-        "another_size": "two processes that start alone would be two replicas of one run",
+        "another_size": "two processes that start alone are two replicas, and one heals the other",
         "two_at_once": "a process can only be in one quorum",
     }
 
@@ -104,6 +105,18 @@ class _Replica(BackendSuite):
 @pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed")
 class TestTorchFT(_Replica):
     plugin = "torchft"
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed")
+class TestTorchFTWithFSDP2(_Replica):
+    plugin = "torchft_fsdp2"
+    # These run the same code as in the suites of torchft and fsdp2.
+    short = tuple(
+        checks_of("backend").keys()
+        - {"imports", "settings", "error_on_one_rank", "objects", "pieces", "loader"}
+        - {"accepts", "compiled", "forms_of_models", "kinds_of_models", "precisions"}
+    )
 
 
 @pytest.mark.dist
