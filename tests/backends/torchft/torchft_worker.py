@@ -99,6 +99,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if GIVEN.wait and again():
         wait_until_others_continue()
+    tell("begun")
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=GIVEN.accumulate)
     set_seed(0)
     if any(GIVEN.folder.glob("killed-*")):
@@ -116,8 +117,7 @@ def main() -> None:
     die(0, "first")
     die_in_the_first_quorum()
     record = (GIVEN.folder / f"{REPLICA}-{RANK}-{os.getpid()}").open("w")
-    if RANK == 0:
-        (GIVEN.folder / f"started-{os.getpid()}").touch()
+    tell("started")
     continued = False
     while progress.epoch < GIVEN.epochs:
         for numbers, x in loader:
@@ -147,6 +147,7 @@ def main() -> None:
         "steps": progress.step,
     }
     print(json.dumps(end), file=record, flush=True)
+    tell("ended")
     accelerator.end_training()
 
 
@@ -162,7 +163,9 @@ def wait_until_others_continue() -> None:
         ]
         # The last line may be incomplete, and the end of a record is not a row.
         rows = [json.loads(line) for line in lines if line.startswith("[") and line.endswith("]")]
-        if any(row[3] < STARTS for row in rows):
+        others = [number for number in range(STARTS) if number != REPLICA]
+        # Without the second condition, replicas that died together would wait for each other.
+        if any(row[3] < STARTS for row in rows) or not any(lives("begun", one) for one in others):
             return
         time.sleep(0.05)
 
@@ -171,13 +174,27 @@ def wait_for_others() -> None:
     """Wait until each replica that was killed has started again."""
     until = time.monotonic() + 90
     while time.monotonic() < until:
-        # One that was killed before its first quorum has not created its file.
-        kinds = ("step", "heal", "quorum")
-        killed = sum(len(list(GIVEN.folder.glob(f"killed-{kind}-*"))) for kind in kinds)
-        started = len(list(GIVEN.folder.glob("started-*")))
-        if started >= STARTS + killed or not any(GIVEN.folder.glob("killed-*")):
+        back = all(lives("started", number) for number in range(STARTS))
+        if back or any(GIVEN.folder.glob("ended-*")):
             return
         time.sleep(0.05)
+
+
+def tell(stage: str) -> None:
+    """Let the other replicas know that this one has reached a stage."""
+    if RANK == 0:
+        part = GIVEN.folder / f"part-{os.getpid()}"
+        part.write_text(str(os.getpid()))
+        part.rename(GIVEN.folder / f"{stage}-{REPLICA}")
+
+
+def lives(stage: str, replica: int) -> bool:
+    """Return whether the process that last told this stage of a replica is still there."""
+    try:
+        os.kill(int((GIVEN.folder / f"{stage}-{replica}").read_text()), 0)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return True
 
 
 STARTS = int(os.environ.get("TEST_REPLICAS", "2"))
