@@ -99,7 +99,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if GIVEN.wait and again():
         wait_until_others_continue()
-    tell("begun")
+    record_stage("begun")
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=GIVEN.accumulate)
     set_seed(0)
     if any(GIVEN.folder.glob("killed-*")):
@@ -117,7 +117,7 @@ def main() -> None:
     die(0, "first")
     die_in_the_first_quorum()
     record = (GIVEN.folder / f"{REPLICA}-{RANK}-{os.getpid()}").open("w")
-    tell("started")
+    record_stage("started")
     continued = False
     while progress.epoch < GIVEN.epochs:
         for numbers, x in loader:
@@ -132,7 +132,8 @@ def main() -> None:
                 optimizer.zero_grad()
             taken = not accelerator.optimizer_step_was_skipped
             progress.step += taken
-            row = [progress.epoch, numbers.tolist(), taken, accelerator.torchft.replicas]
+            replicas = accelerator.torchft.replicas
+            row = [progress.epoch, numbers.tolist(), taken, replicas, time.time()]
             print(json.dumps(row), file=record, flush=True)
             continued = continued or row[3] < STARTS
         progress.epoch += 1
@@ -147,7 +148,7 @@ def main() -> None:
         "steps": progress.step,
     }
     print(json.dumps(end), file=record, flush=True)
-    tell("ended")
+    record_stage("ended")
     accelerator.end_training()
 
 
@@ -180,8 +181,8 @@ def wait_for_others() -> None:
         time.sleep(0.05)
 
 
-def tell(stage: str) -> None:
-    """Let the other replicas know that this one has reached a stage."""
+def record_stage(stage: str) -> None:
+    """Record for the other replicas that this one has reached a stage."""
     if RANK == 0:
         part = GIVEN.folder / f"part-{os.getpid()}"
         part.write_text(str(os.getpid()))
@@ -189,7 +190,7 @@ def tell(stage: str) -> None:
 
 
 def lives(stage: str, replica: int) -> bool:
-    """Return whether the process that last told this stage of a replica is still there."""
+    """Return whether the process that last recorded this stage of a replica still runs."""
     try:
         os.kill(int((GIVEN.folder / f"{stage}-{replica}").read_text()), 0)
     except (FileNotFoundError, ProcessLookupError):
