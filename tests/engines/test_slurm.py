@@ -25,7 +25,9 @@ from accelerate_core import Accelerator
 accelerator = Accelerator(process_group_timeout=60)
 ranks = accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
 node = os.uname().nodename
-print(f"{node}: rank {accelerator.process_index} local {accelerator.local_process_index} of {ranks}")
+rank, local = accelerator.process_index, accelerator.local_process_index
+# print() would write the end of the line separately, so lines of ranks that share a file could mix.
+sys.stdout.write(f"{node}: rank {rank} local {local} of {ranks}\\n")
 accelerator.end_training()
 """
 LAUNCH = "accelerate-core launch"
