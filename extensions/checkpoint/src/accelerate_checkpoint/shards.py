@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import functools
 import os
 import pickle
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate_checkpoint.files import FileEntry, HashingFile
+from accelerate_checkpoint.in_place import read_in_place
 from accelerate_checkpoint.on_demand import fetch_missing
 from accelerate_core.plugin import CheckpointError
 
@@ -100,7 +102,8 @@ def SafeReader(directory: Path, metadata: Metadata) -> FileSystemReader:
             fetch_missing(
                 directory, {places[item.storage_index].relative_path for item in plan.items}
             )
-            return super().read_data(plan, planner)
+            others = read_in_place(directory, places, plan.items, planner)
+            return super().read_data(dataclasses.replace(plan, items=others), planner)
 
     return Reader(directory)
 
