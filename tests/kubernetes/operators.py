@@ -8,12 +8,12 @@ Kubernetes' indexed Jobs, which JobSet also creates.
 from __future__ import annotations
 
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from support import clean_environment
+from warm_python import warm_python
 
 #: Set in every container of a cluster.
 CLUSTER = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
@@ -131,7 +131,7 @@ def start_here(
     program, *words = pod.command
     assert program == "accelerate-core"
     return subprocess.Popen(
-        [sys.executable, "-m", "accelerate_core.cli", *words],
+        [str(warm_python()), "-m", "accelerate_core.cli", *words],
         cwd=folder,
         env=clean_environment(**environment),
         stdout=subprocess.PIPE,

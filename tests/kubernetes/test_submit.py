@@ -25,7 +25,7 @@ def launch(
     """Launch `train.py`, which need not exist here."""
     environ = {"KUBECONFIG": kubeconfig, "PATH": path or os.environ["PATH"]}
     environ["HOME"] = str(folder)  # kubectl caches there what a server offers
-    return run_cli(*LAUNCH, *options, "train.py", cwd=folder, env=environ)
+    return run_cli(*LAUNCH, *options, "train.py", cwd=folder, env=environ, forked=True)
 
 
 @needs_kubectl

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import pool
 import pytest
 import torch
 from s3_server import s3_client, storage
@@ -25,10 +24,8 @@ def train(url: str, machine: Path, how: str, when: str) -> str:
         folder.mkdir()
     environ = {**os.environ, "RUN": url, "OMP_NUM_THREADS": "1", "HOME": str(home)}
     environ |= {"TMPDIR": str(machine / "tmp"), "PYTHONPATH": str(WORKER.parent)}
-    command = [sys.executable, str(WORKER), str(machine / "weights.pt"), how, when]
-    done = subprocess.run(
-        command, env=environ, cwd=machine, capture_output=True, text=True, timeout=240
-    )
+    command = [WORKER, machine / "weights.pt", how, when]
+    done = pool.run(command, environ, 240, cwd=machine)
     expected = 0 if when == "never" else -signal.SIGKILL
     assert done.returncode == expected, done.stdout + done.stderr
     return done.stdout

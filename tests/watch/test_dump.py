@@ -15,15 +15,17 @@ from reports import SCRIPT, started
 def test_dump_prints_the_report_of_a_job_named_by_launcher_or_rank() -> None:
     with started("wait", 2, ACCELERATE_WATCH_HANG_AFTER="60") as run:
         run.until("ready")
-        listed = run_cli("dump").stdout
+        listed = run_cli("dump", forked=True).stdout
         assert f"{run.process.pid}: {SCRIPT}, ranks 0, 1" in listed
         rank = psutil.Process(run.process.pid).children()[0].pid
         for job in (run.process.pid, rank):
-            done = run_cli("dump", str(job))
+            done = run_cli("dump", str(job), forked=True)
             assert done.returncode == 0, done.stderr
             assert re.search(r"Ranks 0, 1, step 5:\n(.*\n)+?\s+time\.sleep\(60\)", done.stdout)
     until = time.monotonic() + 20
-    while f"{run.process.pid}:" in run_cli("dump").stdout:  # killed ranks take a moment to end
+    while (
+        f"{run.process.pid}:" in run_cli("dump", forked=True).stdout
+    ):  # killed ranks take a moment to end
         assert time.monotonic() < until, "the job is still listed"
 
 

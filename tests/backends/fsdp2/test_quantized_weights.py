@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support import clean_environment
+from support import run_workers
 
 WORKER = Path(__file__).with_name("quantized_weights_worker.py")
-LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 pytestmark = [pytest.mark.dist, pytest.mark.needs("torchao>=0.18")]
 
@@ -23,16 +20,16 @@ def test_adapters_equal_one_process_and_frozen_weights_do_not_change(
 ) -> None:
     """`share` is the largest part of the frozen weights that a rank may hold."""
     results = []
-    for ranks, launch in ((1, []), (2, LAUNCH)):
+    for ranks in (1, 2):
         out = tmp_path / f"{ranks}.json"
-        done = subprocess.run(
-            [sys.executable, *launch, str(WORKER), kind, str(out)],
-            env=clean_environment(OMP_NUM_THREADS="1"),
-            capture_output=True,
-            text=True,
+        done = run_workers(
+            WORKER,
+            ranks,
+            [kind, out],
             timeout=180,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+            env={"OMP_NUM_THREADS": "1"},
+            more=("torchao.quantization",),
+        ).checked()
         warned = "2 frozen weights of Sequential, such as '0.base.weight'" in done.stderr
         assert warned == (ranks == 2 and kind == "int8")
         results.append(json.loads(out.read_text()))
