@@ -26,7 +26,7 @@ help:
 	@echo "make quickstart   train on two processes, on real data"
 	@echo "make test         the tests (ARGS='-k name' selects some)"
 	@echo "make conformance  the conformance suite on each of our plugins, and the tests of accelerate-testing"
-	@echo "make faults       tests of kills, signals, failing ranks, two simulated machines and a cut cable"
+	@echo "make faults       tests of kills, signals, hangs, failing ranks, lost machines and a cut cable"
 	@echo "make engines      real SLURM, MPI, ssh and Ray on simulated machines; installs them on Debian as root"
 	@echo "make megatron     megatron-core on two and four ranks, through a shim if there is no GPU"
 	@echo "make fp8          fp8 with torchao, and with stand-ins for the other libraries"
@@ -79,8 +79,9 @@ quickstart: $(VENV)/run.stamp
 
 # Folders with their own targets; .ci/run runs all of them. The slowest come first.
 CONFORMANCE := tests/conformance/test_third_party.py tests/testing tests/conformance
-# The last file is also part of `make engines`, but needs neither root nor a scheduler.
-FAULTS := tests/faults tests/machines tests/engines/test_local_ways.py
+# tests/engines/test_local_ways.py is also part of `make engines`, but needs neither root nor a scheduler.
+FAULTS := tests/faults tests/machines tests/engines/test_local_ways.py tests/backends/torchft tests/launch/test_elastic.py \
+          tests/watch/test_hang_reports.py
 ENGINES := tests/engines
 CLIENTS := tests/clients
 MEGATRON := tests/backends/megatron tests/examples/test_megatron_gpt.py
