@@ -29,7 +29,7 @@ def differs(name: str, world: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
 def test_samples_are_read_in_the_same_order_as_with_accelerate(world: int, tmp_path: Path) -> None:
     run_workers(WORKER, world, timeout=300, env={"ORDERS": str(tmp_path)}).checked()
     here = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(world)]

@@ -62,6 +62,11 @@ def test_fp32_equals_one_process_with_the_whole_batch(world, library, name):
     assert difference(library[name], reference, "losses", "norms", "rates", "weights") <= 1e-5
 
 
+@pytest.mark.parametrize(
+    "world",
+    [pytest.param(2, id="2 ranks"), pytest.param(4, id="4 ranks", marks=pytest.mark.soak)],
+    indirect=True,
+)
 @pytest.mark.parametrize("precision", HALF)
 def test_half_precision_equals_a_loop_by_hand(library, by_hand, precision):
     keys = ("losses", "norms", "rates", "scales", "weights")

@@ -16,8 +16,17 @@ STEPS = 8
 
 
 @pytest.mark.needs("torch>=2.13")
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("backend", "precision"),
+    [
+        ("ddp", "no"),
+        pytest.param("ddp", "bf16", marks=pytest.mark.soak),
+        ("ddp", "fp16"),
+        pytest.param("fsdp2", "no", marks=pytest.mark.soak),
+        ("fsdp2", "bf16"),
+        pytest.param("fsdp2", "fp16", marks=pytest.mark.soak),
+    ],
+)
 def test_ranks_train_without_waiting_and_resume(
     backend: str, precision: str, tmp_path: Path
 ) -> None:

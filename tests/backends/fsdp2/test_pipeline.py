@@ -11,7 +11,7 @@ WORKER = Path(__file__).with_name("pipeline_worker.py")
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_stages_train_like_one_process(ranks: int, tmp_path: Path) -> None:
     info = tmp_path / "pipelined-1.0.dist-info"
     info.mkdir()
