@@ -64,9 +64,9 @@ def die(step: int, when: str) -> None:
         mine = (int(replica), int(rank)) == (REPLICA, RANK) and wanted == when
         due = {
             "step": step >= int(at),
-            "heal": again(),
-            "start": again(),
-            "first": not again(),
+            "heal": AGAIN,
+            "start": AGAIN,
+            "first": not AGAIN,
             "quorum": True,
         }
         if mine and not done.exists() and due[when]:
@@ -86,18 +86,15 @@ def die_in_the_first_quorum() -> None:
     Manager.start_quorum = start_quorum
 
 
-def again() -> bool:
-    """Return whether this replica was started before."""
-    return any(GIVEN.folder.glob(f"{REPLICA}-*"))
-
-
 REPLICA = int(os.environ["ACCELERATE_TORCHFT_REPLICA"])
 RANK = int(os.environ.get("RANK", "0"))
+#: Whether this replica was started before. Later, the other ranks of the same start have files, too.
+AGAIN = any(GIVEN.folder.glob(f"{REPLICA}-*"))
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    if GIVEN.wait and again():
+    if GIVEN.wait and AGAIN:
         wait_until_others_continue()
     record_stage("begun")
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=GIVEN.accumulate)
