@@ -199,7 +199,9 @@ def test_conformance_suite_without_a_lighthouse_fails_once(tmp_path: Path) -> No
 @pytest.mark.dist
 @pytest.mark.parametrize("when", ["first", "quorum"])
 def test_death_around_the_first_quorum_of_a_run(tmp_path: Path, when: str) -> None:
-    run = launch(tmp_path, "--kill", f"1:0:0:{when}", "--wait", torchft_heartbeat_timeout=2)
+    # The survivor may wait for the dead replica until a collective's timeout, which is 60 s by default.
+    options = {"torchft_heartbeat_timeout": 2, "torchft_timeout": 20}
+    run = launch(tmp_path, "--kill", f"1:0:0:{when}", "--wait", **options)
     assert (tmp_path / "records" / f"killed-{when}-0").exists()
     first, second = run.ends.values()
     assert first["weights"] == second["weights"]
