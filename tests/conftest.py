@@ -1,4 +1,4 @@
-"""Puts this folder on the import path of every test, and adds the mark `needs`."""
+"""Puts this folder on the import path of every test, sorts slow files first, and adds the mark `needs`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,74 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+#: The slow files of `make test`, in the order in which they start. Short files come last, so that no process
+#: works alone at the end. Files that compile the same operators are apart, so that none waits for another.
+SLOW = (
+    "backends/test_step_counts.py",
+    "examples/test_guides.py",
+    "devices/test_vendor.py",
+    "backends/fsdp2/test_fsdp2.py",
+    "launch/test_machine_0.py",
+    "trackers/test_read_back.py",
+    "backends/deepspeed/test_deepspeed.py",
+    "core/test_plugin_commands.py",
+    "core/test_orders.py",
+    "core/test_leaving.py",
+    "launch/test_launch_options.py",
+    "launch/test_launch.py",
+    "core/test_data_distributed.py",
+    "backends/fsdp2/test_adopted.py",
+    "launch/test_failures.py",
+    "core/test_parity.py",
+    "devices/test_fake_device.py",
+    "backends/fsdp2/test_resume.py",
+    "test_pool.py",
+    "tracking/test_tracking_life.py",
+    "gpu/test_gpu_rehearsal.py",
+    "devices/test_fake_device_ranks.py",
+    "drop_in/test_drop_in.py",
+    "kubernetes/test_submit.py",
+    "launch/test_config_command.py",
+    "drop_in/test_signatures.py",
+    "examples/test_quickstart.py",
+    "launch/test_terminal.py",
+    "object_store/test_killed_uploads.py",
+    "backends/deepspeed/test_deepspeed_resume.py",
+    "core/test_plugin_ideas.py",
+    "backends/deepspeed/test_deepspeed_settings.py",
+    "launch/test_cluster.py",
+    "core/test_requests.py",
+    "kubernetes/test_pods.py",
+    "launch/test_cli.py",
+    "watch/test_dump.py",
+    "backends/fsdp2/test_pipeline.py",
+    "backends/fsdp2/test_quantized_weights.py",
+    "examples/test_scale.py",
+    "big_model/test_big_model.py",
+    "drop_in/test_command_line.py",
+    "launch/test_config_files.py",
+    "backends/xla/test_tpu_launch.py",
+    "examples/test_by_feature.py",
+    "core/test_isolation.py",
+    "examples/test_seed_examples.py",
+    "examples/test_tracking_example.py",
+    "examples/test_char_gpt_and_gan.py",
+    "launch/test_late_ranks.py",
+    "checkpoint/test_storage_suite.py",
+    "checkpoint/test_saving.py",
+    "launch/test_json_schema.py",
+    "drop_in/test_names.py",
+)
+_ORDER = {Path(__file__).parent / name: place for place, name in enumerate(SLOW)}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _ORDER.get(item.path, len(SLOW)))
 
 
 def pytest_configure() -> None:
