@@ -18,7 +18,8 @@ ENGINE_JOBS ?= 3
 # Hypothesis generates the same examples in every run, so that a change never fails for an older reason.
 # `make soak` generates new ones.
 EXAMPLES := --hypothesis-profile=ci
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(EXAMPLES)
+# pytest-xdist would start with the files that have the most tests. tests/conftest.py sorts the files by time.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(EXAMPLES)
 
 .PHONY: help quickstart test conformance faults engines skypilot megatron fp8 test-xla clients clients-recorded soak lint format docs site site-check dist release matrix drop-in bench downstream gpu clean
 
@@ -32,7 +33,7 @@ help:
 	@echo "make fp8          fp8 with torchao, and with stand-ins for the other libraries"
 	@echo "make test-xla     XLA on the CPU, in a separate environment with the torch that it was built for"
 	@echo "make clients      Trainer and other clients on the drop-in, compared with their results on Hugging Face Accelerate"
-	@echo "make lint         ruff, mypy, import layers, spelling, workflows, generated docs and lists"
+	@echo "make lint         ruff, mypy, pyright, import layers, spelling, workflows, generated docs and lists"
 	@echo "make format       format the tree with ruff, and add new distributions to the lists in pyproject.toml"
 	@echo "make docs         regenerate the generated pages"
 	@echo "make site         build the documentation into build/site; every public name must be documented"
@@ -88,13 +89,15 @@ MEGATRON := tests/backends/megatron tests/examples/test_megatron_gpt.py
 FP8 := tests/backends/fp8
 XLA := tests/backends/xla
 SITE_TESTS := tests/site
-# `make dist` runs this on the wheels that it has built. `make test` would build each of them twice more.
-WHEELS := tests/packaging/test_wheels.py
+# `make dist` runs these, on the wheels that it has built. `make test` would build each of them twice more.
+WHEELS := tests/packaging/test_wheels.py tests/packaging/test_release.py
+# `make lint` runs this right after mypy, which then has read torch.
+TYPING := tests/core/test_typing.py
 test: $(VENV)/dev.stamp
-	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS) $(ENGINES) $(CLIENTS) $(MEGATRON) $(FP8) $(SITE_TESTS) $(WHEELS)) $(ARGS)
+	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS) $(ENGINES) $(CLIENTS) $(MEGATRON) $(FP8) $(SITE_TESTS) $(WHEELS) $(TYPING)) $(ARGS)
 
 conformance: $(VENV)/dev.stamp
-	$(PYTEST) --dist loadscope --no-loadscope-reorder -m "not soak" $(CONFORMANCE) $(ARGS)
+	$(PYTEST) --dist loadscope -m "not soak" $(CONFORMANCE) $(ARGS)
 
 megatron: $(VENV)/dev.stamp
 	$(PYTEST) -m "not soak" $(MEGATRON) $(ARGS)
@@ -159,6 +162,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q $(TYPING)
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/zizmor --offline --no-progress --quiet .github/
