@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+import pool
 import pytest
 from support import case_names, check_case, clean_environment, run_workers
 
@@ -17,13 +16,8 @@ SERVED = str(Path(accelerate_drop_in.__file__).with_name("served"))
 
 
 def test_on_one_process(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(HERE / "names_worker.py"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=clean_environment(OMP_NUM_THREADS="1", PYTHONPATH=SERVED),
-    )
+    environ = clean_environment(OMP_NUM_THREADS="1", PYTHONPATH=SERVED)
+    done = pool.run([HERE / "names_worker.py", tmp_path], environ, 240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "ended trackers_and_plugins_by_name" in done.stdout
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
+
+import pool
 
 HERE = Path(__file__).parent
 
 
 def test_signatures_accept_every_call_that_accelerate_accepts() -> None:
-    done = subprocess.run(
-        [sys.executable, str(HERE / "signatures_worker.py")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = pool.run([HERE / "signatures_worker.py"], os.environ, 240)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["unknown"] == {}, "signatures differ without being listed in absent.DIFFERENT"
