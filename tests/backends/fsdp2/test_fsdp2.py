@@ -15,7 +15,13 @@ CASES = [
 ]
 
 #: Slow cases that don't depend on the number of ranks only run on two.
-ON_TWO = {"compiled_models_train_like_uncompiled_ones", "half_precision_trains_like_ddp"}
+ON_TWO = {
+    "compiled_models_train_like_uncompiled_ones",
+    "half_precision_trains_like_ddp",
+    "options_for_memory_do_not_change_weights",
+    "shards_can_be_merged_and_hooks_are_called",
+    "unsupported_models_and_settings_are_rejected",
+}
 RUNS = [(2, *one) for one in CASES] + [(4, *one) for one in CASES if one[1] not in ON_TWO]
 
 pytestmark = pytest.mark.dist
