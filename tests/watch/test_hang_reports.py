@@ -55,7 +55,7 @@ CASES = {
 )
 def test_stuck_rank_is_reported_with_its_step_and_place(how: str, ranks: int) -> None:
     with started(how, ranks) as run:
-        said = run.until("accelerate-watch: ")
+        said = run.until("accelerate-watch: ", quiet=2.0)
     for line in CASES[how]:
         assert re.search(line.format(ranks - 1), said), (
             f"{line.format(ranks - 1)!r} not in:\n{said}"
@@ -81,7 +81,7 @@ def test_signal_to_the_launcher_prints_a_report_and_the_run_continues() -> None:
     with started("wait", 2, ACCELERATE_WATCH_HANG_AFTER="60") as run:
         run.until("ready")
         run.process.send_signal(signal.SIGUSR2)
-        said = run.until("accelerate-watch: ")
+        said = run.until("accelerate-watch: ", quiet=2.0)
         assert run.process.poll() is None
     assert "a report was requested by SIGUSR2" in said
     assert re.search(r"Ranks 0, 1, step 5:\n(.*\n)+?\s+time\.sleep\(60\)", said), said
