@@ -81,8 +81,8 @@ quickstart: $(VENV)/run.stamp
 # Folders with their own targets; .ci/run runs all of them. The slowest come first.
 CONFORMANCE := tests/conformance/test_third_party.py tests/testing tests/conformance
 # tests/engines/test_local_ways.py is also part of `make engines`, but needs neither root nor a scheduler.
-FAULTS := tests/faults tests/machines tests/engines/test_local_ways.py tests/backends/torchft tests/launch/test_elastic.py \
-          tests/watch/test_hang_reports.py
+FAULTS := tests/faults tests/machines tests/engines/test_local_ways.py tests/backends/torchft tests/watch/test_hang_reports.py \
+          $(addprefix tests/launch/,test_elastic.py test_failures.py test_late_ranks.py test_machine_0.py)
 ENGINES := tests/engines
 CLIENTS := tests/clients
 MEGATRON := tests/backends/megatron tests/examples/test_megatron_gpt.py
