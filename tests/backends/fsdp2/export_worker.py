@@ -246,6 +246,29 @@ def muon_trains_like_one_process() -> None:
 
 
 @case
+def ranks_share_the_computation_of_muon() -> None:
+    from torch.optim import _muon
+
+    orthogonalise = _muon._zeropower_via_newtonschulz
+    computed = []
+
+    def counted(update: torch.Tensor, *args: Any) -> torch.Tensor:
+        assert not isinstance(update, DTensor)
+        computed.append(tuple(update.shape))
+        return orthogonalise(update, *args)
+
+    steps, matrices = 8, len(optimizers(GPT())[0].param_groups[0]["params"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_muon, "_zeropower_via_newtonschulz", counted)
+        for sizes in MESHES[SIZE]:
+            computed.clear()
+            trained_with_muon(sizes)
+            ranks = max(sizes.values())
+            assert matrices % ranks == 0
+            assert len(computed) == steps * matrices // ranks, sizes
+
+
+@case
 def muon_on_shards_computes_the_same_bits_as_on_whole_matrices() -> None:
     _, weights, _ = trained_with_muon(None, same_batches=True)
     for sizes in MESHES[SIZE]:
