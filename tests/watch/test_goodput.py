@@ -7,6 +7,7 @@ import time
 
 import pool
 import pytest
+import torch
 from launched import run_cli
 from support import clean_environment
 
@@ -83,6 +84,26 @@ def test_restarted_run_reports_lost_steps_and_where_the_time_went(tmp_path) -> N
     whole = sum(value for key, value in values.items() if key.endswith("_seconds"))
     kept = 1 - values["lost_steps"] / (12 + values["lost_steps"])
     assert values["fraction"] == pytest.approx(values["steps_seconds"] * kept / whole, rel=0.05)
+
+
+@pytest.mark.parametrize(("attempt", "restarts", "lost"), [("1", 1, 40), ("0", 0, 0)])
+def test_failure_before_the_first_checkpoint_counts_if_the_launcher_restarts(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, attempt: str, restarts: int, lost: int
+) -> None:
+    left = {"seconds": {"steps": 4.0}, "steps": 40, "restarts": 0, "restart_seconds": 0.0}
+    (tmp_path / "goodput.json").write_text(
+        json.dumps({**left, "lost_steps": 0, "time": time.time() - 5})
+    )
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path, kwargs_handlers=[GoodputKwargs()])
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(3, 2)).sum())
+    optimizer.step()
+    values = accelerator.goodput.values(accelerator)
+    accelerator.end_training()
+    assert (values["goodput/restarts"], values["goodput/lost_steps"]) == (restarts, lost)
+    assert (values["goodput/restart_seconds"] >= 5) == bool(restarts)
 
 
 def test_goodput_needs_its_handler() -> None:

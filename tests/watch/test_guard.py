@@ -54,6 +54,23 @@ def test_slowly_changing_values_are_not_spikes():
         made(torch.tensor(9.0))
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_cycle_is_bad_if_one_of_its_losses_is(bad):
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[GuardKwargs()]
+    )
+    data = torch.ones(12, 1)
+    data[4 + 2 * bad] = math.nan
+    loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=2))
+    answers = []
+    for batch in loader:
+        with accelerator.accumulate():
+            answers.append(accelerator.guard(batch.sum()))
+    assert answers == [True, True, True, False, True, True]
+    where = "epoch 0, batches 2 to 3, samples 4 to 7 of the epoch's order"
+    assert accelerator.guard.events == [f"the loss is nan in step 2 ({where})"]
+
+
 def test_nothing_is_read_inside_an_accumulation_cycle():
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[GuardKwargs()]

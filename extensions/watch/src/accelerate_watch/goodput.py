@@ -157,7 +157,9 @@ class GoodputMeter(threading.Thread):
         self._settings = settings
         self._progress = progress
         self._main = threading.main_thread().ident or 0
+        #: How far the attempt before this one came.
         self._before = _read(progress) if progress is not None else {}
+        self._resumed = False
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._begun = time.time()
         self._over = threading.Event()
@@ -222,6 +224,7 @@ class GoodputMeter(threading.Thread):
 
         In a new process, the file that the failed attempt left says how far that one had come.
         """
+        self._resumed = True
         reached = self.steps
         if not self.own_steps:
             before = self._before or saved
@@ -251,6 +254,8 @@ class GoodputMeter(threading.Thread):
 
     def count_step(self, accelerator: AcceleratorView) -> None:
         """Count a step. The speed is measured from the end of the first one."""
+        if not self.own_steps and not self._resumed and self._before and _is_restarted():
+            self.resume({"steps": 0})  # the attempt before this one failed before it saved
         self.own_steps += 1
         if self._last is None:
             self._last = (time.monotonic(), accelerator.gradient_state.backwards)
@@ -305,6 +310,11 @@ def _known_peak(accelerator: AcceleratorView) -> float:
         return 0.0
     name = torch.cuda.get_device_name(accelerator.device)
     return next((peak for known, peak in _PEAK_FLOPS.items() if known in name), 0.0)
+
+
+def _is_restarted() -> bool:
+    """Return whether a launcher has restarted this process, so that its run is not a new one."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def _read(file: Path) -> dict[str, Any]:

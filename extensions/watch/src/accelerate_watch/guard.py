@@ -137,6 +137,8 @@ class StepGuard:
         #: A line about each bad step so far.
         self.events: list[str] = []
         self._seen: dict[str, deque[float]] = {}
+        #: Losses of the accumulation cycle, on the device.
+        self._losses: list[torch.Tensor] = []
         self._calls = 0
         self._in_a_row = 0
         self._rollbacks = 0
@@ -146,7 +148,8 @@ class StepGuard:
     ) -> bool:
         """Return whether to take this step. All ranks must call this in the same steps.
 
-        Inside an accumulation cycle, this returns True without looking at anything.
+        Inside an accumulation cycle, this returns True and only keeps the loss. The last micro-batch decides
+        about the mean of the losses of its cycle.
 
         Args:
             loss: the loss of this rank, with one element; None to look only at the norm.
@@ -157,10 +160,13 @@ class StepGuard:
         """
         if loss is None and norm is None:
             raise ConfigurationError("accelerator.guard() needs a loss, a norm, or both.")
+        if loss is not None:
+            self._losses.append(loss.detach().float().reshape(()))
         if not self.accelerator.sync_gradients:
             return True
         self._calls += 1
-        values = self._read(loss, norm)
+        losses, self._losses = self._losses, []
+        values = self._read(losses, norm)
         bad = [name for name, value in values.items() if not math.isfinite(value)]
         if bad:
             if self.accelerator.scaler is not None:
@@ -180,7 +186,7 @@ class StepGuard:
         return True
 
     def _read(
-        self, loss: torch.Tensor | None, norm: torch.Tensor | float | None
+        self, losses: Sequence[torch.Tensor], norm: torch.Tensor | float | None
     ) -> dict[str, float]:
         import torch
 
@@ -189,8 +195,8 @@ class StepGuard:
         if norm is not None:
             whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             given["the gradient norm"] = torch.as_tensor(whole, device=device).detach().float()
-        if loss is not None:
-            own = loss.detach().float()
+        if losses:
+            own = torch.stack(list(losses)).mean()
             several = self.accelerator.num_processes > 1
             given["the loss"] = self.accelerator.reduce(own, "mean") if several else own
         read = torch.stack([one.reshape(()) for one in given.values()]).tolist()
@@ -206,7 +212,7 @@ class StepGuard:
         return f"{name} is {value:.4g}, with a median of {median:.4g}" if value > limit else ""
 
     def _on_bad(self, said: str, action: str) -> bool:
-        text = f"{said} in step {self._calls}{_batch(self.accelerator.loaders)}"
+        text = f"{said} in step {self._calls}{_batches(self.accelerator)}"
         self.events.append(text)
         if action == "warn":
             self._warn(f"{text}.")
@@ -235,16 +241,20 @@ class StepGuard:
             logger.warning(text[0].upper() + text[1:])
 
 
-def _batch(loaders: Sequence[Any]) -> str:
-    """Return which batch the loop that runs now got last, if its loader knows."""
-    for loader in loaders:
+def _batches(accelerator: AcceleratorView) -> str:
+    """Return which batches of the loop that runs now are in this step, if its loader knows."""
+    for loader in accelerator.loaders:
         position = loader.state_dict() if hasattr(loader, "state_dict") else {}
-        if not position.get("batches_seen"):
+        seen = position.get("batches_seen")
+        if not seen:
             continue
-        text = f" (epoch {position['epoch']}, batch {position['batches_seen'] - 1}"
+        # The last cycle of an epoch may be shorter.
+        count = (seen - 1) % accelerator.gradient_accumulation_steps + 1
+        batches = f"batch {seen - 1}" if count == 1 else f"batches {seen - count} to {seen - 1}"
+        text = f" (epoch {position['epoch']}, {batches}"
         last, size = position.get("samples_seen"), getattr(loader, "total_batch_size", None)
         if last and size:
-            text += f", samples {last - size} to {last - 1} of the epoch's order"
+            text += f", samples {last - count * size} to {last - 1} of the epoch's order"
         return f"{text})"
     return ""
 
