@@ -49,14 +49,19 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
 }
+#: Its rows can't be divided evenly, and the models that have it tie the head to the embeddings.
+ODD = 65
 MODELS = {
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32,
+            vocab_size=ODD, n_embd=32, n_layer=2, n_head=4, n_positions=32,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
         )
     ),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "tied llama": lambda: LlamaForCausalLM(
+        LlamaConfig(**{**SMALL, "vocab_size": ODD}, tie_word_embeddings=True)
+    ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=8)),
 }  # fmt: skip
 #: Transformers has no plan for the layers of GPT-2.
@@ -144,6 +149,7 @@ def layouts() -> list[tuple[str, dict[str, int]]]:
         return [
             ("gpt2", {"dp_shard": 2}),
             ("llama", {"dp_shard": 2}),
+            ("tied llama", {"dp_shard": 2}),
             ("llama", {"tp": 2}),
             ("qwen3", {"tp": 2}),
         ]

@@ -7,6 +7,7 @@ reduced over shards but not yet over replicas. The key of each saved tensor says
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -138,14 +139,15 @@ def _gathered(model: nn.Module, groups: Sequence[Any]) -> dict[str, Any]:
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     modules = {module: name for name, module in model.named_modules()}
+    gathered = [one for group in groups for one in group.fsdp_params]
+    uses = Counter(id(one.sharded_param) for one in gathered)
     found: dict[str, Any] = {}
-    for group in groups:
-        for one in group.fsdp_params:
-            name = names[id(one.sharded_param)]
-            if name in found:
-                info = one._module_info
-                name = f"{modules[info.module]}.{info.param_name}".lstrip(".")
-            found[name] = one
+    for one in gathered:
+        name = names[id(one.sharded_param)]
+        if uses[id(one.sharded_param)] > 1:
+            info = one._module_info
+            name = f"{modules[info.module]}.{info.param_name}".lstrip(".")
+        found[name] = one
     return found
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -223,6 +225,33 @@ def correct_sizes(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
             module.out_features, module.in_features = module.weight.shape
+
+
+def share_padding(groups: Sequence[Any]) -> None:
+    """Let all of torch's records of one tied parameter gather the same memory.
+
+    Transformers ties weights after `fully_shard`, so torch has a record for each place in which a weight
+    is used. If its rows can't be divided evenly, each record moves the rank's part into padded memory of
+    its own. The optimizer then updates only the memory of the last one, and the others gather old values.
+    """
+    records: dict[int, list[Any]] = {}
+    for group in groups:
+        for record in group.fsdp_params:
+            record.reset_sharded_param()  # Transformers replaces parameters while it loads them
+            records.setdefault(id(record.sharded_param), []).append(record)
+    for tied in records.values():
+        if len(tied) > 1:
+            for record in tied:
+                # torch calls this again in the first forward, and when tensors of the model are replaced.
+                record.reset_sharded_param = partial(_reset_tied, record, tied)
+            tied[0].reset_sharded_param()
+
+
+def _reset_tied(record: Any, tied: Sequence[Any]) -> None:
+    type(record).reset_sharded_param(record)
+    for other in tied:
+        if other.sharded_param is record.sharded_param:
+            other._sharded_param_data = record._sharded_param_data
 
 
 def summed_by_transformers(model: nn.Module) -> list[nn.Parameter]:

@@ -358,9 +358,7 @@ class FSDP2Backend(Backend):
         self._replicates = sizes_of(accelerator).dp_replicate_enabled
         if layout.fully_sharded:
             sharded = self._remember(model, whole)
-            for group in sharded.groups:  # Transformers replaces parameters while it loads them
-                for parameter in group.fsdp_params:
-                    parameter.reset_sharded_param()
+            adopted.share_padding(sharded.groups)
             for method in self._methods(model):
                 register_fsdp_forward_method(model, method)
         else:
