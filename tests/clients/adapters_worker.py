@@ -228,6 +228,12 @@ def lora_on_split_layers(folder: Path) -> dict[str, Any]:
     return run(folder, accelerator=split(), distributed_config=DistributedConfig(tp_size=2))
 
 
+def lora_on_shards_at_load(folder: Path) -> dict[str, Any]:
+    if WORLD == 1:
+        return run(folder)
+    return run(folder, distributed_config=DistributedConfig(fsdp_size=2))
+
+
 def qlora(folder: Path) -> dict[str, Any]:
     return run(folder, FOUR)
 

@@ -18,6 +18,7 @@ pytestmark = needs_environment
 SHARES = {
     "lora": 0.51,
     "lora_on_bf16": 0.51,
+    "lora_on_shards_at_load": 0.51,
     "lora_on_split_layers": 0.51,
     "qlora": 0.51,
     "qlora_8_bit": 0.85,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import shutil
 import sys
 from pathlib import Path
@@ -309,6 +310,38 @@ def parameters_added_after_sharding_are_averaged() -> None:
     dist.broadcast(expected, 0)
     assert torch.equal(model.scale.grad, expected)
     assert not isinstance(model.scale, DTensor)
+
+
+@case
+def wrapper_around_a_sharded_model_keeps_its_record() -> None:
+    """PEFT wraps models like this."""
+    inner = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    for module in (*inner, inner):
+        fully_shard(module)
+    accelerator = fsdp()
+    model = accelerator.prepare(torch.nn.Sequential(inner))
+    gc.collect()
+    with accelerator.no_sync(model):
+        accelerator.backward(model(torch.full((2, 4), RANK + 1.0)).sum())
+    assert inner[0].weight.grad is None
+    accelerator.backward(model(torch.full((2, 4), RANK + 1.0)).sum())
+    assert isinstance(inner[0].weight.grad, DTensor)
+
+
+@case
+def copies_of_sharded_weights_in_a_wrapper_are_an_error() -> None:
+    """PEFT makes such copies for modules_to_save. PiSSA assigns them to `data` of another parameter."""
+    for assigned in (False, True):
+        inner: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        fully_shard(inner)
+        copy = inner[0].weight.detach().clone()
+        inner.copy = torch.nn.Parameter(torch.zeros(4, 4) if assigned else copy)
+        if assigned:
+            inner.copy.data = copy
+        with pytest.raises(
+            PrepareError, match=r"'0\.copy' of Sequential was created from a weight"
+        ):
+            fsdp().prepare(torch.nn.Sequential(inner))
 
 
 @case

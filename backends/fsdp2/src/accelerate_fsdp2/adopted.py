@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelerate_core.plugin import ParallelismConfig, PrepareError
 from accelerate_fsdp2.gradients import groups_of
@@ -106,13 +107,16 @@ def check_layout(model: nn.Module, layout: Layout, config: ParallelismConfig) ->
     applies it.
 
     Raises:
-        PrepareError: they differ, and the message has both. Or only parts of the model are sharded.
+        PrepareError: they differ, and the message has both. Or only parts of the model are sharded, or a
+            wrapper has added weights that FSDP2 can't gather.
     """
     if layout.fully_sharded and not isinstance(model, FSDPModule):
-        raise PrepareError(
-            f"fully_shard was applied to parts of {type(model).__name__}, but not to the model "
-            "itself. Call fully_shard(model) after its parts."
-        )
+        if not _is_wrapper(model):
+            raise PrepareError(
+                f"fully_shard was applied to parts of {type(model).__name__}, but not to the model "
+                "itself. Call fully_shard(model) after its parts."
+            )
+        _check_wrapper(model, layout)
     wanted = _wanted(config)
     compared = ["tp"]
     if layout.fully_sharded:
@@ -136,6 +140,57 @@ def check_layout(model: nn.Module, layout: Layout, config: ParallelismConfig) ->
         f"parallelism_config={layout.as_config()} to the Accelerator, or shard the model as "
         "parallelism_config says."
     )
+
+
+def _is_wrapper(model: nn.Module) -> bool:
+    """Return whether `fully_shard` was applied to a module inside that has all parameters.
+
+    PEFT wraps models in this way.
+    """
+    inner = next((one for one in model.modules() if isinstance(one, FSDPModule)), None)
+    if inner is None:
+        return False
+    return {id(p) for p in inner.parameters()} == {id(p) for p in model.parameters()}
+
+
+def _check_wrapper(model: nn.Module, layout: Layout) -> None:
+    """Check what a wrapper, such as PEFT's, has added to a model after `fully_shard`.
+
+    Raises:
+        PrepareError: layers are also split over `tp`, or a weight was made from one that was sharded.
+    """
+    kind = type(model).__name__
+    instead = (
+        "Load the model whole, without distributed_config, call get_peft_model, and let prepare shard "
+        "both."
+    )
+    if len(layout.tp) > 1:
+        raise PrepareError(
+            f"{kind} wraps a model that is sharded as {layout}. Adapters can be added to a model that is "
+            f"sharded or split when it is loaded, but not to one that is both. {instead}"
+        )
+    places = [record._module_info for group in groups_of(model) for record in group.fsdp_params]
+    gathered = {id(getattr(place.module, place.param_name)) for place in places}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in gathered and (
+            isinstance(parameter, DTensor) or not _has_memory(parameter)
+        ):
+            raise PrepareError(
+                f"{name!r} of {kind} was created from a weight that was already sharded, so FSDP2 doesn't "
+                "gather it. PEFT does that for modules_to_save and some initializations, such as "
+                f"PiSSA. {instead}"
+            )
+
+
+def _has_memory(parameter: nn.Parameter) -> bool:
+    """Return False if `parameter.data` was set to a DTensor, which leaves a plain tensor without memory."""
+    if is_traceable_wrapper_subclass(parameter):  # its parts have the memory
+        return True
+    try:
+        parameter.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _wanted(config: ParallelismConfig) -> Layout:

@@ -359,6 +359,8 @@ class FSDP2Backend(Backend):
         if layout.fully_sharded:
             sharded = self._remember(model, whole)
             adopted.share_padding(sharded.groups)
+            if not isinstance(model, FSDPModule):
+                self._kept[model] = sharded
             for method in self._methods(model):
                 register_fsdp_forward_method(model, method)
         else:
