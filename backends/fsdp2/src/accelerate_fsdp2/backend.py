@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accelerate_checkpoint import scale_names
 from accelerate_core.plugin import (
     NEEDS,
     AcceleratorView,
@@ -612,8 +613,11 @@ class FSDP2Backend(Backend):
     ) -> None:
         """Load this rank's shards of a whole state dict."""
         config = sizes_of(accelerator)
-        kind = type(accelerator.unwrap_model(model)).__name__
-        states.load_full_model(states.plain_state(accelerator, model), state, config, strict, kind)
+        inner = accelerator.unwrap_model(model)
+        scales = scale_names(inner)  # the checkpointer has restored them
+        own = states.plain_state(accelerator, model)
+        own = {name: value for name, value in own.items() if name not in scales}
+        states.load_full_model(own, state, config, strict, type(inner).__name__)
 
     def optimizer_state(self, accelerator: AcceleratorView, optimizer: Any) -> dict[str, Any]:
         """Return the whole state on rank 0, and an empty one on other ranks."""

@@ -18,13 +18,16 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelerate_checkpoint import (
     FileEntry,
     SafeReader,
     Staging,
     any_rank_failed,
+    as_plain_tensors,
     read_metadata,
+    restore_quantized,
     save_sharded,
     writes_shard,
 )
@@ -116,6 +119,8 @@ class Sharded:
             state.compare(plain[state.number], directory)
             tensors |= buffers[-1]
         _read(tensors, directory, metadata)
+        for model, state_dict in zip(models, plain_states, strict=True):
+            restore_quantized(model, state_dict)  # settings that are not a tensor of the model
         for state, read in zip(states, buffers, strict=True):
             state.put(read, plain[state.number])
 
@@ -338,7 +343,9 @@ def full_model(shards: Mapping[str, Any]) -> dict[str, Any]:
     first = dist.get_rank() == 0
     for name, value in shards.items():
         made = whole(value) if isinstance(value, torch.Tensor) else value
-        if first and made is not value:
+        if first and is_traceable_wrapper_subclass(made):  # a quantized weight, whole on each rank
+            made = made.detach().clone().cpu()
+        elif first and made is not value:
             # With one rank, `made` is the shard itself, which training changes.
             made = made.to("cpu", copy=made.data_ptr() == local(value).data_ptr())
         if first:
@@ -428,5 +435,5 @@ def unwrapped(
 ) -> tuple[list[nn.Module], list[dict[str, Any]], list[Any]]:
     """Return the models and optimizers of the script, and the models' states as plain shards."""
     models = [accelerator.unwrap_model(model) for model in accelerator.models]
-    plain = [plain_state(accelerator, model) for model in accelerator.models]
+    plain = [as_plain_tensors(plain_state(accelerator, model)) for model in accelerator.models]
     return models, plain, [wrapper.optimizer for wrapper in accelerator.optimizers]

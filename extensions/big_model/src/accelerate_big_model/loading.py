@@ -40,6 +40,7 @@ from accelerate_checkpoint import (
     as_device,
     byte_bar,
     checkpoint_files,
+    could_be_scales,
     device_of,
     iter_state_dict,
     load_shards,
@@ -313,6 +314,13 @@ def load_checkpoint_in_model(
         for file in files:
             for read in loader.read(file):
                 advance(read)
+    for name in loader.unexpected:
+        if could_be_scales(model, name):
+            raise CheckpointError(
+                f"{checkpoint} was saved from a model that bitsandbytes quantized, and "
+                f"load_checkpoint_in_model can't load its scales, such as {name!r}. Load it with "
+                "from_pretrained of Transformers, or load a checkpoint of save_state with load_state."
+            )
     missing = loader.tensors.keys() - loader.loaded - non_persistent_buffers(model)
     _report_names(sorted(missing), loader.unexpected, checkpoint, strict)
     if folder is not None:

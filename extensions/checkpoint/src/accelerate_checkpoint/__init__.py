@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from accelerate_checkpoint.preemption import Preemption as Preemption
     from accelerate_checkpoint.preemption import read_signals as read_signals
     from accelerate_checkpoint.progress import byte_bar as byte_bar
+    from accelerate_checkpoint.quantized_weights import as_plain_tensors as as_plain_tensors
+    from accelerate_checkpoint.quantized_weights import could_be_scales as could_be_scales
+    from accelerate_checkpoint.quantized_weights import restore_quantized as restore_quantized
+    from accelerate_checkpoint.quantized_weights import scale_names as scale_names
     from accelerate_checkpoint.rng_state import capture_rng_state as capture_rng_state
     from accelerate_checkpoint.rng_state import restore_rng_state as restore_rng_state
     from accelerate_checkpoint.sharded_load import LoadedShards as LoadedShards
@@ -68,6 +72,11 @@ _EXPORTS = {
     "accelerate_checkpoint.model": ("load_weights", "save_object", "save_weights"),
     "accelerate_checkpoint.preemption": ("Preempted", "Preemption", "read_signals"),
     "accelerate_checkpoint.progress": ("byte_bar",),
+    "accelerate_checkpoint.quantized_weights": (
+        "as_plain_tensors",
+        "could_be_scales",
+        "scale_names",
+    ),
     "accelerate_checkpoint.rng_state": ("capture_rng_state", "restore_rng_state"),
     "accelerate_checkpoint.sharded_load": ("LoadedShards", "load_shards"),
     "accelerate_checkpoint.sharded_save": (

@@ -34,6 +34,7 @@ from accelerate_checkpoint.model import is_weights, save_object, save_weights
 from accelerate_checkpoint.numbering import Numbering
 from accelerate_checkpoint.preemption import Preemption, read_signals
 from accelerate_checkpoint.progress import byte_bar
+from accelerate_checkpoint.quantized_weights import has_wrappers, refuse_wrappers, undo_packing
 from accelerate_checkpoint.rendezvous import Call, Rendezvous, synchronize
 from accelerate_checkpoint.save import Writer, write_state
 from accelerate_checkpoint.storage import Storage, basename
@@ -339,13 +340,17 @@ class DirectoryCheckpointer:
         process writes. See `Accelerator.save_model` for the arguments.
 
         Raises:
-            CheckpointError: the path is a file, the model has weights on the meta device, or the
-                model is sharded and only the main process called this.
+            CheckpointError: the path is a file, the model has weights on the meta device or weights that
+                torchao quantized, or the model is sharded and only the main process called this.
         """
         place = self.storage.locate(save_directory)
         directory = self.storage.path(place)
         if directory is not None and directory.is_file():
             raise CheckpointError(f"save_model needs a directory, but {directory} is a file.")
+        inner = self._state.inner(model)
+        undo_packing(inner)
+        if has_wrappers(inner):  # a precision may keep plain weights in tensor subclasses
+            refuse_wrappers(self._state.plain_model_state(model))
         if self._state.is_sharded(model):
             self._together("save_model", place, False)
             where = directory if safe_serialization else None

@@ -17,6 +17,12 @@ from accelerate_checkpoint.draft import gather_failures
 from accelerate_checkpoint.manifest import MANIFEST, MARK, Manifest, examine, numpy_globals
 from accelerate_checkpoint.model import load_weights, weights_layout
 from accelerate_checkpoint.progress import byte_bar
+from accelerate_checkpoint.quantized_weights import (
+    as_plain_tensors,
+    has_fixed_shape,
+    restore_quantized,
+    undo_packing,
+)
 from accelerate_checkpoint.save import named_objects
 from accelerate_checkpoint.staged import SharedFolder, fetch_together
 from accelerate_checkpoint.storage import Storage, basename
@@ -260,7 +266,9 @@ class LoadedState:
         for index, model in enumerate(models):
             stem = files.numbered(files.MODEL, index, "")
             inner = self.state.inner(model)
+            undo_packing(inner)
             weights = load_weights(self.source.directory, inner, stem, self.source.listed)
+            weights = restore_quantized(inner, weights)
             self.state.load_model_state(model, weights, _is_strict(self.options))
 
     def _apply_optimizers(self) -> None:
@@ -391,7 +399,9 @@ def check_weights(
     """Refuse weights of other models before any model is changed."""
     for index, model in enumerate(models):
         stem = files.numbered(files.MODEL, index, "")
-        _compare_layout(source, stem, state.inner(model), _is_strict(options))
+        inner = state.inner(model)
+        undo_packing(inner)
+        _compare_layout(source, stem, inner, _is_strict(options))
 
 
 def _compare_layout(source: Source, stem: str, model: torch.nn.Module, strict: bool) -> None:
@@ -399,11 +409,12 @@ def _compare_layout(source: Source, stem: str, model: torch.nn.Module, strict: b
     layout = weights_layout(source.directory, stem, model, source.listed)
     if layout is None:
         return
-    own = {n: list(t.shape) for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+    state = as_plain_tensors(model.state_dict())
+    own = {name: list(t.shape) for name, t in state.items() if isinstance(t, torch.Tensor)}
     wrong = [
         f"{name} has shape {layout[name]} in the checkpoint and {shape} in the model"
         for name, shape in own.items()
-        if name in layout and layout[name] != shape and 0 not in shape
+        if name in layout and layout[name] != shape and 0 not in shape and has_fixed_shape(name)
     ]
     if strict:
         wrong += [f"{name} is not in the checkpoint" for name in own if name not in layout]

@@ -18,6 +18,7 @@ from accelerate_checkpoint import files
 from accelerate_checkpoint.files import FileEntry
 from accelerate_checkpoint.manifest import MARK
 from accelerate_checkpoint.progress import byte_bar
+from accelerate_checkpoint.quantized_weights import as_plain_tensors
 from accelerate_checkpoint.weights import (
     checkpoint_files,
     clean_state_dict_for_safetensors,
@@ -180,7 +181,7 @@ _PREFIXES = ("module.", "_orig_mod.")
 
 def _fit(found: dict[str, T], into: torch.nn.Module) -> dict[str, T]:
     """Remove prefixes of wrappers from the names, and add the missing names of tied weights."""
-    own = into.state_dict(keep_vars=True)
+    own = as_plain_tensors(into.state_dict(keep_vars=True))
     while found and not any(name in own for name in found):
         prefix = next((p for p in _PREFIXES if all(n.startswith(p) for n in found)), None)
         if prefix is None:

@@ -12,6 +12,7 @@ from accelerate_checkpoint import files
 from accelerate_checkpoint.background import Staging
 from accelerate_checkpoint.files import FileEntry
 from accelerate_checkpoint.model import write_weights
+from accelerate_checkpoint.quantized_weights import as_plain_tensors
 from accelerate_checkpoint.weights import clean_state_dict_for_safetensors
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class Writer:
         self, state: Mapping[str, Any], *, stem: str, max_shard_size: int | str, safe: bool
     ) -> None:
         """Write a model's state dict as safetensors or with torch, in shards with an index."""
-        whole = clean_state_dict_for_safetensors(state) if safe else dict(state)
+        plain = as_plain_tensors(state)
+        whole = clean_state_dict_for_safetensors(plain) if safe else plain
         to = self.directory
         self._write(stem, whole, lambda held: write_weights(to, held, stem, max_shard_size, safe))
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from accelerate_checkpoint import rng_state
+from accelerate_checkpoint.quantized_weights import undo_packing
 from accelerate_checkpoint.weight_sums import first_difference, weight_sums
 from accelerate_core.plugin import (
     Backend,
@@ -186,12 +187,14 @@ class TrainingState:
 
     def model_state(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return a model's state dict from the backend."""
+        undo_packing(self.inner(model))
         state = self._hooks.model_state(model)
         return self._precision.plain_state(self.inner(model), state)
 
     def plain_model_state(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return the state dict that this rank holds, with shards, as plain tensors of the model."""
         inner = self.inner(model)
+        undo_packing(inner)
         return self._precision.plain_state(inner, inner.state_dict())
 
     def contributors(self) -> list[Contributor]:
