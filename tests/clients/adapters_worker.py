@@ -200,8 +200,6 @@ def run(
         "bytes": held_bytes(model),
         **compared(accelerator, before, model, model),
     }
-    if WORLD == 1 and quantized is not None:
-        return found  # bitsandbytes can't load its own state dict
     accelerator.free_memory()
     del model, optimizer
     gc.collect()

@@ -52,6 +52,7 @@ def check(one: dict[str, Any], two: dict[str, Any], allowed: float) -> None:
     assert two["frozen"] == one["frozen"]
     assert one["unchanged"]
     assert two["unchanged"]
+    assert one["resumed"]
     assert two["resumed"]
     assert two["state"] == one["state"]
 

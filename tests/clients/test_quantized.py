@@ -1,4 +1,4 @@
-"""8-bit and 4-bit weights with the drop-in, in the clients' environment, which has bitsandbytes."""
+"""8-bit and 4-bit weights, in the clients' environment, which has bitsandbytes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from support import clean_environment
 @pytest.mark.skipif(
     not (ENVIRONMENTS / "ours").exists(), reason="run `make clients` to create the environment"
 )
-def test_quantization_works_in_the_clients_environment() -> None:
+@pytest.mark.parametrize("worker", ["quantized_worker", "quantized_checkpoints_worker"])
+def test_quantization_works_in_the_clients_environment(worker: str) -> None:
     command = "-m pytest -q -p no:cacheprovider --noconftest --timeout 200"
     done = subprocess.run(
-        [ENVIRONMENTS / "ours/bin/python", *command.split(), HERE / "quantized_worker.py"],
+        [ENVIRONMENTS / "ours/bin/python", *command.split(), HERE / f"{worker}.py"],
         env=clean_environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
         capture_output=True,
         text=True,

@@ -1,4 +1,6 @@
-"""Train adapters on frozen quantized weights. Arguments: the kind, the output file.
+"""Train adapters on frozen quantized weights, then save, resume and export.
+
+Arguments: the kind, the output file.
 
 "nf4" weights are sharded. "int8" weights, which torchao cannot split, stay whole on each rank, as `prepare`
 warns.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
 
 from accelerate_core import Accelerator, ParallelismConfig
+from accelerate_core.errors import CheckpointError
 from accelerate_core.utils import FullyShardedDataParallelPlugin, set_seed
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -53,6 +57,37 @@ def inner(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [local]
 
 
+def resumes(
+    accelerator: Accelerator,
+    bases: list[Any],
+    generator: torch.Generator,
+    step: Callable[[], float],
+    folder: Path,
+) -> bool:
+    """Return whether a run continues as it was saved, after its frozen weights were overwritten."""
+    accelerator.save_state(str(folder))
+    at = generator.get_state()
+    saved = [[one.clone() for one in inner(base)] for base in bases]
+    expected = [step(), step()]
+    for base in bases:
+        for one in inner(base):
+            one.zero_()
+    generator.set_state(at)
+    accelerator.load_state(str(folder))
+    found = [one for base in bases for one in inner(base)]
+    restored = all(map(torch.equal, found, (one for olds in saved for one in olds)))
+    return restored and [step(), step()] == expected
+
+
+def refused(accelerator: Accelerator, model: nn.Module, folder: Path) -> str:
+    """Return the error with which `save_model` refuses quantized weights on this rank."""
+    try:
+        accelerator.save_model(model, str(folder))
+    except CheckpointError as error:
+        return str(error)
+    raise AssertionError(f"save_model wrote {sorted(folder.iterdir())}")
+
+
 def main(kind: str, out: Path) -> None:
     set_seed(0)
     layers = [LoRA(256, 512, kind), nn.ReLU(), LoRA(512, 256, kind)]
@@ -69,8 +104,8 @@ def main(kind: str, out: Path) -> None:
     bases = [model[0].base.weight, model[2].base.weight]
     before = [[one.clone() for one in inner(base)] for base in bases]
     generator = torch.Generator().manual_seed(1)
-    losses = []
-    for _ in range(8):
+
+    def step() -> float:
         x, y = (
             torch.randn(8, 256, generator=generator),
             torch.randint(0, 8, (8,), generator=generator),
@@ -81,7 +116,9 @@ def main(kind: str, out: Path) -> None:
         accelerator.clip_grad_norm_(model.parameters(), 0.5)
         adam.step()
         adam.zero_grad()
-        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        return float(accelerator.reduce(loss.detach(), "mean"))
+
+    losses = [step() for _ in range(8)]
     unchanged = all(
         torch.equal(one, two)
         for base, olds in zip(bases, before, strict=True)
@@ -91,10 +128,14 @@ def main(kind: str, out: Path) -> None:
         (one.full_tensor() if isinstance(one, DTensor) else one).detach().flatten().tolist()
         for one in (model[0].a, model[0].b, model[2].a, model[2].b)
     ]
+    result = {"resumed": resumes(accelerator, bases, generator, step, out.with_suffix(""))}
+    result["refused"] = refused(accelerator, model, out.with_suffix(".model"))
+    state = accelerator.get_state_dict(model)
     size = sum(one.untyped_storage().nbytes() for base in bases for one in inner(base))
     accelerator.end_training()
     if accelerator.is_main_process:
-        result = {"losses": losses, "adapters": adapters, "unchanged": unchanged, "bytes": size}
+        assert {"0.a", "0.base.weight"} <= state.keys()
+        result |= {"losses": losses, "adapters": adapters, "unchanged": unchanged, "bytes": size}
         out.write_text(json.dumps(result))
 
 

@@ -75,6 +75,7 @@ _EXPORTS = {
     "accelerate_checkpoint.quantized_weights": (
         "as_plain_tensors",
         "could_be_scales",
+        "restore_quantized",
         "scale_names",
     ),
     "accelerate_checkpoint.rng_state": ("capture_rng_state", "restore_rng_state"),
