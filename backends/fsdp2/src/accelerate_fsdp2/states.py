@@ -343,8 +343,9 @@ def full_model(shards: Mapping[str, Any]) -> dict[str, Any]:
     first = dist.get_rank() == 0
     for name, value in shards.items():
         made = whole(value) if isinstance(value, torch.Tensor) else value
-        if first and is_traceable_wrapper_subclass(made):  # a quantized weight, whole on each rank
-            made = made.detach().clone().cpu()
+        quantized = is_traceable_wrapper_subclass(made)  # and whole on each rank
+        if first and quantized:
+            made = made.clone().cpu()
         elif first and made is not value:
             # With one rank, `made` is the shard itself, which training changes.
             made = made.to("cpu", copy=made.data_ptr() == local(value).data_ptr())
