@@ -87,6 +87,15 @@ def test_signal_to_the_launcher_prints_a_report_and_the_run_continues() -> None:
     assert re.search(r"Ranks 0, 1, step 5:\n(.*\n)+?\s+time\.sleep\(60\)", said), said
 
 
+def test_signal_to_a_launch_of_one_process_prints_its_stacks_and_the_run_continues() -> None:
+    with started("wait", 1) as run:
+        run.until("ready")
+        run.process.send_signal(signal.SIGUSR2)
+        said = run.until("most recent call first", quiet=2.0)
+        assert run.process.poll() is None
+    assert re.search(rf'File "{SCRIPT}", line \d+ in main', said), said
+
+
 def test_default_time_is_at_most_half_of_the_timeout() -> None:
     with started("wait", 2, ACCELERATE_WATCH_HANG_AFTER="") as run:
         assert "hang reports: a report is printed after 22.5 s in a collective" in run.until(

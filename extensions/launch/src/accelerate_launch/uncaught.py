@@ -56,7 +56,7 @@ def install() -> None:
     """Record uncaught exceptions in the file that torchrun reads. Calling this again has no effect.
 
     This also enables `faulthandler`, because mismatched tensors in a collective can abort the process in
-    C++ without a Python traceback.
+    C++ without a Python traceback. On SIGUSR2, the process prints its stacks, unless the script uses it.
     """
     global _installed
     if _installed:
@@ -77,6 +77,12 @@ def install() -> None:
             # When another rank times out, the agent requests the stacks of this one.
             stacks = open(f"{errors_at}{DUMP_SUFFIX}", "w")  # noqa: SIM115
             faulthandler.register(DUMP_SIGNAL, stacks)
+    report = getattr(signal, "SIGUSR2", None)
+    if report is not None and signal.getsignal(report) == signal.SIG_DFL:
+        # It would end the process by default. In a run of several processes, accelerate-watch then uses
+        # it for a report about all ranks.
+        with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
+            faulthandler.register(report, sys.stderr)
     # atexit callbacks run after Python waits for threads. These callbacks, if Python has them, run before.
     # The first in the list runs last, after thread pools were asked to end.
     getattr(threading, "_threading_atexits", []).insert(0, _name_threads)
