@@ -13,6 +13,8 @@ from accelerate_core import Accelerator
 
 how = sys.argv[1]
 accelerator = Accelerator(cpu=True, process_group_timeout=45)
+if how == "handler":  # as `preemption_signals` does
+    signal.signal(signal.SIGUSR2, lambda *_: print("the script's handler", flush=True))
 culprit = accelerator.process_index == accelerator.num_processes - 1
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -58,7 +60,7 @@ def main() -> None:
         accelerator.gather(torch.ones(3))  # only the first call compares shapes
         accelerator.gather(torch.ones(5000 if culprit else 3))
     accelerator.wait_for_everyone()
-    if how == "wait":
+    if how in ("wait", "handler"):
         if accelerator.is_main_process:
             print(accelerator.explain())
             print("ready", flush=True)

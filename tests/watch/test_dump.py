@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 
 import psutil
@@ -27,6 +28,19 @@ def test_dump_prints_the_report_of_a_job_named_by_launcher_or_rank() -> None:
         f"{run.process.pid}:" in run_cli("dump", forked=True).stdout
     ):  # killed ranks take a moment to end
         assert time.monotonic() < until, "the job is still listed"
+
+
+@pytest.mark.dist
+def test_dump_sends_no_signal_that_the_script_handles() -> None:
+    with started("handler", 2, ACCELERATE_WATCH_HANG_AFTER="60") as run:
+        run.until("ready")
+        done = run_cli("dump", str(run.process.pid), forked=True)
+        assert done.returncode == 0, done.stderr
+        assert "a report was requested by accelerate-core dump" in done.stdout
+        run.process.send_signal(signal.SIGUSR2)
+        said = run.until("the script's handler", quiet=3.0)
+        assert run.process.poll() is None
+    assert said.count("the script's handler") == 2, said  # one for each rank
 
 
 def test_dump_refuses_another_process() -> None:

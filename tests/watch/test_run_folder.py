@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from accelerate_watch import run_folder
+from accelerate_watch import commands, run_folder
 
 COME_AND_GO = """
 import sys
@@ -52,6 +54,60 @@ def test_the_last_rank_removes_the_files_of_killed_ranks(temporary: Path) -> Non
     assert [one["rank"] for one in run_folder.running()[os.getppid()]] == [0]
     run_folder.leave(folder, 0)
     assert not folder.exists()
+
+
+RUN_UNTIL_KILLED = """
+import time
+from accelerate_watch import run_folder
+run_folder.create(0)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def killed_run() -> Path:
+    """Return the file of a rank that was killed, whose launcher is this process."""
+    rank = subprocess.Popen([sys.executable, "-c", RUN_UNTIL_KILLED], stdout=subprocess.PIPE)
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == b"ready\n"
+    file = run_folder.folder_of(os.getpid()) / "rank0.json"
+    assert [one["pid"] for one in run_folder.running()[os.getpid()]] == [rank.pid]
+    rank.kill()
+    rank.wait(timeout=60)
+    rank.stdout.close()
+    return file
+
+
+def test_a_process_that_has_the_id_of_a_killed_rank_is_neither_listed_nor_signalled(
+    temporary: Path,
+) -> None:
+    file = killed_run()
+    facts = json.loads(file.read_text())
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        file.write_text(json.dumps({**facts, "pid": other.pid}))
+        done = CliRunner().invoke(commands.command, [str(os.getpid())])
+        assert done.exit_code == 1
+        assert "Running jobs: none." in done.output
+        time.sleep(0.2)
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait(timeout=60)
+    assert not file.parent.exists()
+
+
+def test_ranks_of_another_pid_namespace_are_not_listed_but_keep_their_files(
+    temporary: Path,
+) -> None:
+    folder = run_folder.create(0)
+    file = folder / "rank0.json"
+    facts = json.loads(file.read_text())
+    file.write_text(json.dumps({**facts, "namespace": facts["namespace"] + 1}))
+    assert run_folder.running() == {}
+    assert not run_folder.has_rank(folder, 0, os.getpid())
+    assert file.exists()
+    run_folder.leave(folder, 0)
 
 
 def test_an_accelerator_that_is_deleted_late_keeps_the_files_of_the_next_one(

@@ -43,8 +43,8 @@ def command(job: str | None) -> None:
     before = set(folder.glob("report*.txt"))
     for one in ranks:
         try:
-            stacks.request_report(one["pid"])
-        except ProcessLookupError:
+            stacks.request_report(folder, one["rank"])
+        except FileNotFoundError:  # it has just ended
             continue
     until = time.monotonic() + _WAIT
     while time.monotonic() < until:

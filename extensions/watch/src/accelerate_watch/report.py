@@ -224,7 +224,7 @@ def _places(states: Mapping[int, RankState], chosen: Collection[int]) -> list[st
         silent = f" It {state.silent}." if state.silent else ""
         step = f"step {state.step}"
         if state.silent:
-            step = f"last seen {state.seen:.0f} s ago at step {state.step}"
+            step = f"last seen {state.seen:.0f} s ago at step {state.step} or later"
         who = f"{_listed(ranks)}, {step}"
         where = f" (process {state.pid} on {state.host})" if len(ranks) == 1 else ""
         ends = ":" if state.stack else "."

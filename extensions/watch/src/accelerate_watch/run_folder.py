@@ -32,7 +32,13 @@ _users: Counter[tuple[Path, int]] = Counter()
 def create(rank: int) -> Path:
     """Create this run's folder on this machine, named after the process that started the ranks."""
     folder = _parent() / str(os.getppid())
-    facts = {"pid": os.getpid(), "rank": rank, "script": sys.argv[0] if sys.argv else ""}
+    facts = {
+        "pid": os.getpid(),
+        "started": _start_of(os.getpid()),
+        "namespace": _namespace(),
+        "rank": rank,
+        "script": sys.argv[0] if sys.argv else "",
+    }
     started = folder / f"rank{rank}.started"
     _users[folder, rank] += 1
     if not folder.parent.exists():  # the conformance suite counts each call of mkdir
@@ -54,11 +60,62 @@ def has_rank(folder: Path, rank: int, pid: int) -> bool:
 
     The name of the host is not enough: containers and network namespaces may share it.
     """
+    facts = _read(folder, rank)
+    return facts.get("pid") == pid and facts.get("namespace") == _namespace()
+
+
+def is_alive(folder: Path, rank: int) -> bool:
+    """Return whether the process of a rank of this machine is still running."""
+    return _is_alive(_read(folder, rank))
+
+
+def _read(folder: Path, rank: int) -> dict[str, Any]:
     try:
-        facts = json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8"))
+        facts: dict[str, Any] = json.loads(
+            (folder / f"rank{rank}.json").read_text(encoding="utf-8")
+        )
     except (OSError, ValueError):
+        return {}
+    return facts
+
+
+def _is_alive(facts: dict[str, Any]) -> bool:
+    """Return whether the process that wrote these facts runs, and is visible from this process.
+
+    The system reuses the IDs of processes that ended, and each PID namespace has its own.
+    """
+    if facts.get("namespace") != _namespace():
         return False
-    return bool(facts["pid"] == pid)
+    started = _start_of(facts["pid"])
+    return started is not None and started == facts.get("started")
+
+
+def _has_ended(facts: dict[str, Any]) -> bool:
+    """Return whether the process that wrote these facts has ended, as far as this process can see."""
+    return facts.get("namespace", _namespace()) == _namespace() and not _is_alive(facts)
+
+
+def _namespace() -> int:
+    """Return what identifies the PID namespace of this process; 0 where the system has none."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _start_of(pid: int) -> float | None:
+    """Return when a process started, in any unit; None if it has ended."""
+    try:
+        # psutil's time also depends on the clock, which may be set while the process runs.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else float(fields[19])
+    except OSError:
+        pass
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.Error:
+        return None
 
 
 @dataclass
@@ -103,8 +160,14 @@ def leave(folder: Path, rank: int) -> None:
         return
     with contextlib.suppress(FileNotFoundError):  # another rank has just removed the folder
         _remove(folder, rank)
+    _tidy(folder)
+
+
+def _tidy(folder: Path) -> None:
+    """Remove the files of ranks that have ended, and the folder if it is empty then."""
+    with contextlib.suppress(FileNotFoundError):  # another rank has just removed the folder
         for one in _facts(folder):
-            if not psutil.pid_exists(one["pid"]):
+            if _has_ended(one):
                 _remove(folder, one["rank"])
         if not _facts(folder):
             for report in [*folder.glob("report*.txt"), *folder.glob(".report*")]:
@@ -129,10 +192,14 @@ def _facts(folder: Path) -> list[dict[str, Any]]:
 
 
 def running() -> dict[int, list[dict[str, Any]]]:
-    """Return the facts of the living ranks on this machine, by the process that started them."""
+    """Return the facts of the living ranks on this machine, by the process that started them.
+
+    Files of runs that were killed are removed.
+    """
     found = {}
     for folder in sorted(_parent().glob("[0-9]*")):
-        alive = [one for one in _facts(folder) if psutil.pid_exists(one["pid"])]
+        _tidy(folder)
+        alive = [one for one in _facts(folder) if _is_alive(one)]
         if alive:
             found[int(folder.name)] = alive
     return found

@@ -20,6 +20,8 @@ _AGENTS_SIGNAL: signal.Signals | None = getattr(signal, "SIGVTALRM", None)
 _AGENTS_SUFFIX = ".where"
 #: Makes other ranks write them. No library is known to use this signal.
 _OWN_SIGNAL: int | None = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
+#: What `request_report` writes.
+REQUEST = b"accelerate-core dump\n"
 #: Requests a report.
 _REPORT_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR2", None)
 
@@ -78,6 +80,8 @@ def _lines(frames: list[tuple[str, int, str]]) -> list[str]:
 def register(folder: Path, rank: int) -> tuple[str, Path]:
     """Write the stacks on one signal, and notice another one, even while the main thread is in C.
 
+    If the script or `preemption_signals` uses SIGUSR2, the second one stays theirs.
+
     Returns:
         The file for the stacks, "" if none, and the file that grows when a report is requested.
     """
@@ -87,21 +91,30 @@ def register(folder: Path, rank: int) -> tuple[str, Path]:
         if _OWN_SIGNAL is not None:
             stacks = str(folder / f"rank{rank}.stacks")
             faulthandler.register(_OWN_SIGNAL, open(stacks, "w"))  # noqa: SIM115
-    requests = folder / f"rank{rank}.requests"
+    requests = _requests(folder, rank)
+    requests.write_bytes(b"")
     if _REPORT_SIGNAL is not None and signal.getsignal(_REPORT_SIGNAL) == signal.SIG_DFL:
-        # A handler in Python would only run once the main thread returns from C.
-        faulthandler.register(_REPORT_SIGNAL, open(requests, "w"), all_threads=False)  # noqa: SIM115
+        # A handler in Python would only run once the main thread returns from C. `request_report`
+        # writes to the same file, so both append.
+        faulthandler.register(_REPORT_SIGNAL, open(requests, "a"), all_threads=False)  # noqa: SIM115
     return stacks, requests
 
 
-def request_report(pid: int) -> None:
-    """Ask a rank to start a report.
+def request_report(folder: Path, rank: int) -> None:
+    """Ask a rank to start a report, without a signal, which the script may use for something else.
 
     Raises:
-        ProcessLookupError: the process has ended.
+        FileNotFoundError: the rank has ended.
     """
-    assert _REPORT_SIGNAL is not None
-    os.kill(pid, _REPORT_SIGNAL)
+    file = os.open(_requests(folder, rank), os.O_WRONLY | os.O_APPEND)  # does not create the file
+    try:
+        os.write(file, REQUEST)
+    finally:
+        os.close(file)
+
+
+def _requests(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.requests"
 
 
 def describe_silent(pid: int, file: str) -> tuple[str, list[str]]:

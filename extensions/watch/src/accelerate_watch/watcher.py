@@ -88,9 +88,9 @@ class Watcher(threading.Thread):
         self._over = False
         #: Why a report is needed at once; "" if none is.
         self._asked = ""
-        #: Number of reports so far, and bytes that signals wrote to the file of requests.
+        #: Number of reports so far, and bytes of the file of requests that were read.
         self._number = 0
-        self._signals = 0
+        self._read = 0
         #: The position of each group that waits, and when it was first seen there.
         self._since: dict[str, tuple[tuple[str, str], float]] = {}
         #: Do not report the same hang again before it has lasted this long.
@@ -150,7 +150,7 @@ class Watcher(threading.Thread):
             self._store.set(f"beat/{self.rank}", run_folder.format_beat(self.steps()))
         if self.stragglers is not None:
             self._compare_speeds(now, waited)
-        why = self._asked or self._requested_by_signal()
+        why = self._asked or self._requested()
         if not why and self.hang_after and waited >= self._next_report:
             why = f"a collective has not completed for {waited:.0f} s"
             self._next_report *= 4
@@ -176,12 +176,14 @@ class Watcher(threading.Thread):
             self._next_report = self.hang_after
         return waited
 
-    def _requested_by_signal(self) -> str:
-        size = self._requests.stat().st_size if self._requests.exists() else 0
-        if size == self._signals:
+    def _requested(self) -> str:
+        text = self._requests.read_bytes() if self._requests.exists() else b""
+        new = text[self._read :]
+        self._read = len(text)
+        if not new:
             return ""
-        self._signals = size
-        return "a report was requested by SIGUSR2"
+        by = "accelerate-core dump" if stacks.REQUEST in new else "SIGUSR2"
+        return f"a report was requested by {by}"
 
     def _report_lost_store(self) -> None:
         waited = self._longest_wait(time.monotonic())
@@ -268,7 +270,9 @@ class Watcher(threading.Thread):
                 continue  # it still takes part in the last report, and will answer
             if self._store.add(f"{number}/asks/{rank}", 1) > 1:
                 continue  # another rank on this machine does
-            silent, stack = stacks.describe_silent(member["pid"], member["stacks"])
+            silent, stack = "has ended", list[str]()
+            if run_folder.is_alive(self.folder, rank):  # otherwise another process may have its ID
+                silent, stack = stacks.describe_silent(member["pid"], member["stacks"])
             state = RankState(
                 rank=rank,
                 host=self.host,
