@@ -80,7 +80,7 @@ def _lines(frames: list[tuple[str, int, str]]) -> list[str]:
 def register(folder: Path, rank: int) -> tuple[str, Path]:
     """Write the stacks on one signal, and notice another one, even while the main thread is in C.
 
-    If the script or `preemption_signals` uses SIGUSR2, the second one stays theirs.
+    If the script or `preemption_signals` already handles SIGUSR2, it requests no report.
 
     Returns:
         The file for the stacks, "" if none, and the file that grows when a report is requested.
