@@ -282,9 +282,15 @@ def check_machines(chosen: Mapping[str, SourcedValue], around: ClusterEnvironmen
 
 
 def _check_elastic(chosen: Mapping[str, SourcedValue], around: ClusterEnvironment) -> None:
-    """Refuse a range of machines where their number can't change."""
+    """Refuse a range of machines where their number can't change, and a policy without a range."""
     least, machines = chosen["min_machines"], chosen["num_machines"]
     if least.value is None:
+        policy = chosen["elastic_policy"]
+        if policy.value == "scale":
+            raise ConfigurationError(
+                f"elastic_policy={policy} has no effect, because num_machines={machines} is a fixed "
+                "number. Set a range with --num_machines MIN:MAX, or leave elastic_policy out."
+            )
         return
     said = f"num_machines={SourcedValue(f'{least.value}:{machines.value}', machines.origin)}"
     if around.ranks:

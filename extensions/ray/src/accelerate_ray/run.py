@@ -25,6 +25,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from accelerate_core.errors import ConfigurationError
+from accelerate_launch.elastic import RESTARTED
 from accelerate_launch.failures import caused_by_setting, describe
 from accelerate_launch.plan import PREEMPTED
 from accelerate_ray.cluster import Cluster, bundle_of, connected, is_alive, reserved
@@ -294,6 +295,8 @@ class Attempt:
             }
             environment = base | shared[rank.place.node]
             environment |= {name: str(value) for name, value in variables.items()}
+            if self._number:
+                environment[RESTARTED] = "1"
             directory = rank.place.directory if self._cluster.shipped else os.getcwd()
             arguments = (command, environment, directory, self._options.files)
             started.append(rank.actor.start.remote(*arguments))
