@@ -15,9 +15,12 @@ import pytest
 from elastic_runs import ELASTIC_WORKER, records, run_alone, wait_until
 from launched import run_cli
 from support import clean_environment
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accelerate_core.config.files import parse_config
 from accelerate_core.plugin import ConfigurationError
+from accelerate_launch.membership import Machine, describe
 from accelerate_launch.planning import decide
 
 
@@ -104,6 +107,12 @@ def test_run_continues_on_4_2_and_3_machines(
         (folder / "hold-13").unlink()
         living = [machines.launches[index] for index in (0, 1, 4)]
         assert [one.wait(120) for one in living] == [0, 0, 0], machines.text()
+        host = socket.gethostname()
+        changes = re.findall(r"Machines now.*", machines.text())
+        assert [re.sub(r"process \d+", "process", one) for one in changes] == [
+            f"Machines now: 2 (was 4); left: {host} (process), {host} (process); 2 processes",
+            f"Machines now: 3 (was 2); joined: {host} (process); 3 processes",
+        ]
     finally:
         machines.end()
         print(machines.text())
@@ -138,6 +147,74 @@ def test_global_batch_must_be_divisible_by_the_processes(tmp_path: Path) -> None
         done.stderr
     )
     assert "Restarting" not in done.stderr  # the next attempt would fail as well
+
+
+@pytest.mark.parametrize(
+    ("steps", "restarted", "warned"), [(1, False, True), (3, False, False), (1, True, False)]
+)
+def test_sizes_that_end_the_run_are_named_when_it_starts(
+    tmp_path: Path, steps: int, restarted: bool, warned: bool
+) -> None:
+    environment = clean_environment(
+        ACCELERATE_ELASTIC_POLICY="keep_global_batch",
+        ACCELERATE_ELASTIC_PROCESSES="32",
+        ACCELERATE_ELASTIC_MACHINES="2:4",
+    )
+    if restarted:
+        environment["ACCELERATE_ELASTIC_RESTARTED"] = "1"
+    code = "from accelerate_core import Accelerator; "
+    code += f"Accelerator(cpu=True, gradient_accumulation_steps={steps})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stderr.split())
+    words = (
+        "This run ends with an error if machines leave or join and 24 processes are left: its global "
+        "batch of 32 micro-batches (gradient_accumulation_steps=1 on 32 processes) can't be divided "
+        "among them. To continue with any number of machines in --num_machines 2:4, set "
+        "gradient_accumulation_steps to a multiple of 3, or set --elastic_policy scale."
+    )
+    assert text.count("ends with an error") == warned, done.stderr
+    assert (words in text) == warned, done.stderr
+
+
+def test_changes_of_the_machines_are_described() -> None:
+    n1, n2, n3 = (Machine(f"n{number}", 10) for number in (1, 2, 3))
+    assert describe({n1, n2}, {n1, n2, n3}) == "Machines now: 3 (was 2); joined: n3"
+    assert describe({n1, n2, n3}, {n1}) == "Machines now: 1 (was 3); left: n2, n3"
+    again = Machine("n2", 11)
+    assert describe({n1, n2}, {n1, again}) == (
+        "Machines now: 2 (was 2); joined: n2 (process 11); left: n2 (process 10)"
+    )
+
+
+def test_machine_that_comes_after_the_end_says_so(tmp_path: Path) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    settings = RendezvousParameters("c10d", endpoint, "ended", 1, 2, is_host=True)
+    ended = get_rendezvous_handler(settings)
+    ended.set_closed()
+    script = tmp_path / "train.py"
+    script.touch()
+    command = [sys.executable, "-m", "accelerate_launch.agent", "--nnodes", "1:2"]
+    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--rdzv_id", "ended"]
+    command += ["--rdzv_conf", "is_host=false", "--local_addr", "127.0.0.1", "--", str(script)]
+    done = subprocess.run(
+        command, env=clean_environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "Error: this machine can't take part in the run, because the run has already ended."
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_policy_without_a_range_is_refused() -> None:
+    words = (
+        r"elastic_policy='scale' \(command line --elastic_policy\) has no effect, because num_mach"
+    )
+    with pytest.raises(ConfigurationError, match=words):
+        decide({"elastic_policy": "scale", "num_processes": 2, "cpu": True}, {})
 
 
 ELASTIC = ("--num_machines", "2:4", "--num_processes", "8", "--main_process_ip", "n0")

@@ -18,11 +18,12 @@ from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, Worke
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher import api
 
 from accelerate_core.plugin import ConfigurationError, parse_bool
 from accelerate_launch import late_ranks
+from accelerate_launch.elastic import RESTARTED
 from accelerate_launch.failures import caused_by_setting, describe, held, remember
 from accelerate_launch.lost_rendezvous import LONG_PATIENCE, LostRendezvous
 from accelerate_launch.machine_0 import (
@@ -33,7 +34,8 @@ from accelerate_launch.machine_0 import (
     is_reached_by,
     split_endpoint,
 )
-from accelerate_launch.plan import PREEMPTED
+from accelerate_launch.membership import Membership
+from accelerate_launch.plan import PREEMPTED, counted
 from accelerate_launch.uncaught import AGENT_VARIABLE
 
 #: Separates the agent's options from the program.
@@ -41,6 +43,9 @@ _TARGET = "--"
 
 #: After waiting this many seconds for the other machines, the agent prints that it is waiting.
 _SILENCE = 8.0
+
+#: The error of a machine that comes when the others have closed the rendezvous.
+_CLOSED = "Error: this machine can't take part in the run, because the run has already ended.\n"
 
 
 def main(arguments: list[str]) -> int:
@@ -72,6 +77,7 @@ def main(arguments: list[str]) -> int:
     _pass_signals_on(parsed)
     if parsed.nnodes not in ("1", "1:1") and parsed.rdzv_backend != "static":
         _Agent.watch = LostRendezvous(parsed.rdzv_endpoint)
+        _Agent.membership = Membership(holds_store=_holds_store(parsed))
     api.LocalElasticAgent = _Agent  # type: ignore[misc]
     try:
         torchrun.run(parsed)
@@ -84,8 +90,11 @@ def main(arguments: list[str]) -> int:
         return 128 + int(error.sigval)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except RendezvousClosedError:
+        sys.stderr.write(_CLOSED)
+        return 1
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
         where = f" at {machine}" if machine is not None else ""
         sys.stderr.write(
             f"Error: this machine could not connect to the others{where}: {reason}\n"
@@ -104,11 +113,23 @@ def _own_options() -> argparse.ArgumentParser:
     return parser
 
 
+def _holds_store(parsed: Any) -> bool:
+    """Return whether this machine holds the store of a rendezvous that isn't static."""
+    conf = _rendezvous_settings(parsed)
+    if "is_host" in conf:
+        return parse_bool(conf["is_host"])
+    return is_here(split_endpoint(parsed.rdzv_endpoint)[0])
+
+
+def _rendezvous_settings(parsed: Any) -> dict[str, str]:
+    return dict(pair.split("=", 1) for pair in parsed.rdzv_conf.split(",") if pair)
+
+
 def _find_machine_0(parsed: Any, source: str, claim: str) -> MachineZero | None:
     """Wait for machine 0 if the run has several machines; return None otherwise."""
     if parsed.standalone or parsed.nnodes in ("1", "1:1"):
         return None
-    conf = dict(pair.split("=", 1) for pair in parsed.rdzv_conf.split(",") if pair)
+    conf = _rendezvous_settings(parsed)
     if parsed.rdzv_backend == "static":
         host, port = parsed.master_addr, parsed.master_port
         is_machine_0 = parsed.node_rank == 0
@@ -180,6 +201,8 @@ class _Agent(LocalElasticAgent):
 
     #: Ends the agent if the store on another machine stops answering.
     watch: ClassVar[LostRendezvous | None] = None
+    #: Follows machines that join and leave; None if their number is fixed or there is only one.
+    membership: ClassVar[Membership | None] = None
     quiet: ClassVar[bool] = False
     #: What the machines wait for at the start, as printed; empty if there is only one machine.
     meeting: ClassVar[str] = ""
@@ -233,11 +256,24 @@ class _Agent(LocalElasticAgent):
             reminder.start()
         try:
             super()._rendezvous(worker_group)
+            self._print_membership(worker_group)
             self._use_highest_restart_count(worker_group)
         finally:
             reminder.cancel()
             if self.watch is not None:
                 self.watch.answered()
+
+    def _print_membership(self, group: Any) -> None:
+        """Print which machines have joined and left since the last group."""
+        if self.membership is None:
+            return
+        text = self.membership.update(group.store, group.group_rank, group.group_world_size)
+        if self.membership.restarted:
+            os.environ[RESTARTED] = "1"  # the ranks inherit it
+        if text is not None:
+            ranks = counted(group.workers[0].world_size, "process")
+            sys.stderr.write(f"{text}; {ranks}\n")
+            sys.stderr.flush()
 
     def _use_highest_restart_count(self, group: Any) -> None:
         """Set the restart count of all agents to the highest one.
