@@ -117,7 +117,7 @@ def _holds_store(parsed: Any) -> bool:
     """Return whether this machine holds the store of a rendezvous that isn't static."""
     conf = _rendezvous_settings(parsed)
     if "is_host" in conf:
-        return parse_bool(conf["is_host"])
+        return bool(parse_bool(conf["is_host"]))
     return is_here(split_endpoint(parsed.rdzv_endpoint)[0])
 
 
