@@ -209,6 +209,40 @@ def test_machine_that_comes_after_the_end_says_so(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_machine_that_waits_when_the_run_ends_has_lost_its_connection(tmp_path: Path) -> None:
+    port = free_port()
+    code = (
+        "import time, torch.distributed as dist\n"
+        f"store = dist.TCPStore('127.0.0.1', {port}, is_master=True, wait_for_workers=False)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(120)\n"
+    )
+    script = tmp_path / "train.py"
+    script.touch()
+    command = [sys.executable, "-m", "accelerate_launch.agent", "--nnodes", "2:2"]
+    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
+    command += ["--rdzv_id", "waiting", "--rdzv_conf", "is_host=false", "--", str(script)]
+    store = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    waiting = None
+    try:
+        assert store.stdout is not None
+        assert store.stdout.readline() == b"ready\n"
+        waiting = subprocess.Popen(
+            command, env=clean_environment(), stderr=subprocess.PIPE, text=True
+        )
+        assert waiting.stderr is not None
+        assert "Still waiting" in waiting.stderr.readline()
+        store.kill()
+        _, errors = waiting.communicate(timeout=60)
+    finally:
+        for process in filter(None, (store, waiting)):
+            process.kill()
+            process.wait(10)
+    assert waiting.returncode == 1
+    assert "Error: this machine lost the connection to the others at machine 0" in errors
+    assert errors.splitlines()[-1] == "The run has ended, or machine 0 was lost."
+
+
 def test_policy_without_a_range_is_refused() -> None:
     words = (
         r"elastic_policy='scale' \(command line --elastic_policy\) has no effect, because num_mach"

@@ -18,7 +18,11 @@ from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, Worke
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+)
 from torch.distributed.launcher import api
 
 from accelerate_core.plugin import ConfigurationError, parse_bool
@@ -96,6 +100,12 @@ def main(arguments: list[str]) -> int:
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
         where = f" at {machine}" if machine is not None else ""
+        if _Agent.connected and isinstance(error, (RendezvousConnectionError, DistNetworkError)):
+            sys.stderr.write(
+                f"Error: this machine lost the connection to the others{where}: {reason}\n"
+                "The run has ended, or machine 0 was lost.\n"
+            )
+            return 1
         sys.stderr.write(
             f"Error: this machine could not connect to the others{where}: {reason}\n"
             "Check that --main_process_ip, --main_process_port and --num_machines are the same on "
@@ -203,6 +213,8 @@ class _Agent(LocalElasticAgent):
     watch: ClassVar[LostRendezvous | None] = None
     #: Follows machines that join and leave; None if their number is fixed or there is only one.
     membership: ClassVar[Membership | None] = None
+    #: Whether the store of a rendezvous that isn't static has been reached.
+    connected: ClassVar[bool] = False
     quiet: ClassVar[bool] = False
     #: What the machines wait for at the start, as printed; empty if there is only one machine.
     meeting: ClassVar[str] = ""
@@ -247,6 +259,7 @@ class _Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         if self.watch is not None:
+            type(self).connected = True
             settings = getattr(worker_group.spec.rdzv_handler, "_settings", None)
             join = settings.timeout.join.total_seconds() if settings is not None else 600.0
             self.watch.waiting(join + LONG_PATIENCE)
