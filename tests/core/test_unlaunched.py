@@ -16,6 +16,7 @@ from accelerate_core.contract.topology import (
     read_topology,
 )
 from accelerate_core.errors import ConfigurationError
+from accelerate_launch import machine_0
 from accelerate_launch.cluster import mpi_ranks, pmix_ranks, slurm_task_ranks
 from accelerate_launch.slurm import port_of_run
 
@@ -79,7 +80,15 @@ def test_slurm_task_can_opt_in_to_training_alone(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "0 1\n"), done.stderr
 
 
-def test_ranks_address_and_port_come_from_slurm() -> None:
+def test_node_name_that_does_not_resolve_is_an_error() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"'nohost01' of machine 0, port .* of the SLURM step"
+    ):
+        slurm_task_ranks({**TASK, "SLURM_STEP_NODELIST": "nohost[01-02]"})
+
+
+def test_ranks_address_and_port_come_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_0, "resolve", lambda host, port: [host])
     assert slurm_task_ranks({**TASK, "SLURM_STEP_NODELIST": "gpu[01-02]"}) == {
         "RANK": "1",
         "WORLD_SIZE": "2",

@@ -69,6 +69,11 @@ def test_task_follows_from_the_config_file(tmp_path: Path) -> None:
         ),
         (GPUS, ("--accelerator", "H100:all"), "must have the form NAME or NAME:NUMBER"),
         (CPUS, ("--accelerator", "H100"), "--accelerator H100 contradicts use_cpu: true"),
+        (
+            CPUS + "launcher: ray\n",
+            (),
+            "launcher=ray (c.yaml line",
+        ),
         ("num_procs: 2\n", (), "Unknown key 'num_procs' in c.yaml line 1"),
         (CPUS, ("--output", "no/task.yaml"), "Cannot write no/task.yaml"),
     ],

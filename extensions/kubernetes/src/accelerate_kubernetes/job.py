@@ -32,6 +32,12 @@ _LONGEST_NAME = 45
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
+#: The key of a label, without the limits on its length.
+_LABEL = re.compile(r"([a-z0-9][-a-z0-9.]*/)?[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?")
+#: The operators or the launcher in the pod set these variables.
+_RANKS = frozenset(
+    {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+)
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 #: The options of `launch` that the launcher in a pod must see on its command line. Other settings
 #: reach it as environment variables or in the config file.
@@ -124,9 +130,15 @@ def describe(plan: LaunchPlan, chosen: KubernetesLaunch) -> Job:
             "--kubernetes_kind jobset, or restart the processes in the pods with --max_restarts."
         )
     _refuse_local_values(plan)
-    resources = dict(_each(chosen.resources, "resources", _resource))
+    resources = _unique("resources", _each(chosen.resources, "resources", _resource))
     per_machine = _per_machine(plan, resources)
+    shm_size = _shm_size(chosen.shm_size)
     volumes = _each(chosen.volumes, "volumes", _volume)
+    mounted = [(path, claim) for claim, path, _ in volumes]
+    _unique(
+        "volumes",
+        mounted if shm_size is None else [*mounted, ("/dev/shm", "--kubernetes_shm_size")],
+    )
     config = _config(plan)
     own, secrets = _secrets(chosen)
     environment = {**_settings(plan), **dict(_each(chosen.env, "env", _variable))}
@@ -149,7 +161,7 @@ def describe(plan: LaunchPlan, chosen: KubernetesLaunch) -> Job:
         node_selector=dict(_each(chosen.node_selector, "node_selector", _label)),
         tolerations=tuple(_each(chosen.tolerations, "tolerations", _toleration)),
         volumes=tuple(volumes),
-        shm_size=_shm_size(chosen.shm_size),
+        shm_size=shm_size,
         working_dir=chosen.working_dir,
         service_account=chosen.service_account,
         priority_class=chosen.priority_class,
@@ -255,11 +267,11 @@ def _grace_period(plan: LaunchPlan, chosen: KubernetesLaunch) -> int | None:
 def _shm_size(said: str | None) -> str | None:
     if said is None:
         return ""
-    if said.lower() in ("no", "false", "0"):  # YAML reads a bare no as false
+    if said.lower() in ("none", "no", "false", "0"):
         return None
     if not _QUANTITY.fullmatch(said):
         raise ConfigurationError(
-            f"--kubernetes_shm_size {said} must be a size such as 16Gi, or no for no volume."
+            f"--kubernetes_shm_size {said} must be a size such as 16Gi, or none for no volume."
         )
     return said
 
@@ -284,6 +296,18 @@ def _each(texts: Sequence[str] | None, option: str, read: Callable[[str, str], T
     return [read(text, option) for text in texts or ()]
 
 
+def _unique(option: str, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Return pairs as a dict, after checking that no key comes twice."""
+    made: dict[str, str] = {}
+    for key, value in pairs:
+        if key in made:
+            raise ConfigurationError(
+                f"--kubernetes_{option}: {key} is used twice, for {made[key]} and {value}. Leave one out."
+            )
+        made[key] = value
+    return made
+
+
 def _malformed(option: str, text: str, form: str) -> ConfigurationError:
     return ConfigurationError(f"--kubernetes_{option} {text} must have the form {form}.")
 
@@ -292,12 +316,16 @@ def _resource(text: str, option: str) -> tuple[str, str]:
     name, _, count = text.partition("=")
     if not name or not _QUANTITY.fullmatch(count):
         raise _malformed(option, text, "NAME=QUANTITY, such as nvidia.com/gpu=8 or memory=64Gi")
+    if "/" in name and not count.isdigit():
+        raise ConfigurationError(
+            f"--kubernetes_resources {text}: Kubernetes only accepts whole numbers of {name}."
+        )
     return name, count
 
 
 def _label(text: str, option: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
-    if not key or not equals:
+    if not equals or not _LABEL.fullmatch(key):
         raise _malformed(option, text, "KEY=VALUE")
     return key, value
 
@@ -306,6 +334,10 @@ def _variable(text: str, option: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not _VARIABLE.fullmatch(name):
         raise _malformed(option, text, "NAME=VALUE or NAME")
+    if name in _RANKS:
+        raise ConfigurationError(
+            f"--kubernetes_env {text} does not work, because the job sets {name} for each pod. Leave it out."
+        )
     if equals:
         return name, value
     if name not in os.environ:

@@ -48,7 +48,7 @@ class KubernetesLaunch:
     )
     shm_size: str | None = option(
         default=None,
-        help="size of /dev/shm, such as 16Gi, or no for the container runtime's 64 MB; "
+        help="size of /dev/shm, such as 16Gi, or none for the container runtime's 64 MB; "
         "default: as much as the pod's memory",
     )
     env: list[str] | None = option(

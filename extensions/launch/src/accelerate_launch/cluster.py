@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from accelerate_core.plugin import ConfigurationError, SourcedValue
-from accelerate_launch import mpi, pods, slurm
+from accelerate_launch import machine_0, mpi, pods, slurm
 from accelerate_launch.plan import LOOPBACK
 
 
@@ -52,10 +52,16 @@ def slurm_task_ranks(environ: Mapping[str, str]) -> Mapping[str, str]:
     start more ranks. A batch script and the shell of `salloc` are no tasks.
 
     Raises:
-        ConfigurationError: the nodes have different numbers of tasks.
+        ConfigurationError: the nodes have different numbers of tasks, or the first one's name does not
+            resolve on this node.
     """
-    alone = slurm.tasks_of_step(environ) == 1
-    return {} if alone or _flavour(environ) is not None else _slurm_rank(environ).ranks
+    if slurm.tasks_of_step(environ) == 1 or _flavour(environ) is not None:
+        return {}
+    ranks = _slurm_rank(environ).ranks
+    host, port = ranks["MASTER_ADDR"], int(ranks["MASTER_PORT"])
+    if ranks["RANK"] != "0":  # torch would wait for minutes
+        machine_0.check_resolves(host, port, "the first node of the SLURM step")
+    return ranks
 
 
 def mpi_ranks(environ: Mapping[str, str]) -> Mapping[str, str]:

@@ -17,12 +17,17 @@ MOUNTED = "/tmp/accelerate-core/config.yaml"
 #: Plugins that the extra `standard` brings, and those that only submit jobs elsewhere.
 _NOT_EXTRAS = frozenset({"compile", "ddp", "kubernetes", "ray", "single"})
 
+#: Launchers that start processes on other machines.
+_ELSEWHERE = frozenset({"kubernetes", "mpirun", "ray", "srun", "tpu_pod"})
+
 #: SkyPilot sets these variables on every machine. Addresses are in the order of the machines' numbers.
+#: COMMAND is split as a shell would, so arguments may be quoted.
 _RUN = f"""\
+eval "set -- $COMMAND"
 accelerate-core launch --config_file {MOUNTED} \\
     --num_machines "$SKYPILOT_NUM_NODES" --machine_rank "$SKYPILOT_NODE_RANK" \\
     --main_process_ip "$(echo "$SKYPILOT_NODE_IPS" | head -n 1)" --main_process_port {DEFAULT_PORT} \\
-    --num_processes "$((SKYPILOT_NUM_NODES * {{per_machine}}))" $COMMAND
+    --num_processes "$((SKYPILOT_NUM_NODES * {{per_machine}}))" "$@"
 """
 _HEAD = """\
 # Written by accelerate-core config --to skypilot from {path}.
@@ -58,6 +63,12 @@ def task_file(
         raise ConfigurationError(
             f"num_machines={config['num_machines']!r} ({chosen['num_machines'].origin}) is a range, "
             "but a SkyPilot task has a fixed number of machines. Set one number."
+        )
+    launcher = chosen["launcher"].value
+    if launcher in _ELSEWHERE:
+        raise ConfigurationError(
+            f"launcher={launcher} ({chosen['launcher'].origin}) does not work in a SkyPilot task, which "
+            "starts the machines itself. Leave it out."
         )
     asked = "num_processes" in config
     per_machine = chosen["num_processes"].value // machines if asked else 1
