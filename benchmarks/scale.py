@@ -249,6 +249,7 @@ def simulate_other_ranks(store: SimulatedStore, rank: int, world: int, shards: i
     import torch.distributed.checkpoint as dcp
 
     from accelerate_checkpoint import draft, manifest, sharded_save
+    from accelerate_checkpoint import shards as reading
     from accelerate_checkpoint.draft import InPlaceDraft, Report
     from accelerate_checkpoint.files import FileEntry
     from accelerate_core.distributed.torch_collectives import TorchCollectives
@@ -276,6 +277,7 @@ def simulate_other_ranks(store: SimulatedStore, rank: int, world: int, shards: i
 
     store.from_another_rank = from_another_rank
     sharded_save.write_shards = write_shards
+    reading.read_in_place = lambda directory, places, items, planner: list(items)
     dcp.FileSystemReader.read_data = read_data
     # The files of other ranks don't exist, so their sizes cannot be compared.
     draft.problems = manifest.problems = lambda *arguments, **options: []
