@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -74,19 +75,8 @@ class Machines:
             one.wait(10)
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    ("options", "tolerance"),
-    [
-        pytest.param((), 1e-5, id="ddp"),
-        pytest.param(("--use_fsdp",), 1e-4, id="fsdp2", marks=pytest.mark.soak),
-    ],
-)
-def test_run_continues_on_4_2_and_3_machines(
-    tmp_path: Path, options: tuple[str, ...], tolerance: float
-) -> None:
-    steps, whole = run_alone(tmp_path / "alone", 4)
-    folder = tmp_path / "elastic"
+def run_on_4_2_and_3_machines(folder: Path, *options: str) -> tuple[Any, Any]:
+    """Lose two of four machines after 6 steps, and add one after 13. Return the `records`."""
     folder.mkdir()
     for step in (2, 6, 13):
         (folder / f"hold-{step}").touch()
@@ -116,7 +106,22 @@ def test_run_continues_on_4_2_and_3_machines(
     finally:
         machines.end()
         print(machines.text())
-    its, ends = records(folder)
+    return records(folder)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        pytest.param((), 1e-5, id="ddp"),
+        pytest.param(("--use_fsdp",), 1e-4, id="fsdp2", marks=pytest.mark.soak),
+    ],
+)
+def test_run_continues_on_4_2_and_3_machines(
+    tmp_path: Path, options: tuple[str, ...], tolerance: float
+) -> None:
+    steps, whole = run_alone(tmp_path / "alone", 4)
+    its, ends = run_on_4_2_and_3_machines(tmp_path / "elastic", *options)
     assert its.keys() == steps.keys()
     assert [sorted(its[step]) for step in its] == [sorted(steps[step]) for step in steps]
     assert len(ends) == 3
@@ -125,6 +130,22 @@ def test_run_continues_on_4_2_and_3_machines(
         assert (
             "elastic: 3 of 4 processes, policy keep_global_batch; 4 accumulation" in end["explain"]
         )
+
+
+@pytest.mark.soak
+@pytest.mark.dist
+def test_deepspeed_continues_on_4_2_and_3_machines_with_other_global_batches(
+    tmp_path: Path,
+) -> None:
+    """DeepSpeed can't change the accumulation steps. It reads the states in its universal format."""
+    options = "--use_deepspeed", "--zero_stage", "2", "--elastic_policy", "scale"
+    its, ends = run_on_4_2_and_3_machines(tmp_path / "elastic", *options)
+    assert len(ends) == 3
+    per_process = 2 * 3  # batch size and accumulation steps
+    sizes = [len(its[step]) // per_process for step in sorted(its)]
+    assert sizes[:15] == [4] * 6 + [2] * 8 + [3]
+    samples = [sample for step in sorted(its) for sample in its[step]]
+    assert sorted(samples) == sorted([*range(240), *range(240)])  # two epochs
 
 
 def test_global_batch_must_be_divisible_by_the_processes(tmp_path: Path) -> None:
