@@ -40,8 +40,8 @@ from accelerate_checkpoint import (
     as_device,
     byte_bar,
     checkpoint_files,
-    could_be_scales,
     device_of,
+    first_scales,
     iter_state_dict,
     load_shards,
 )
@@ -314,13 +314,12 @@ def load_checkpoint_in_model(
         for file in files:
             for read in loader.read(file):
                 advance(read)
-    for name in loader.unexpected:
-        if could_be_scales(model, name):
-            raise CheckpointError(
-                f"{checkpoint} was saved from a model that bitsandbytes quantized, and "
-                f"load_checkpoint_in_model can't load its scales, such as {name!r}. Load it with "
-                "from_pretrained of Transformers, or load a checkpoint of save_state with load_state."
-            )
+    if scales := first_scales(model, loader.unexpected):
+        raise CheckpointError(
+            f"{checkpoint} was saved from a model that bitsandbytes quantized, and "
+            f"load_checkpoint_in_model can't load its scales, such as {scales!r}. Load it with "
+            "from_pretrained of Transformers, or load a checkpoint of save_state with load_state."
+        )
     missing = loader.tensors.keys() - loader.loaded - non_persistent_buffers(model)
     _report_names(sorted(missing), loader.unexpected, checkpoint, strict)
     if folder is not None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from accelerate_checkpoint.preemption import read_signals as read_signals
     from accelerate_checkpoint.progress import byte_bar as byte_bar
     from accelerate_checkpoint.quantized_weights import as_plain_tensors as as_plain_tensors
-    from accelerate_checkpoint.quantized_weights import could_be_scales as could_be_scales
+    from accelerate_checkpoint.quantized_weights import first_scales as first_scales
     from accelerate_checkpoint.quantized_weights import restore_quantized as restore_quantized
     from accelerate_checkpoint.quantized_weights import scale_names as scale_names
     from accelerate_checkpoint.rng_state import capture_rng_state as capture_rng_state
@@ -74,7 +74,7 @@ _EXPORTS = {
     "accelerate_checkpoint.progress": ("byte_bar",),
     "accelerate_checkpoint.quantized_weights": (
         "as_plain_tensors",
-        "could_be_scales",
+        "first_scales",
         "restore_quantized",
         "scale_names",
     ),

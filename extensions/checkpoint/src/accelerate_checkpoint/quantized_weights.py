@@ -6,7 +6,7 @@ layers to the state dict, but `load_state_dict` of these layers rejects them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -62,14 +62,17 @@ def scale_names(model: nn.Module) -> set[str]:
     }
 
 
-def could_be_scales(model: nn.Module, name: str) -> bool:
-    """Return whether a name in a file belongs to the scales of one of the model's quantized layers."""
-    owner, four, _ = name.partition(".weight.")
-    kinds = {prefix: "Linear4bit" for prefix, _ in _layers(model, "Linear4bit")}
-    kinds |= {prefix: "Linear8bitLt" for prefix, _ in _layers(model, "Linear8bitLt")}
-    if four:
-        return kinds.get(f"{owner}.") == "Linear4bit"
-    return name.endswith("SCB") and kinds.get(name.removesuffix("SCB")) == "Linear8bitLt"
+def first_scales(model: nn.Module, names: Iterable[str]) -> str | None:
+    """Return the first name in a file that belongs to the scales of one of the model's quantized layers."""
+    four = {prefix for prefix, _ in _layers(model, "Linear4bit")}
+    eight = {prefix for prefix, _ in _layers(model, "Linear8bitLt")}
+    for name in names:
+        owner, of_weight, _ = name.partition("weight.")
+        if (of_weight and owner in four) or (
+            name.endswith("SCB") and name.removesuffix("SCB") in eight
+        ):
+            return name
+    return None
 
 
 def undo_packing(model: nn.Module) -> None:

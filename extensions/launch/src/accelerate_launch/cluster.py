@@ -60,7 +60,8 @@ def slurm_task_ranks(environ: Mapping[str, str]) -> Mapping[str, str]:
     ranks = _slurm_rank(environ).ranks
     host, port = ranks["MASTER_ADDR"], int(ranks["MASTER_PORT"])
     if ranks["RANK"] != "0":  # torch would wait for minutes
-        machine_0.check_resolves(host, port, "the first node of the SLURM step")
+        named = "MASTER_ADDR" if environ.get("MASTER_ADDR") else "the first node of the SLURM step"
+        machine_0.check_resolves(host, port, named)
     return ranks
 
 

@@ -186,7 +186,7 @@ class StepGuard:
         return True
 
     def _read(
-        self, losses: Sequence[torch.Tensor], norm: torch.Tensor | float | None
+        self, losses: list[torch.Tensor], norm: torch.Tensor | float | None
     ) -> dict[str, float]:
         import torch
 
@@ -196,7 +196,7 @@ class StepGuard:
             whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             given["the gradient norm"] = torch.as_tensor(whole, device=device).detach().float()
         if losses:
-            own = torch.stack(list(losses)).mean()
+            own = torch.stack(losses).mean()
             several = self.accelerator.num_processes > 1
             given["the loss"] = self.accelerator.reduce(own, "mean") if several else own
         read = torch.stack([one.reshape(()) for one in given.values()]).tolist()

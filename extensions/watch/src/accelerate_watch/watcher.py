@@ -177,11 +177,11 @@ class Watcher(threading.Thread):
         return waited
 
     def _requested(self) -> str:
-        text = self._requests.read_bytes() if self._requests.exists() else b""
+        if not self._requests.exists() or self._requests.stat().st_size == self._read:
+            return ""
+        text = self._requests.read_bytes()
         new = text[self._read :]
         self._read = len(text)
-        if not new:
-            return ""
         by = "accelerate-core dump" if stacks.REQUEST in new else "SIGUSR2"
         return f"a report was requested by {by}"
 
