@@ -110,7 +110,7 @@ def lists_tensors_and_dicts_are_split_between_processes() -> None:
             assert both["a"] == both["b"].tolist() == expected
         with PartialState().split_between_processes(["only"], apply_padding=False) as got:
             assert got == (["only"] if RANK == 0 else [])
-        with pytest.raises(ValueError, match="same length"):
+        with pytest.raises(ValueError, match="equally long"):
             part({"a": [1], "b": [1, 2]})
         results = [{"rank": RANK, "rows": expected}]
         assert [r["rank"] for r in accelerator.gather_for_metrics(results, True)] == RANKS

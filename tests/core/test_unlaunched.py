@@ -32,9 +32,13 @@ TASK = {
     "SLURM_NODEID": "1",
 }
 SCRIPT = """
-import sys
+import sys, time
+import torch.distributed as dist
 from accelerate_core import Accelerator, PartialState
-made = PartialState() if sys.argv[1:] == ["state"] else Accelerator(cpu=True)
+made = Accelerator(cpu=True) if sys.argv[1:] == [] else PartialState()
+if sys.argv[1:] == ["late"] and made.process_index == 1:
+    time.sleep(1)
+    dist.distributed_c10d._get_default_store().add("key", 1)
 print(made.process_index, made.num_processes)
 """
 
@@ -45,8 +49,11 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("arguments", [[], ["state"]], ids=["Accelerator", "state"])
+@pytest.mark.parametrize(
+    "arguments", [[], ["state"], ["late"]], ids=["Accelerator", "state", "late"]
+)
 def test_slurm_tasks_without_launcher_are_ranks(tmp_path: Path, arguments: list[str]) -> None:
+    """With `late`, rank 1 uses the store that rank 0 hosts after rank 0 has reached its end."""
     (tmp_path / "train.py").write_text(SCRIPT)
     # A job that other tests don't use, because the port is derived from its number.
     job = {**TASK, "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NUM_NODES": "1"}

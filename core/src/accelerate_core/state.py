@@ -64,9 +64,7 @@ def split_between(inputs: Any, index: int, count: int, apply_padding: bool = Fal
     if isinstance(inputs, dict):
         lengths = {key: len(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
-            raise ValueError(
-                f"All values of a dict must have the same length to be split, not {lengths}."
-            )
+            raise ValueError(f"To be split, the values of a dict must be equally long: {lengths}.")
         parts = {k: split_between(v, index, count, apply_padding) for k, v in inputs.items()}
         return type(inputs)(parts)
     total = len(inputs)

@@ -176,7 +176,7 @@ def test_prepare_accepts_only_one_model_with_its_adam(calls: list[str]) -> None:
     [
         ({"backend": "fsdp2"}, "'fsdp2' cannot run .*needs 'optimizer'"),
         ({"backend": "deepspeed"}, "'deepspeed' cannot run .*needs .*'optimizer'"),
-        ({"dynamo_backend": "eager"}, "does not support compiled models"),
+        ({"dynamo_backend": "eager"}, "cannot run compiled models"),
         ({"more": [GradScalerKwargs(enabled=False)]}, "needs a loss scaler"),
     ],
 )

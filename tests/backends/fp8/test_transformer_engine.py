@@ -360,7 +360,7 @@ def test_unsupported_format_is_rejected_with_the_required_capability(
 
 
 def test_engine_declares_its_needs_and_limits(te):
-    with pytest.raises(ConfigurationError, match="does not support compiled models"):
+    with pytest.raises(ConfigurationError, match="cannot run compiled models"):
         accelerator(dynamo_backend="eager")
     needs = [
         engine.TransformerEngine(None, [TERecipeKwargs(**said)]).needs - {"autocast", "modules"}

@@ -146,9 +146,7 @@ def check_supported(
         )
     for label, one in ((f"Backend {record.name!r}", backend), (asked, precision)):
         if dynamo.enabled and not one.supports.get("compile", True):
-            raise ConfigurationError(
-                f"{label} does not support compiled models; remove dynamo_backend."
-            )
+            raise ConfigurationError(f"{label} cannot run compiled models; remove dynamo_backend.")
     active, mesh = sizes.active_mesh_dims if sizes else [], precision.supports.get("mesh")
     outside = [dimension for dimension in active if mesh is not None and dimension not in mesh]
     if mesh is not None and outside:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import random
-from typing import Any
 
 import torch
 
@@ -29,7 +27,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         seed += current_runtime().process_index
     random.seed(seed)
     if importlib.util.find_spec("numpy") is not None:
-        numpy: Any = importlib.import_module("numpy")
+        import numpy
+
         numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     user = current_user()

@@ -61,9 +61,8 @@ def find_generator(loader: Any) -> torch.Generator | None:
     if isinstance(sampler, SeedableRandomSampler):
         return None
     dataset = getattr(loader, "dataset", None)
-    owners: list[Any] = [sampler, getattr(loader, "batch_sampler", None)]
-    if isinstance(dataset, IterableDataset):
-        owners = [dataset]
+    of_order = [sampler, getattr(loader, "batch_sampler", None)]
+    owners = [dataset] if isinstance(dataset, IterableDataset) else of_order
     found = (getattr(owner, "generator", None) for owner in owners)
     return next((each for each in found if isinstance(each, torch.Generator)), None)
 

@@ -15,8 +15,8 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
@@ -119,6 +119,8 @@ def acquire(
             runtime.comm_backend = comm_backend or runtime.comm_backend
             runtime.init_method = init_method
             _open_group(runtime, init_group or start_group)
+            if user is None:  # an Accelerator compares its settings later
+                check_consistent(runtime, {})
     except BaseException:
         if _current is None:
             _end_globals()  # no Accelerator exists that could end them later
@@ -305,11 +307,10 @@ def _store(process: Process) -> Any:
 
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     # A single process can use any free port, because several may run on the same machine.
-    usual = "0" if process.num_processes == 1 else "29500"
-    port = int(os.environ.get("MASTER_PORT", usual))
+    port = int(os.environ.get("MASTER_PORT", 0 if process.num_processes == 1 else 29500))
     if (address, port) not in _stores:
         agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        _stores[address, port] = TCPStore(
+        store = _stores[address, port] = TCPStore(
             address,
             port,
             world_size=None,
@@ -317,10 +318,24 @@ def _store(process: Process) -> Any:
             timeout=process.timeout or timedelta(minutes=5),
             wait_for_workers=False,
         )
+        if not agent_hosts:
+            atexit.register(_leave_store, store, process.process_index, process.num_processes)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = _stores[address, port]
     generation = store.add(f"accelerate/{attempt}/groups/{process.process_index}", 1)
     return PrefixStore(f"accelerate/{attempt}/{generation}", store)
+
+
+def _leave_store(store: Any, rank: int, count: int) -> None:
+    """Count this rank as one that no longer needs the store. Rank 0, which hosts it, waits for the others.
+
+    Otherwise, the other ranks of a short script could still be reading when rank 0 exits.
+    """
+    with suppress(RuntimeError):  # rank 0 has ended, or another rank takes longer
+        if store.add("accelerate/left", 1) == count:
+            store.set("accelerate/all_left", "")
+        if rank == 0 and not hasattr(sys, "last_value"):
+            store.wait(["accelerate/all_left"], timedelta(seconds=5))
 
 
 def start_group(start: Process) -> None:
@@ -392,9 +407,9 @@ def _check_fits(
 
 
 def check_consistent(runtime: Runtime, facts: Mapping[str, Any]) -> None:
-    """Compare `facts` on all ranks through the store.
+    """Compare `facts` on all ranks through the store. Once this returns, the group runs on all ranks.
 
-    A rank sends a few short messages, however many ranks there are: it counts itself under the digest of
+    If a rank ended its group earlier, the others could not connect to it. A rank sends a few short messages, however many ranks there are: it counts itself under the digest of
     its facts, and the last one to arrive sees whether all have the same digest. Facts are only read if they
     differ.
 
@@ -440,19 +455,19 @@ def _wait_for_verdict(store: Any, runtime: Runtime, prefix: str) -> None:
 def _verdict(store: Any, prefix: str, count: int) -> str:
     digests = [store.get(f"{prefix}/{rank}").decode() for rank in range(count)]
     facts = {each: json.loads(store.get(f"{prefix}/facts/{each}")) for each in set(digests)}
-    return _differences(facts[digests[0]], {r: facts[each] for r, each in enumerate(digests)})
+    return _differences([facts[each] for each in digests])
 
 
-def _differences(reference: dict[str, Any], others: Mapping[int, dict[str, Any]]) -> str:
+def _differences(facts: Sequence[Mapping[str, Any]]) -> str:
+    """Return a sentence about the facts of the ranks that differ from those of rank 0."""
     differences = [
-        f"{key} is {reference.get(key)!r} on rank 0, {facts.get(key)!r} on rank {rank}"
-        for rank, facts in others.items()
-        for key in sorted({*reference, *facts})
-        if reference.get(key) != facts.get(key)
+        f"{key} is {facts[0].get(key)!r} on rank 0, {others.get(key)!r} on rank {rank}"
+        for rank, others in enumerate(facts)
+        for key in sorted({*facts[0], *others})
+        if facts[0].get(key) != others.get(key)
     ]
-    more = len(differences) - 5
-    shown = "; ".join([*differences[:5], *([f"and {more} more"] if more > 0 else [])])
-    return f"{shown}." if shown else ""
+    more = [f"and {len(differences) - 5} more"] if len(differences) > 5 else []
+    return "; ".join([*differences[:5], *more]) + "."
 
 
 def _end_group(runtime: Runtime) -> None:

@@ -138,9 +138,8 @@ class TokenCount:
     def divided(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss, scaled so that its gradient can be added to the earlier ones."""
         if self.applied and self.factor is not None:
-            loss = loss * self.factor.to(
-                loss.device, torch.promote_types(loss.dtype, torch.float32)
-            )
+            dtype = torch.promote_types(loss.dtype, torch.float32)
+            loss = loss * self.factor.to(loss.device, dtype)
         return loss if self._divisor is None else loss / self._divisor.to(loss.device)
 
     def apply(self) -> None:
