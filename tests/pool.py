@@ -48,6 +48,9 @@ _WARM = (
     "accelerate_core.accelerator", "accelerate_core.utils", "accelerate_testing.training",
     "accelerate_checkpoint",
     "accelerate_ddp", "accelerate_fsdp2",
+    # What the first Accelerator of a process imports.
+    "accelerate_launch.uncaught", "accelerate_launch.loop_checks", "accelerate_launch.misuse",
+    "accelerate_watch.plugin", "pydantic.dataclasses",
     # The command line and torch's agent (see `warm_python`).
     "click", "psutil", "rich.console", "rich.table", "torch.distributed.run", "yaml",
 )  # fmt: skip
@@ -342,6 +345,8 @@ def _warm_up(more: Sequence[str]) -> None:
     for name in (*_WARM, *more):
         if find_spec(name.partition(".")[0]):  # some packages need a newer torch
             importlib.import_module(name)
+    # pydantic looks for its plugins in all distributions when it creates its first validator.
+    importlib.import_module("pydantic").TypeAdapter(int)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, "an import has started a thread, which a fork would lose"
     gc.collect()

@@ -138,6 +138,13 @@ class Installed:
 
 
 @functools.cache
+def _owner(dist: importlib.metadata.Distribution | None) -> tuple[str, str]:
+    """Return the name and version of a distribution. Reading them parses all of its metadata."""
+    metadata = dist.metadata if dist else {"Name": "unknown", "Version": ""}
+    return metadata["Name"], metadata["Version"]
+
+
+@functools.cache
 def installed() -> Installed:
     """Scan the entry points of all installed distributions, once per process.
 
@@ -151,7 +158,7 @@ def installed() -> Installed:
     groups = GROUPS | {point.value: point.name for point in found.select(group=_KINDS)}
     for group in (*groups, _EXPORTS, _TRIGGERS):
         for point in found.select(group=group):
-            owner = (point.dist.name, point.dist.version) if point.dist else ("unknown", "")
+            owner = _owner(point.dist)
             if group == _EXPORTS:
                 exports.setdefault(point.name, (point.value, owner[0]))
             elif group == _TRIGGERS:
