@@ -409,9 +409,9 @@ def _check_fits(
 def check_consistent(runtime: Runtime, facts: Mapping[str, Any]) -> None:
     """Compare `facts` on all ranks through the store. Once this returns, the group runs on all ranks.
 
-    If a rank ended its group earlier, the others could not connect to it. A rank sends a few short messages, however many ranks there are: it counts itself under the digest of
-    its facts, and the last one to arrive sees whether all have the same digest. Facts are only read if they
-    differ.
+    A group that ended before that could not be connected to. A rank sends a few short messages, however many
+    ranks there are: it counts itself under the digest of its facts, and the last one to arrive sees whether
+    all have the same digest. Facts are only read if they differ.
 
     Raises:
         ConfigurationError: facts differ. Raised on every rank; the message lists the differences.
