@@ -342,6 +342,11 @@ def test_elastic_run_continues_on_one_node_and_grows_again(
     run.wait_for("A node has joined. Restarting all ranks.")
     (folder / "hold-13").unlink()
     assert run.end() == 0, run.story
+    changes = re.findall(r"Machines now: .*", run.err.read_text())
+    assert [re.sub(r"\S+ \(node \w{8}\)", "HOST", change) for change in changes] == [
+        "Machines now: 1 (was 2); left: HOST; 1 process",
+        "Machines now: 2 (was 1); joined: HOST; 2 processes",
+    ]
     assert (folder / "size-1").exists()
     taken, ends = records(folder)
     assert {step: sorted(ids) for step, ids in taken.items()} == {

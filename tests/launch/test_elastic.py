@@ -201,10 +201,10 @@ def test_sizes_that_end_the_run_are_named_when_it_starts(
 
 
 def test_changes_of_the_machines_are_described() -> None:
-    n1, n2, n3 = (Machine(f"n{number}", 10) for number in (1, 2, 3))
+    n1, n2, n3 = (Machine(f"n{number}", "process 10") for number in (1, 2, 3))
     assert describe({n1, n2}, {n1, n2, n3}) == "Machines now: 3 (was 2); joined: n3"
     assert describe({n1, n2, n3}, {n1}) == "Machines now: 1 (was 3); left: n2, n3"
-    again = Machine("n2", 11)
+    again = Machine("n2", "process 11")
     assert describe({n1, n2}, {n1, again}) == (
         "Machines now: 2 (was 2); joined: n2 (process 11); left: n2 (process 10)"
     )

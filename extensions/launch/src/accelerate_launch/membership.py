@@ -13,10 +13,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Machine:
-    """A launcher on a machine. Several launchers on one host count as several machines."""
+    """A launcher or a node of Ray. Several of them on one host count as several machines.
+
+    Attributes:
+        instance: distinguishes those of one host, such as "process 71".
+    """
 
     host: str
-    process: int
+    instance: str
 
 
 class Membership:
@@ -29,7 +33,7 @@ class Membership:
     def __init__(self, *, holds_store: bool) -> None:
         self.restarted = False
         self._holds_store = holds_store
-        self._me = Machine(socket.gethostname(), os.getpid())
+        self._me = Machine(socket.gethostname(), f"process {os.getpid()}")
         self._machines: frozenset[Machine] = frozenset()
 
     def update(self, store: Any, rank: int, size: int) -> str | None:
@@ -47,7 +51,7 @@ class Membership:
         store.set(_key(rank), json.dumps(entry))
         entries = [json.loads(store.get(_key(number))) for number in range(size)]
         before = self._machines
-        self._machines = frozenset(Machine(one["host"], one["process"]) for one in entries)
+        self._machines = frozenset(Machine(one["host"], one["instance"]) for one in entries)
         stayed = [number for number, one in enumerate(entries) if one["stayed"]]
         self.restarted = bool(stayed)
         if not stayed or self._machines == before:
@@ -63,7 +67,7 @@ def describe(before: Collection[Machine], now: Collection[Machine]) -> str:
     def names(machines: set[Machine]) -> str:
         return ", ".join(
             sorted(
-                one.host if hosts[one.host] == 1 else f"{one.host} (process {one.process})"
+                one.host if hosts[one.host] == 1 else f"{one.host} ({one.instance})"
                 for one in machines
             )
         )

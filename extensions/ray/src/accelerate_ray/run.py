@@ -27,7 +27,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from accelerate_core.errors import ConfigurationError
 from accelerate_launch.elastic import RESTARTED
 from accelerate_launch.failures import caused_by_setting, describe
-from accelerate_launch.plan import PREEMPTED
+from accelerate_launch.membership import Machine
+from accelerate_launch.membership import describe as describe_machines
+from accelerate_launch.plan import PREEMPTED, counted
 from accelerate_ray.cluster import Cluster, bundle_of, connected, is_alive, reserved
 from accelerate_ray.elastic import Joining, choose_size, sizes_of
 from accelerate_ray.options import RunOptions, shipped_variables
@@ -128,13 +130,16 @@ def run(
         attempt = 0
         restarts = 0
         placements = 0
+        machines: frozenset[Machine] = frozenset()
         while True:
             output.begin(attempt)
             try:
                 joining = Joining(bundle, options.share, options.settings.strategy)
                 count = choose_size(options, bundle, sizes)
                 with reserved(cluster, options.settings, bundle, count) as group:
-                    one = Attempt(options, cluster, group, output, signals, Path(folder), attempt)
+                    one = Attempt(
+                        options, cluster, group, output, signals, Path(folder), attempt, machines
+                    )
                     can_grow = count < sizes[-1]
                     outcome = one.run(command, bundle, count, joining if can_grow else None)
             except PlacementLostError as error:
@@ -148,6 +153,7 @@ def run(
                 continue
             finally:
                 output.close()
+            machines = one.machines
             if outcome.ok or one.told_to_end:
                 return outcome
             attempt += 1
@@ -184,6 +190,7 @@ class Attempt:
         signals: Sequence[int],
         folder: Path,
         number: int,
+        machines: frozenset[Machine],
     ) -> None:
         self._options = options
         self._cluster = cluster
@@ -195,6 +202,8 @@ class Attempt:
         self._ranks: list[Rank] = []
         self._actors: list[Any] = []
         self._passed_on = 0
+        #: The nodes of the ranks. Until this attempt has placed its own, those of the attempt before.
+        self.machines = machines
         #: Whether a signal that ends a run was passed on to the ranks.
         self.told_to_end = False
 
@@ -220,6 +229,7 @@ class Attempt:
                 self._actors, self._places(), ray.get_runtime_context().get_node_id()
             )
             self._start(command)
+            self._print_membership()
             try:
                 outcome = self._watch(joining)
             finally:
@@ -306,6 +316,16 @@ class Attempt:
             raise PlacementLostError(_reason(error)) from None
         except RayError as error:
             raise ConfigurationError(f"Ray could not start a rank: {_cause(error)}") from None
+
+    def _print_membership(self) -> None:
+        """Print which nodes have joined or left since the attempt before."""
+        before = self.machines
+        places = (rank.place for rank in self._ranks)
+        self.machines = frozenset(Machine(one.host, f"node {one.node[:8]}") for one in places)
+        if before and self.machines != before:
+            text = describe_machines(before, self.machines)
+            sys.stderr.write(f"{text}; {counted(len(self._ranks), 'process')}\n")
+            sys.stderr.flush()
 
     def _watch(self, joining: Joining | None) -> Outcome:
         """Show output until all ranks have ended.
