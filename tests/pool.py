@@ -11,8 +11,8 @@ are: destructors of global objects don't run, modules are already imported, and 
 during imports or at the start (`PYTHON*`, `OMP_*`, `TORCH_LOGS`) have no effect. Tests that depend on these
 must use a real launch.
 
-Each rank has its own warm process, so that hashes of strings differ between ranks. This finds code in
-which ranks disagree about the order of a set.
+Even and odd ranks have different warm processes, so that hashes of strings differ between ranks. This
+finds code in which ranks disagree about the order of a set.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _Parent:
         self.channel.close()
 
 
-#: Rank and additional modules -> the process from which its children are forked.
+#: Whether the rank is odd, and additional modules -> the process from which its children are forked.
 _parents: dict[tuple[int, tuple[str, ...]], _Parent] = {}
 _every: list[_Parent] = []
 _lock = threading.Lock()
@@ -186,7 +186,7 @@ def start(
     stdin: int | None = None,
     more: Sequence[str] = (),
 ) -> Child:
-    """Start `python COMMAND` as a fork of the rank's warm interpreter.
+    """Start `python COMMAND` as a fork of a warm interpreter.
 
     Args:
         command: a script, `-m` and a module, or `-c` and code, then arguments. `-u` may come first.
@@ -195,7 +195,7 @@ def start(
         stdin: file descriptor of the input. The default is an empty input.
         more: modules that are imported before the fork, in addition to `_WARM`.
     """
-    key = rank, tuple(more)
+    key = rank % 2, tuple(more)
     with _lock:
         parent = _parents.get(key)
         if parent is None or parent.process.poll() is not None:

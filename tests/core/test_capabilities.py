@@ -101,7 +101,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("narrow", "layers", None, "ConfigurationError", ["'modules'", "layers are replaced"]),
         ("narrow", "fp16", None, "ConfigurationError", ["'loss_scaling'", "accepts 'autocast'"]),
         ("usual", "own", None, "ConfigurationError", ["'optimizer'"]),
-        ("usual", "layers", "eager", "ConfigurationError", ["does not support compiled"]),
+        ("usual", "layers", "eager", "ConfigurationError", ["cannot run compiled"]),
         ("usual", "silent", None, "PluginError", ["'convert'", "'modules', 'parameters'"]),
         ("usual", "misspelt", None, "PluginError", ["'module'", "Did you mean 'modules'?"]),
     ],

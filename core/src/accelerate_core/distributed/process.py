@@ -19,7 +19,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+import torch.distributed as dist
 
 from accelerate_core import failures
 from accelerate_core.contract.topology import (
@@ -30,10 +33,6 @@ from accelerate_core.contract.topology import (
 )
 from accelerate_core.errors import ConfigurationError, RuntimeConflictError, warn
 from accelerate_core.plugins.discovery import disabled_names, installed
-
-if TYPE_CHECKING:
-    import torch
-
 
 T = TypeVar("T")
 
@@ -157,8 +156,6 @@ def _scheduled_ranks() -> Mapping[str, str]:
 
 
 def _has_group() -> bool:
-    import torch.distributed as dist
-
     return dist.is_available() and dist.is_initialized()
 
 
@@ -247,8 +244,6 @@ def _open_group(runtime: Runtime, start: Callable[[Process], None]) -> None:
 
 def _adopted() -> tuple[Topology, Any]:
     """Return the topology and the store of a process group that user code started."""
-    import torch.distributed as dist
-
     said = read_topology(os.environ)
     size = dist.get_world_size()
     local_size = said.local_num_processes if said.num_processes == size else size
@@ -263,9 +258,6 @@ def default_device(topology: Topology, cpu: bool) -> torch.device:
     Raises:
         ConfigurationError: this machine runs more processes than it has devices.
     """
-    import torch
-    import torch.distributed as dist
-
     kind = None if cpu else torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
         return torch.device("cpu")
@@ -290,8 +282,6 @@ def default_device(topology: Topology, cpu: bool) -> torch.device:
 
 def select(device: torch.device) -> None:
     """Make this the current device of its type."""
-    import torch
-
     if device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
@@ -303,14 +293,12 @@ def _store(process: Process) -> Any:
     agent's store, and a second group from reading those of the first. The store counts the groups of
     each rank, so that a process that replaces another one of the same rank continues its count.
     """
-    from torch.distributed import PrefixStore, TCPStore
-
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     # A single process can use any free port, because several may run on the same machine.
     port = int(os.environ.get("MASTER_PORT", 0 if process.num_processes == 1 else 29500))
     if (address, port) not in _stores:
         agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = _stores[address, port] = TCPStore(
+        store = _stores[address, port] = dist.TCPStore(
             address,
             port,
             world_size=None,
@@ -323,7 +311,7 @@ def _store(process: Process) -> Any:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = _stores[address, port]
     generation = store.add(f"accelerate/{attempt}/groups/{process.process_index}", 1)
-    return PrefixStore(f"accelerate/{attempt}/{generation}", store)
+    return dist.PrefixStore(f"accelerate/{attempt}/{generation}", store)
 
 
 def _leave_store(store: Any, rank: int, count: int) -> None:
@@ -340,8 +328,6 @@ def _leave_store(store: Any, rank: int, count: int) -> None:
 
 def start_group(start: Process) -> None:
     """Start torch.distributed's default group, with gloo for CPU tensors."""
-    import torch.distributed as dist
-
     options: dict[str, Any] = {"backend": start.comm_backend}
     if start.timeout is not None:
         options["timeout"] = start.timeout
@@ -361,8 +347,6 @@ def start_group(start: Process) -> None:
 
 
 def _named_device(name: str) -> torch.device:
-    import torch
-
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -471,8 +455,6 @@ def _differences(facts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _end_group(runtime: Runtime) -> None:
-    import torch.distributed as dist
-
     own = runtime.owns_group and dist.is_initialized()
     runtime.owns_group = False
     try:
