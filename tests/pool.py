@@ -59,13 +59,34 @@ _WARM = (
 
 
 class _Parent:
-    """A warm process and its running children."""
+    """A warm process and its running children.
 
-    def __init__(self, more: tuple[str, ...] = ()) -> None:
+    Args:
+        more: modules that it imports in addition to `_WARM`.
+        base: the warm process that it is forked from; without one, it is a new interpreter.
+    """
+
+    def __init__(self, more: tuple[str, ...] = (), base: _Parent | None = None) -> None:
         ours, theirs = socket.socketpair()
+        self.process: subprocess.Popen[bytes] | Child
+        if base is None:
+            self.process = self._new_interpreter(theirs.fileno())
+        else:
+            with open(os.devnull, "w") as nothing:
+                files = [theirs.fileno(), nothing.fileno(), sys.__stderr__.fileno()]
+                self.process = base.ask({"imports": more}, files)
+        theirs.close()
+        self.channel = ours
+        self._asked = deque[Child]()
+        self._running: dict[int, Child] = {}
+        self._asking = threading.Lock()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _new_interpreter(self, channel: int) -> subprocess.Popen[bytes]:
         environ = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno()), *more],
+        return subprocess.Popen(
+            [sys.executable, __file__],
             env={
                 **environ,
                 "OMP_NUM_THREADS": "1",
@@ -75,18 +96,10 @@ class _Parent:
                 "TORCH_WARM_POOL": "0",
                 "JE_ARROW_MALLOC_CONF": "background_thread:false",
             },
-            stdin=subprocess.DEVNULL,
+            stdin=channel,
             stdout=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
-        theirs.close()
-        self.channel = ours
-        self._asked = deque[Child]()
-        self._running: dict[int, Child] = {}
-        self._asking = threading.Lock()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
 
     def ask(self, task: Mapping[str, Any], files: Sequence[int]) -> Child:
         """Start a task with these files as its stdin, stdout and stderr."""
@@ -195,14 +208,10 @@ def start(
         stdin: file descriptor of the input. The default is an empty input.
         more: modules that are imported before the fork, in addition to `_WARM`.
     """
-    key = rank % 2, tuple(more)
     with _lock:
-        parent = _parents.get(key)
-        if parent is None or parent.process.poll() is not None:
-            if not _every:
-                atexit.register(_close)
-            parent = _parents[key] = _Parent(key[1])
-            _every.append(parent)
+        parent = _warm_process(rank % 2)
+        if more:
+            parent = _warm_process(rank % 2, tuple(more), parent)
     task = {"command": list(command), "environ": dict(environ), "cwd": str(cwd or os.getcwd())}
     nothing = os.open(os.devnull, os.O_RDONLY)
     files = [nothing if stdin is None else stdin]
@@ -211,6 +220,16 @@ def start(
         return parent.ask(task, files)
     finally:
         os.close(nothing)
+
+
+def _warm_process(parity: int, more: tuple[str, ...] = (), base: _Parent | None = None) -> _Parent:
+    parent = _parents.get((parity, more))
+    if parent is None or parent.process.poll() is not None:
+        if not _every:
+            atexit.register(_close)
+        parent = _parents[parity, more] = _Parent(more, base)
+        _every.append(parent)
+    return parent
 
 
 def run(
@@ -357,7 +376,14 @@ def _warm_up(more: Sequence[str]) -> None:
     gc.freeze()
 
 
+def _serve_children(imports: Sequence[str]) -> dict[str, Any]:
+    """Import modules, then fork for each task on stdin. Return in the child that runs a script."""
+    channel = socket.socket(fileno=os.dup(0))
+    _warm_up(imports)
+    task = _serve(channel)
+    return _serve_children(task["imports"]) if "imports" in task else task
+
+
 if __name__ == "__main__":
     _base = sys.path[1:]
-    _warm_up(sys.argv[2:])
-    _leave(_become(_serve(socket.socket(fileno=int(sys.argv[1]))), _base))
+    _leave(_become(_serve_children(()), _base))
