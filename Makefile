@@ -165,6 +165,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -q $(TYPING)
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/python tools/prose.py
 	$(BIN)/zizmor --offline --no-progress --quiet .github/
 	$(BIN)/python tools/workspace.py --check
 	$(BIN)/python docs/generate.py --check

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pool
@@ -57,22 +57,20 @@ def test_slurm_tasks_without_launcher_are_ranks(tmp_path: Path, arguments: list[
     (tmp_path / "train.py").write_text(SCRIPT)
     # A job that other tests don't use, because the port is derived from its number.
     job = {**TASK, "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NUM_NODES": "1"}
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, "train.py", *arguments],
-            env=clean_environment(**{**job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}),
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
+    command = ["train.py", *arguments]
+    files = [tmp_path / rank for rank in "01"]
+    tasks = []
+    for rank, file in enumerate(files):
+        job |= {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        with file.open("w") as out:
+            tasks.append(pool.start(command, clean_environment(**job), out, 2, rank, cwd=tmp_path))
     try:
-        said = [task.communicate(timeout=120)[0] for task in tasks]
+        ends = [task.wait(120) for task in tasks]
     finally:
         for task in tasks:
-            task.kill()
-    assert said == ["0 2\n", "1 2\n"]
+            task.send(signal.SIGKILL)
+    assert ends == [0, 0]
+    assert [file.read_text() for file in files] == ["0 2\n", "1 2\n"]
 
 
 def test_slurm_tasks_need_accelerate_launch(tmp_path: Path) -> None:

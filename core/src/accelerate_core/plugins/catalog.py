@@ -84,12 +84,12 @@ def known_names(kind: str) -> Mapping[str, str]:
 
 def pip_command(extra: str) -> str:
     """Return the pip command that installs an extra; from the clone, if the core was installed from one."""
-    here = {one.name: one for one in metadata.distributions()}
-    own = here.get("accelerate-core")
+    own = next(iter(metadata.distributions(name="accelerate-core")), None)
     said = json.loads((own and own.read_text("direct_url.json")) or "{}")
     clone = Path(unquote(urlsplit(said.get("url", "")).path)).parent
     needed = _tables()["FOLDERS"].get(extra, {}).items()
-    missing = [clone / folder for name, folder in needed if name not in here]
+    absent = [folder for name, folder in needed if not [*metadata.distributions(name=name)]]
+    missing = [clone / folder for folder in absent]
     if "dir_info" in said and missing and all(map(Path.is_dir, missing)):
         how = "-e " if said["dir_info"].get("editable") else ""
         return " ".join(["pip install", *(how + shlex.quote(str(one)) for one in missing)])

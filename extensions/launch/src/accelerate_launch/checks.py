@@ -161,8 +161,9 @@ def rendezvous_backends() -> list[str]:
 def check_formats(chosen: Mapping[str, SourcedValue]) -> None:
     """Check strings that torch would refuse or misread later."""
     backend = chosen["rdzv_backend"]
-    known = rendezvous_backends()
-    if backend.value not in known:
+    # Only an unusual name needs the entry points of all distributions.
+    if backend.value not in _RENDEZVOUS and backend.value not in rendezvous_backends():
+        known = rendezvous_backends()
         raise ConfigurationError(
             f"rdzv_backend={backend} is not one of {listing(known)}."
             f"{did_you_mean(str(backend.value), known)}"
