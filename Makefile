@@ -21,11 +21,12 @@ EXAMPLES := --hypothesis-profile=ci
 # pytest-xdist would start with the files that have the most tests. tests/conftest.py sorts the files by time.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(EXAMPLES)
 
-.PHONY: help quickstart test conformance faults engines skypilot megatron fp8 test-xla clients clients-recorded soak lint format docs site site-check dist release matrix drop-in bench downstream gpu clean
+.PHONY: help quickstart test examples conformance faults engines skypilot megatron fp8 test-xla clients clients-recorded soak lint format docs site site-check dist release matrix drop-in bench downstream gpu clean
 
 help:
 	@echo "make quickstart   train on two processes, on real data"
 	@echo "make test         the tests (ARGS='-k name' selects some)"
+	@echo "make examples     the examples, and the code on documentation pages, as printed"
 	@echo "make conformance  the conformance suite on each of our plugins, and the tests of accelerate-testing"
 	@echo "make faults       tests of kills, signals, hangs, failing ranks, lost machines and a cut cable"
 	@echo "make engines      real SLURM, MPI, ssh and Ray on simulated machines; installs them on Debian as root"
@@ -79,13 +80,15 @@ quickstart: $(VENV)/run.stamp
 	$(BIN)/accelerate-core launch --cpu --num_processes 2 examples/quickstart.py
 
 # Folders with their own targets; .ci/run runs all of them. The slowest come first.
-CONFORMANCE := tests/conformance/test_third_party.py tests/testing tests/conformance
+CONFORMANCE := tests/conformance/test_third_party.py tests/testing tests/devices/test_vendor.py tests/conformance
+EXAMPLE_TESTS := tests/examples
 # tests/engines/test_local_ways.py is also part of `make engines`, but needs neither root nor a scheduler.
 FAULTS := tests/faults tests/machines tests/engines/test_local_ways.py tests/backends/torchft tests/watch/test_hang_reports.py \
           $(addprefix tests/launch/,test_elastic.py test_failures.py test_late_ranks.py test_machine_0.py)
 ENGINES := tests/engines
 CLIENTS := tests/clients
-MEGATRON := tests/backends/megatron tests/examples/test_megatron_gpt.py
+MEGATRON_EXAMPLE := tests/examples/test_megatron_gpt.py
+MEGATRON := tests/backends/megatron $(MEGATRON_EXAMPLE)
 FP8 := tests/backends/fp8
 XLA := tests/backends/xla
 SITE_TESTS := tests/site
@@ -94,7 +97,10 @@ WHEELS := tests/packaging/test_wheels.py tests/packaging/test_release.py
 # `make lint` runs this right after mypy, which then has read torch.
 TYPING := tests/core/test_typing.py
 test: $(VENV)/dev.stamp
-	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS) $(ENGINES) $(CLIENTS) $(MEGATRON) $(FP8) $(SITE_TESTS) $(WHEELS) $(TYPING)) $(ARGS)
+	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(EXAMPLE_TESTS) $(FAULTS) $(ENGINES) $(CLIENTS) $(MEGATRON) $(FP8) $(SITE_TESTS) $(WHEELS) $(TYPING)) $(ARGS)
+
+examples: $(VENV)/dev.stamp
+	$(PYTEST) -m "not soak" $(EXAMPLE_TESTS) --ignore=$(MEGATRON_EXAMPLE) $(ARGS)
 
 conformance: $(VENV)/dev.stamp
 	$(PYTEST) --dist loadscope -m "not soak" $(CONFORMANCE) $(ARGS)

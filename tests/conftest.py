@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-#: The slow files of `make test`, in the order in which they start. Short files come last, so that no process
-#: works alone at the end. Files that compile the same operators are apart, so that none waits for another.
+#: The slow files of `make test` and `make examples`, in the order in which they start. Short files come last,
+#: so that no process works alone at the end. Files that compile the same operators are apart, so that none
+#: waits for another.
 SLOW = (
     "backends/test_step_counts.py",
     "examples/test_guides.py",
-    "devices/test_vendor.py",
     "backends/fsdp2/test_fsdp2.py",
     "trackers/test_read_back.py",
     "backends/deepspeed/test_deepspeed.py",
@@ -40,7 +40,6 @@ SLOW = (
     "kubernetes/test_submit.py",
     "launch/test_config_command.py",
     "drop_in/test_signatures.py",
-    "examples/test_quickstart.py",
     "launch/test_terminal.py",
     "object_store/test_killed_uploads.py",
     "backends/deepspeed/test_deepspeed_resume.py",
@@ -53,16 +52,11 @@ SLOW = (
     "watch/test_dump.py",
     "backends/fsdp2/test_pipeline.py",
     "backends/fsdp2/test_quantized_weights.py",
-    "examples/test_scale.py",
     "big_model/test_big_model.py",
     "drop_in/test_command_line.py",
     "launch/test_config_files.py",
     "backends/xla/test_tpu_launch.py",
-    "examples/test_by_feature.py",
     "core/test_isolation.py",
-    "examples/test_seed_examples.py",
-    "examples/test_tracking_example.py",
-    "examples/test_char_gpt_and_gan.py",
     "checkpoint/test_storage_suite.py",
     "checkpoint/test_saving.py",
     "launch/test_json_schema.py",

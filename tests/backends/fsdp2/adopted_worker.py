@@ -40,7 +40,7 @@ from accelerate_core.utils import set_seed
 # Transformers only checks that the distribution `accelerate` is installed.
 transformers.integrations.accelerate.is_accelerate_available = lambda *args: True
 
-STEPS, CYCLE, BATCH = 8, 2, 8
+STEPS, CYCLE, BATCH = 5, 2, 8
 SMALL = {
     "vocab_size": 64,
     "hidden_size": 32,
