@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError
 from accelerate_launch.machine_0 import resolve
 from accelerate_ray.settings import RaySettings, parse_resources, parse_runtime_env
 

@@ -8,7 +8,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-from accelerate_core.errors import AccelerateError
+from accelerate_core.plugin import AccelerateError
 from accelerate_launch import Target
 from accelerate_launch.plan import PREEMPTED
 from accelerate_ray.options import RunOptions, rank_command

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from accelerate_core.booleans import env_flag
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError, env_flag
 from accelerate_launch import LaunchPlan, Target, target_command
 from accelerate_ray.settings import RaySettings
 

@@ -24,7 +24,7 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugin import ConfigurationError
 from accelerate_launch.elastic import RESTARTED
 from accelerate_launch.failures import caused_by_setting, describe
 from accelerate_launch.membership import Machine
