@@ -12,6 +12,7 @@ def test_table_has_every_mutant_and_its_check() -> None:
     assert {name: row[0] for name, row in TABLE.items()} == CHECKS
 
 
+@pytest.mark.soak  # test_mutants.py checks the same mutants; this is about the text of their README
 @pytest.mark.dist
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("debug", [False, True], ids=["ordinary", "debug mode"])
