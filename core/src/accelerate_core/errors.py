@@ -177,9 +177,8 @@ class Mistakes:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         # Errors of other subclasses are not about a wrong name or value.
-        if not isinstance(error, AccelerateError):
-            return False
-        if type(error) not in (ConfigurationError, MissingPluginError, UnknownArgumentError):
+        collected = (ConfigurationError, MissingPluginError, UnknownArgumentError)
+        if not isinstance(error, AccelerateError) or type(error) not in collected:
             return False
         self.found.append(error)
         return True

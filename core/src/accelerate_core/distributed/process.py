@@ -19,20 +19,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar, cast
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from accelerate_core import failures
-from accelerate_core.contract.topology import (
-    Process,
-    Topology,
-    check_launched,
-    read_topology,
-)
+from accelerate_core.contract.topology import Process, Topology, check_launched, read_topology
 from accelerate_core.errors import ConfigurationError, RuntimeConflictError, warn
 from accelerate_core.plugins.discovery import disabled_names, installed
+
+if TYPE_CHECKING:
+    import torch
+
 
 T = TypeVar("T")
 
@@ -156,6 +152,8 @@ def _scheduled_ranks() -> Mapping[str, str]:
 
 
 def _has_group() -> bool:
+    import torch.distributed as dist
+
     return dist.is_available() and dist.is_initialized()
 
 
@@ -244,6 +242,8 @@ def _open_group(runtime: Runtime, start: Callable[[Process], None]) -> None:
 
 def _adopted() -> tuple[Topology, Any]:
     """Return the topology and the store of a process group that user code started."""
+    import torch.distributed as dist
+
     said = read_topology(os.environ)
     size = dist.get_world_size()
     local_size = said.local_num_processes if said.num_processes == size else size
@@ -258,14 +258,16 @@ def default_device(topology: Topology, cpu: bool) -> torch.device:
     Raises:
         ConfigurationError: this machine runs more processes than it has devices.
     """
+    import torch
+
     kind = None if cpu else torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     several = topology.num_processes > 1
-    own = dist.Backend.default_device_backend_map.get(kind.type, "")
+    own = torch.distributed.Backend.default_device_backend_map.get(kind.type, "")
     # For Apple's device, torch names gloo, which can't send that device's tensors.
-    if several and kind.type not in dist.Backend.backend_capability.get(own, ()):
+    if several and kind.type not in torch.distributed.Backend.backend_capability.get(own, ()):
         warn(f"torch has no collectives for {kind.type} devices, so the processes run on the CPU.")
         return torch.device("cpu")
     if topology.local_num_processes > count:
@@ -282,6 +284,8 @@ def default_device(topology: Topology, cpu: bool) -> torch.device:
 
 def select(device: torch.device) -> None:
     """Make this the current device of its type."""
+    import torch
+
     if device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
@@ -293,12 +297,14 @@ def _store(process: Process) -> Any:
     agent's store, and a second group from reading those of the first. The store counts the groups of
     each rank, so that a process that replaces another one of the same rank continues its count.
     """
+    from torch.distributed import PrefixStore, TCPStore
+
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     # A single process can use any free port, because several may run on the same machine.
     port = int(os.environ.get("MASTER_PORT", 0 if process.num_processes == 1 else 29500))
     if (address, port) not in _stores:
         agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = _stores[address, port] = dist.TCPStore(
+        store = _stores[address, port] = TCPStore(
             address,
             port,
             world_size=None,
@@ -311,7 +317,7 @@ def _store(process: Process) -> Any:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = _stores[address, port]
     generation = store.add(f"accelerate/{attempt}/groups/{process.process_index}", 1)
-    return dist.PrefixStore(f"accelerate/{attempt}/{generation}", store)
+    return PrefixStore(f"accelerate/{attempt}/{generation}", store)
 
 
 def _leave_store(store: Any, rank: int, count: int) -> None:
@@ -328,6 +334,8 @@ def _leave_store(store: Any, rank: int, count: int) -> None:
 
 def start_group(start: Process) -> None:
     """Start torch.distributed's default group, with gloo for CPU tensors."""
+    import torch.distributed as dist
+
     options: dict[str, Any] = {"backend": start.comm_backend}
     if start.timeout is not None:
         options["timeout"] = start.timeout
@@ -347,6 +355,8 @@ def start_group(start: Process) -> None:
 
 
 def _named_device(name: str) -> torch.device:
+    import torch
+
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -455,6 +465,8 @@ def _differences(facts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _end_group(runtime: Runtime) -> None:
+    import torch.distributed as dist
+
     own = runtime.owns_group and dist.is_initialized()
     runtime.owns_group = False
     try:

@@ -274,9 +274,8 @@ def without_entry_point(name: str, kind: str = "", *, near: str = "") -> str:
             continue
         own = (dist.metadata["Name"] or "").lower().replace("_", "-")
         needs = [line.replace("_", "-").lower() for line in dist.requires or ()]
-        ours = any(one.startswith(OWN_DISTRIBUTION) for one in needs)
-        ours = own == f"accelerate-{wanted}" or (ours and wanted in (own, *own.split("-")))
-        if ours:
+        is_plugin = any(one.startswith(OWN_DISTRIBUTION) for one in needs)
+        if own == f"accelerate-{wanted}" or (is_plugin and wanted in (own, *own.split("-"))):
             return (
                 f" {dist.metadata['Name']} {dist.version} is installed, but declares no plugin. It needs "
                 f'an entry point [project.entry-points."{group}"] {name} = "package.module:Class" in '
