@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pool
 import pytest
 
 from accelerate_core.errors import ConfigurationError, TrackerError
@@ -270,20 +269,12 @@ ENDINGS = {
 
 
 def test_status_matches_how_the_script_ended(tmp_path: Path) -> None:
-    begun = {}
+    folders = {}
     for number, ending in enumerate(ENDINGS):
-        folder = tmp_path / str(number)
+        folder = folders[ending] = tmp_path / str(number)
         folder.mkdir()
-        begun[ending] = (
-            folder,
-            subprocess.Popen(
-                [sys.executable, "-c", HEAD + ending], cwd=folder, stderr=subprocess.DEVNULL
-            ),
-        )
-        if number % 2 or ending == [*ENDINGS][-1]:  # two at a time
-            for _, process in begun.values():
-                process.wait(timeout=120)
-    found = {ending: lines(folder, "end")[0]["status"] for ending, (folder, _) in begun.items()}
+        pool.run(["-c", HEAD + ending], os.environ, 120, cwd=folder)
+    found = {ending: lines(folder, "end")[0]["status"] for ending, folder in folders.items()}
     assert found == ENDINGS
     second = """
 accelerator.end_training()
@@ -296,13 +287,7 @@ except Exception as error:
     print(type(error).__name__)
 print(open(next(__import__("pathlib").Path("two").glob("*/run.jsonl"))).read())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", HEAD + second],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = pool.run(["-c", HEAD + second], os.environ, 120, cwd=tmp_path)
     first, *rows = done.stdout.split("\n")
     assert first == "TrackerError", done.stderr
     assert [json.loads(row)["kind"] for row in rows if row] == ["start", "log", "end"]
