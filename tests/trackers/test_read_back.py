@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pool
 import pytest
+from warm_python import warm_python
 
 sys.path.insert(0, str(Path(__file__).parent))
 import probe
@@ -36,32 +38,44 @@ AS_TEXT = {
 }
 
 
+#: Modules that the libraries import. The libraries themselves are not among them, because some read
+#: variables during their import, and neither is `pyplot`, which the tracker of wandb has to import.
+WARM = (
+    "alembic.command", "botocore.session", "dulwich.repo", "fastapi", "hydra", "matplotlib.font_manager",
+    "opentelemetry.sdk.trace", "pandas", "PIL.Image", "pyarrow", "pyecharts.charts", "scipy.sparse",
+    "sqlalchemy.dialects.sqlite", "sqlalchemy.orm",
+    "tensorboard.backend.event_processing.event_accumulator",
+)  # fmt: skip
+
+
 def run(
-    directory: Path, case: str, log_with: str = "all", rc: int = 0
+    directory: Path, case: str, log_with: str = "all", rc: int = 0, warm: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script `probe.py` and check its exit status."""
-    ended = subprocess.run(
-        [sys.executable, str(HERE / "probe.py"), case, log_with],
-        cwd=directory,
-        env=probe.environment(directory),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    """Run the script `probe.py` and check its exit status.
+
+    `warm=False` starts a real interpreter, which also tears down the libraries at its end.
+    """
+    command = [str(HERE / "probe.py"), case, log_with]
+    environ = probe.environment(directory)
+    if warm:
+        ended = pool.run(command, environ, 240, cwd=directory, more=WARM)
+    else:
+        ended = subprocess.run(
+            [sys.executable, *command],
+            cwd=directory,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
     assert ended.returncode == rc, ended.stdout + ended.stderr
     return ended
 
 
 def read(directory: Path, *names: str) -> dict[str, Any]:
     """Read the files in a separate process."""
-    ended = subprocess.run(
-        [sys.executable, str(HERE / "readers.py"), str(directory), *names],
-        cwd=directory,
-        env=probe.environment(directory),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    command = [HERE / "readers.py", directory, *names]
+    ended = pool.run(command, probe.environment(directory), 240, cwd=directory, more=WARM)
     lines = [line for line in ended.stdout.splitlines() if line.startswith("FOUND")]
     assert lines, ended.stdout + ended.stderr
     found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND"))
@@ -161,7 +175,7 @@ FAILED = {
 @pytest.fixture(scope="module")
 def crashed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("crashed")
-    ended = run(directory, "crash", rc=1)
+    ended = run(directory, "crash", rc=1, warm=False)
     return ended.stdout + ended.stderr, read(directory)
 
 
@@ -255,7 +269,8 @@ GROUPED = ("dvclive", "swanlab", "tensorboard", "wandb")
 
 @pytest.mark.dist
 def test_ranks_have_runs_in_one_group(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "accelerate_core", "launch", "--cpu", "--num_processes", "2"]
+    command = [str(warm_python()), "-m", "accelerate_core", "launch", "--cpu"]
+    command += ["--num_processes", "2"]
     done = subprocess.run(
         [*command, str(HERE / "probe.py"), "ranks", ",".join(GROUPED)],
         cwd=tmp_path,
