@@ -295,11 +295,14 @@ def test_trackio_keeps_values_logged_while_matplotlib_is_imported(tmp_path: Path
     script = tmp_path / "script.py"
     script.write_text(
         """
+import sys
 import threading
+import time
 import warnings
 
 import numpy
 
+assert not any(name.startswith("matplotlib") for name in sys.modules)
 warnings.filterwarnings("error", message=".*skipped metric.*")
 from accelerate_trackio import TrackioTracker
 
@@ -313,6 +316,7 @@ def log():
     while not imported.is_set():
         tracker.log({"value": len(logged)})
         logged.append(len(logged))
+        time.sleep(0.0001)  # without pauses, this can slow the import down to minutes
 
 
 thread = threading.Thread(target=log)
@@ -331,12 +335,5 @@ assert [entry.get("value") for entry in found] == logged, (len(found), len(logge
 """,
         encoding="utf-8",
     )
-    ended = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=probe.environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    ended = pool.run([script], probe.environment(tmp_path), 240, cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
