@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import pool
 import psutil
 import pytest
 from support import clean_environment
@@ -28,14 +28,7 @@ print(len(psutil.Process().cpu_affinity()), accelerator.explain().count("cpu_aff
 
 
 def bound(**variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", BIND],
-        env=clean_environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return pool.run(["-c", BIND], clean_environment(**variables), 120)
 
 
 def test_enable_cpu_affinity_in_a_config_file_sets_the_variable(tmp_path: Path) -> None:
