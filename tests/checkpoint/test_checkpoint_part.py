@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pool
 import pytest
 import torch
 from torch import nn
@@ -248,12 +249,12 @@ def test_checkpointer_gets_its_settings(
 # --- no checkpointer ------------------------------------------------------------------------------
 
 
-def run_python(code: str, *, without: bool) -> Any:
-    head = "import json, sys, warnings\nimport torch\n"
-    env = {**os.environ, "ACCELERATE_DISABLED_PLUGINS": "directory" if without else ""}
-    done = subprocess.run(
-        [sys.executable, "-c", head + code], env=env, capture_output=True, text=True, timeout=120
-    )
+HEAD = "import json, sys, warnings\nimport torch\n"
+
+
+def run_without_a_checkpointer(code: str) -> Any:
+    env = {**os.environ, "ACCELERATE_DISABLED_PLUGINS": "directory"}
+    done = pool.run(["-c", HEAD + code], env, 120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -276,12 +277,21 @@ requested = accelerator.preemption_requested
 
 
 def test_script_that_never_saves_does_not_import_the_package() -> None:
-    code = TRAIN + (
-        "accelerator.free_memory(); accelerator.end_training()\n"
-        "names = [m for m in sys.modules if m.startswith('accelerate_checkpoint')]\n"
-        "print(json.dumps([texts, requested, names]))"
+    code = (
+        HEAD
+        + TRAIN
+        + (
+            "accelerator.free_memory(); accelerator.end_training()\n"
+            "names = [m for m in sys.modules if m.startswith('accelerate_checkpoint')]\n"
+            "print(json.dumps([texts, requested, names]))"
+        )
     )
-    assert run_python(code, without=False) == [[], False, []]
+    env = {**os.environ, "ACCELERATE_DISABLED_PLUGINS": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[], False, []]
 
 
 def test_without_a_checkpointer_training_works_and_warns_once() -> None:
@@ -298,7 +308,7 @@ def test_without_a_checkpointer_training_works_and_warns_once() -> None:
         "accelerator.free_memory(); accelerator.end_training()\n"
         "print(json.dumps([texts, requested, refused]))"
     )
-    texts, requested, refused = run_python(code, without=True)
+    texts, requested, refused = run_without_a_checkpointer(code)
     assert len(texts) == 1
     assert "ACCELERATE_DISABLED_PLUGINS disables 'directory'" in texts[0]
     assert requested is False
@@ -325,7 +335,7 @@ def test_without_a_checkpointer_settings_that_need_one_are_refused() -> None:
         "Accelerator(cpu=True, project_dir='x').end_training()\n"
         "print(json.dumps(texts))"
     )
-    texts = run_python(code, without=True)
+    texts = run_without_a_checkpointer(code)
     assert [kind for kind, _ in texts] == ["MissingPluginError"] * 3
     for (_, text), name in zip(texts, ("signals='TERM'", "naming)=True", "limit)=2"), strict=True):
         assert name in text
