@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+import pool
 import pytest
 import support
 from rich.cells import cell_len
 from support import clean_environment
+from warm_python import warm_python
 
 COLUMNS = 80
 LONG = "a_checkpoint_with_a_name_of_more_than_forty_characters_12000"
@@ -78,14 +78,7 @@ accelerator.save_state("{LONG}")
 accelerator.save_model(model, "model")
 accelerator.end_training()
 """
-    subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=root,
-        env=clean_environment(),
-        timeout=120,
-        check=True,
-        capture_output=True,
-    )
+    pool.run(["-c", code], clean_environment(), 120, cwd=root).check_returncode()
     (root / "config.yaml").write_text("use_cpu: true\nnum_processes: 1\nmixed_precision: bf16\n")
     (root / "script.py").write_text("")
     return root
@@ -104,7 +97,7 @@ def on_terminal(
     folder: Path, code: str = MAIN, arguments: Sequence[str] = LISTINGS, **more: str
 ) -> str:
     """Run Python code, by default all listings, in a pseudo-terminal and return its output."""
-    command = [sys.executable, "-c", code, *arguments]
+    command = [str(warm_python()), "-c", code, *arguments]
     environ = environment(folder, TERM="xterm-256color", **more)
     return support.on_terminal(command, folder, environ, COLUMNS)
 
@@ -158,15 +151,8 @@ def test_no_color_turns_colours_off(folder: Path, shown: str) -> None:
 
 
 def test_pipe_gets_complete_lines_without_escapes(folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MAIN, *LISTINGS],
-        cwd=folder,
-        env=environment(folder, TERM="xterm-256color", COLUMNS="60"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    environ = environment(folder, TERM="xterm-256color", COLUMNS="60")
+    done = pool.run(["-c", MAIN, *LISTINGS], environ, 120, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     assert "\r" not in done.stdout + done.stderr
