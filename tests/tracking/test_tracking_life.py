@@ -24,7 +24,7 @@ def run(
     launch: int = 0,
     warm: bool = True,
 ) -> str:
-    """Run the worker; `warm=False` starts a real interpreter, for how one ends or how ranks fail."""
+    """Run the worker; `warm=False` starts a real interpreter, for how one ends."""
     python = str(warm_python()) if warm else sys.executable
     command = [python, str(WORKER), *arguments]
     if launch:
@@ -100,7 +100,7 @@ def test_tracker_on_every_rank_has_one_group(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_run_is_marked_failed_when_another_rank_raises(tmp_path: Path) -> None:
-    text = run(tmp_path, "one_rank_raises", launch=2, slow=0.1, rc=1, warm=False)
+    text = run(tmp_path, "one_rank_raises", launch=2, slow=0.1, rc=1)
     assert "rank 1 is at fault" in text
     (lines,) = slow_lines(tmp_path).values()
     assert lines[1:] == [*LOGGED, "end failed"]  # flushing took two seconds
