@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import pool
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scale.py"
@@ -24,11 +23,8 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], di
     for world in (SMALL, LARGE):
         folder = tmp_path_factory.mktemp(f"of_{world}")
         for name, rank in (("first", 0), ("other", world // 2 + 1)):
-            command = [sys.executable, str(SCRIPT), "--child", str(world), str(rank), str(folder)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-            done = subprocess.run(
-                command, capture_output=True, text=True, env=environment, timeout=240
-            )
+            command = [SCRIPT, "--child", str(world), str(rank), folder]
+            done = pool.run(command, {**os.environ, "OMP_NUM_THREADS": "1"}, 240, rank)
             assert done.returncode == 0, done.stderr
             found[world, name] = json.loads(done.stdout.splitlines()[-1])
     return found
