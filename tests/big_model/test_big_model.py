@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support import run_workers
 from torch import nn
 
 from accelerate_big_model.device_map import get_max_memory
@@ -36,7 +37,6 @@ from accelerate_core.utils import (
     dispatch_model,
     extract_submodules_state_dict,
     find_tied_parameters,
-    get_free_port,
     get_state_dict_offloaded_model,
     has_offloaded_params,
     infer_auto_device_map,
@@ -54,6 +54,7 @@ from accelerate_core.utils import (
     shard_state_dict,
 )
 
+WORKER = Path(__file__).with_name("rank_0_worker.py")
 VOCABULARY, WIDTH = 50, 16
 
 
@@ -812,18 +813,14 @@ def test_invalid_arguments_are_refused_with_an_explanation(
         load_checkpoint_and_dispatch(empty(), checkpoint, **arguments)
 
 
-def _load_from_rank0(rank: int, port: int, checkpoint: str, result: str) -> None:
+def load_from_rank_0(checkpoint: str, result: str) -> None:
+    """Run on two ranks by `rank_0_worker.py`."""
     from datetime import timedelta
 
     import torch.distributed as dist
 
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://localhost:{port}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
     model = TinyGPT().eval()
     with pytest.raises(CheckpointError, match="Rank 0 could not read"):
         load_checkpoint_in_model(model, result, broadcast_from_rank0=True)
@@ -874,9 +871,7 @@ def test_rank_0_reads_and_sends_the_weights_to_the_others(
     model: TinyGPT, expected: torch.Tensor, tmp_path: Path
 ) -> None:
     checkpoint = write_checkpoint(model, tmp_path / "checkpoint", "safetensors")
-    torch.multiprocessing.spawn(
-        _load_from_rank0, (get_free_port(), str(checkpoint), str(tmp_path)), nprocs=2, join=True
-    )
+    run_workers(WORKER, 2, [checkpoint, tmp_path]).checked()
     for rank in range(2):
         torch.testing.assert_close(torch.load(tmp_path / str(rank)), expected)
 
