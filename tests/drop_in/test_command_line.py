@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pool
@@ -210,14 +209,9 @@ def test_command_modules_run_with_python_m(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys; print('trained', *sys.argv[1:])")
 
     def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", f"accelerate.commands.{module}", *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=clean_environment(HF_HOME=str(tmp_path / "cache"), PYTHONPATH=str(SERVED)),
-        )
+        environ = clean_environment(HF_HOME=str(tmp_path / "cache"), PYTHONPATH=str(SERVED))
+        command = ["-m", f"accelerate.commands.{module}", *arguments]
+        return pool.run(command, environ, 120, cwd=tmp_path)
 
     launched = run("launch", "--cpu", "--num_processes", "1", "train.py", "--epochs", "3")
     assert launched.stdout == "trained --epochs 3\n", launched.stderr
