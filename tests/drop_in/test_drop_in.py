@@ -49,7 +49,12 @@ def python(*arguments: str | Path, **environ: str) -> subprocess.CompletedProces
 
 def forked(code: str, *arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run code in a fork of a warm interpreter. It must not depend on which modules are imported."""
-    return pool.run(["-c", code, *arguments], own_environment() | environ, 120)
+    return forked_command("-c", code, *arguments, **environ)
+
+
+def forked_command(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run `python COMMAND` in such a fork."""
+    return pool.run(command, own_environment() | environ, 120)
 
 
 def own_environment() -> dict[str, str]:
@@ -67,7 +72,7 @@ def test_modules_and_names_can_be_imported_after_install() -> None:
 def test_script_runs_with_the_import_name_accelerate(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys\n" + USES)
-    done = python("-m", "accelerate_drop_in", script, "--lr", "3")
+    done = forked_command("-m", "accelerate_drop_in", script, "--lr", "3")
     assert "served ['--lr', '3']" in done.stdout, done.stderr
 
 
@@ -157,7 +162,7 @@ def test_child_processes_can_import_accelerate_too() -> None:
     code += (
         "subprocess.run([sys.executable, '-c', 'import accelerate; print(accelerate.__version__)'])"
     )
-    assert python("-c", code).stdout == "1.15.0.post1\n"
+    assert forked(code).stdout == "1.15.0.post1\n"
 
 
 def test_wheel_provides_the_distribution_accelerate(tmp_path: Path) -> None:
@@ -168,21 +173,21 @@ def test_wheel_provides_the_distribution_accelerate(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("accelerate-1.15.0.post1-*.whl")
     target = tmp_path / "site"
     assert not python(*pip, "install", *how, "--target", target, wheel).returncode
-    done = python("-c", ALL, PYTHONPATH=str(target))
+    done = forked(ALL, PYTHONPATH=str(target))
     assert done.returncode == 0, done.stderr
-    command = python(target / "bin" / "accelerate-launch", "--help", PYTHONPATH=str(target))
+    command = forked_command(target / "bin" / "accelerate-launch", "--help", PYTHONPATH=str(target))
     assert "--num_processes" in command.stdout, command.stderr
     refused = (
         "import accelerate_drop_in as d; d.install(); import accelerate; print(accelerate.__file__)"
     )
-    assert "accelerate" in python("-c", refused, PYTHONPATH=str(target)).stdout
+    assert "accelerate" in forked(refused, PYTHONPATH=str(target)).stdout
 
 
 def test_install_is_refused_if_accelerate_is_installed(tmp_path: Path) -> None:
     there = tmp_path / "accelerate-1.15.0.dist-info"
     there.mkdir()
     (there / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 1.15.0\n")
-    done = python("-c", "import accelerate_drop_in as d; d.install()", PYTHONPATH=str(tmp_path))
+    done = forked("import accelerate_drop_in as d; d.install()", PYTHONPATH=str(tmp_path))
     assert "Accelerate 1.15.0 is also installed" in done.stderr
     assert "pip uninstall accelerate" in done.stderr
 
