@@ -38,7 +38,6 @@ def test_help_is_quick_and_does_not_import_torch(command: list[str]) -> None:
         "heavy = {'torch', 'numpy', 'pydantic'} & set(sys.modules)\n"
         "sys.exit(f'imported: {heavy}' if 'torch' in heavy else 0)\n"
     )
-    times = []
     for _ in range(3):
         start = _seconds_of_children()
         done = subprocess.run(
@@ -49,10 +48,12 @@ def test_help_is_quick_and_does_not_import_torch(command: list[str]) -> None:
             timeout=60,
             check=False,
         )
-        times.append(_seconds_of_children() - start)
+        seconds = _seconds_of_children() - start
         assert done.returncode == 0, done.stderr
         assert "Usage:" in done.stdout
-    assert min(times) < 0.5
+        if seconds < 0.5:
+            return
+    pytest.fail(f"the help took {seconds:.2f} s, and at least half a second in two earlier runs")
 
 
 def _seconds_of_children() -> float:
@@ -265,7 +266,8 @@ def test_env_prints_json_and_tables(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_self_check_passes_on_two_processes() -> None:
-    done = run_cli("test", "--timeout", "100")
+    # Only the command is forked. The agent and the ranks that it starts are real interpreters.
+    done = run_cli("test", "--timeout", "100", forked=True)
     assert done.returncode == 0, done.stdout + done.stderr
     for check in (
         "ranks",
@@ -302,7 +304,8 @@ def test_matrix_checks_every_installed_backend() -> None:
 
 
 def test_self_check_with_an_invalid_setting_fails() -> None:
-    done = run_cli("test", "--num_processes", "1", env={"ACCELERATE_USE_CPU": "perhaps"})
+    environ = {"ACCELERATE_USE_CPU": "perhaps"}
+    done = run_cli("test", "--num_processes", "1", env=environ, forked=True)
     assert done.returncode == 2
     assert "(from environment variable ACCELERATE_USE_CPU) is not a boolean" in done.stderr
 
