@@ -142,7 +142,8 @@ skypilot: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest tests/launch/test_skypilot.py $(ARGS)
 
 # Separate environments on top of the main one. `ours` has the drop-in's wheel, named accelerate. `theirs`
-# has Hugging Face Accelerate, which is only needed to record its results. `-4.57` has an older transformers.
+# has Hugging Face Accelerate, to record its results, and to run what differs because the CPU is another one.
+# `-4.57` has an older transformers.
 CLIENTS_MADE := build/clients
 $(CLIENTS_MADE)/%.stamp: $(VENV)/dev.stamp $(wildcard $(CLIENTS)/requirements*.txt) $(CLIENTS)/environment.py
 	$(BIN)/python $(CLIENTS)/environment.py $(CLIENTS_MADE)/$* $(FROM)
@@ -154,13 +155,13 @@ $(CLIENTS_OURS): $(shell find extensions/drop_in/accelerate extensions/drop_in/s
 $(CLIENTS_THEIRS): FROM = accelerate==1.15.0
 
 # One at a time, because a client on two processes uses both cores.
-clients: $(CLIENTS_OURS)
+clients: $(CLIENTS_OURS) $(CLIENTS_THEIRS)
 	$(BIN)/python -m pytest -m "not soak" $(CLIENTS) $(ARGS)
 
 clients-recorded: $(CLIENTS_THEIRS)
 	$(BIN)/python $(CLIENTS)/record.py $(ARGS)
 
-soak: $(VENV)/dev.stamp $(CLIENTS_OURS)
+soak: $(VENV)/dev.stamp $(CLIENTS_OURS) $(CLIENTS_THEIRS)
 	$(BIN)/python -m pytest $(ARGS)
 	$(BIN)/python tests/drop_in/original_tests.py --python $(CLIENTS_MADE)/ours/bin/python
 

@@ -78,14 +78,21 @@ def ran(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("client", CASES)
 def test_client_results_equal_those_with_accelerate(client: tuple[str, int, str], ran: Any) -> None:
     group, processes, case = client
-    ours, theirs = ran(group, processes)[case], recorded(group, processes)[case]
+    ours = ran(group, processes)[case]
     assert "error" not in ours, ours["error"]
     known = KNOWN.get((group, processes, case), {})
-    found = [
-        (off, where)
-        for off, where in differences(ours, theirs)
-        if not re.sub(r"\[\d+\]", "", where).startswith((".seconds", *known))
-    ]
-    off, where = max(found)
+
+    def found(theirs: Any) -> list[tuple[float, str]]:
+        return [
+            (off, where)
+            for off, where in differences(ours, theirs)
+            if not re.sub(r"\[\d+\]", "", where).startswith((".seconds", *known))
+        ]
+
+    found_here = found(recorded(group, processes)[case])
+    if max(found_here)[0] > TOLERANCE:
+        # Other CPUs round differently, and training amplifies that. Compare with Accelerate on this one.
+        found_here = found(run("theirs", group, processes, [case])[case])
+    off, where = max(found_here)
     ROWS.append((f"{group}-{processes}-{case}", off, where))
-    assert off <= TOLERANCE, [one for one in found if one[0] > TOLERANCE][:8]
+    assert off <= TOLERANCE, [one for one in found_here if one[0] > TOLERANCE][:8]

@@ -10,7 +10,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from clients import HERE, ROWS, TOLERANCE, differences, launch_project, recorded
+from clients import ENVIRONMENTS, HERE, ROWS, TOLERANCE, differences, launch_project, recorded
 
 WHEEL = HERE.parents[1] / "extensions/drop_in/accelerate"
 
@@ -32,6 +32,12 @@ def test_project_is_migrated_with_one_pip_command(tmp_path: Path) -> None:
         project = tmp_path / f"project-{processes}"
         shutil.copytree(HERE / "project", project)
         ours = launch_project(tmp_path / "env" / "bin", project, processes)
-        off, where = max(differences(ours, recorded("project", processes)))
+        found = [*differences(ours, recorded("project", processes))]
+        if max(found)[0] > TOLERANCE:  # as in test_clients.py
+            again = tmp_path / f"theirs-{processes}"
+            shutil.copytree(HERE / "project", again)
+            theirs = launch_project(ENVIRONMENTS / "theirs" / "bin", again, processes)
+            found = [*differences(ours, theirs)]
+        off, where = max(found)
         ROWS.append((f"project-{processes}", off, where))
         assert off <= TOLERANCE, where
