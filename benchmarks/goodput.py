@@ -132,7 +132,12 @@ def measure(way: str, given: argparse.Namespace, at: list[int], every: int) -> R
         options = ["--folder", folder, "--steps", str(given.steps), "--every", str(every)]
         options += ["--processes", str(given.processes), "--seconds", str(given.seconds)]
         options += ["--at", *map(str, at)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # The global batch must be divisible among any number of processes that are left.
+        batch = math.lcm(*range(1, given.processes + 1))
+        cycle = str(batch // given.processes)
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": cycle,
+        }  # fmt: skip
 
         def start(machine: int) -> subprocess.Popen[bytes]:
             whole = [*command(way, given, port, machine), *options]
