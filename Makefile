@@ -34,7 +34,7 @@ help:
 	@echo "make fp8          fp8 with torchao, and with stand-ins for the other libraries"
 	@echo "make test-xla     XLA on the CPU, in a separate environment with the torch that it was built for"
 	@echo "make clients      Trainer and other clients on the drop-in, compared with their results on Hugging Face Accelerate"
-	@echo "make lint         ruff, mypy, pyright, import layers, spelling, workflows, generated docs and lists"
+	@echo "make lint         ruff, mypy, pyright, import layers, spelling, wording, workflows, generated docs and lists"
 	@echo "make format       format the tree with ruff, and add new distributions to the lists in pyproject.toml"
 	@echo "make docs         regenerate the generated pages"
 	@echo "make site         build the documentation into build/site; every public name must be documented"

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from typing import Any
 
 import pytest
-from clients import ENVIRONMENTS, ROWS, TOLERANCE, differences, groups, recorded, run
+from clients import (
+    ENVIRONMENTS,
+    ROWS,
+    TOLERANCE,
+    differences_from_accelerate,
+    groups,
+    recorded,
+    run,
+)
 
 pytestmark = pytest.mark.skipif(
     not (ENVIRONMENTS / "ours").exists(), reason="run `make clients` to create the environment"
@@ -81,18 +88,12 @@ def test_client_results_equal_those_with_accelerate(client: tuple[str, int, str]
     ours = ran(group, processes)[case]
     assert "error" not in ours, ours["error"]
     known = KNOWN.get((group, processes, case), {})
-
-    def found(theirs: Any) -> list[tuple[float, str]]:
-        return [
-            (off, where)
-            for off, where in differences(ours, theirs)
-            if not re.sub(r"\[\d+\]", "", where).startswith((".seconds", *known))
-        ]
-
-    found_here = found(recorded(group, processes)[case])
-    if max(found_here)[0] > TOLERANCE:
-        # Other CPUs round differently, and training amplifies that. Compare with Accelerate on this one.
-        found_here = found(run("theirs", group, processes, [case])[case])
-    off, where = max(found_here)
+    found = differences_from_accelerate(
+        ours,
+        recorded(group, processes)[case],
+        lambda: run("theirs", group, processes, [case])[case],
+        (".seconds", *known),
+    )
+    off, where = max(found)
     ROWS.append((f"{group}-{processes}-{case}", off, where))
-    assert off <= TOLERANCE, [one for one in found_here if one[0] > TOLERANCE][:8]
+    assert off <= TOLERANCE, [one for one in found if one[0] > TOLERANCE][:8]

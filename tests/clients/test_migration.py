@@ -7,10 +7,19 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from functools import partial
 from pathlib import Path
 
 import pytest
-from clients import ENVIRONMENTS, HERE, ROWS, TOLERANCE, differences, launch_project, recorded
+from clients import (
+    ENVIRONMENTS,
+    HERE,
+    ROWS,
+    TOLERANCE,
+    differences_from_accelerate,
+    launch_project,
+    recorded,
+)
 
 WHEEL = HERE.parents[1] / "extensions/drop_in/accelerate"
 
@@ -32,12 +41,12 @@ def test_project_is_migrated_with_one_pip_command(tmp_path: Path) -> None:
         project = tmp_path / f"project-{processes}"
         shutil.copytree(HERE / "project", project)
         ours = launch_project(tmp_path / "env" / "bin", project, processes)
-        found = [*differences(ours, recorded("project", processes))]
-        if max(found)[0] > TOLERANCE:  # as in test_clients.py
-            again = tmp_path / f"theirs-{processes}"
-            shutil.copytree(HERE / "project", again)
-            theirs = launch_project(ENVIRONMENTS / "theirs" / "bin", again, processes)
-            found = [*differences(ours, theirs)]
+        again = shutil.copytree(HERE / "project", tmp_path / f"theirs-{processes}")
+        found = differences_from_accelerate(
+            ours,
+            recorded("project", processes),
+            partial(launch_project, ENVIRONMENTS / "theirs" / "bin", again, processes),
+        )
         off, where = max(found)
         ROWS.append((f"project-{processes}", off, where))
         assert off <= TOLERANCE, where

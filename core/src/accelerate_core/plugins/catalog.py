@@ -88,8 +88,7 @@ def pip_command(extra: str) -> str:
     said = json.loads((own and own.read_text("direct_url.json")) or "{}")
     clone = Path(unquote(urlsplit(said.get("url", "")).path)).parent
     needed = _tables()["FOLDERS"].get(extra, {}).items()
-    absent = [folder for name, folder in needed if not [*metadata.distributions(name=name)]]
-    missing = [clone / folder for folder in absent]
+    missing = [clone / path for name, path in needed if not any(metadata.distributions(name=name))]
     if "dir_info" in said and missing and all(map(Path.is_dir, missing)):
         how = "-e " if said["dir_info"].get("editable") else ""
         return " ".join(["pip install", *(how + shlex.quote(str(one)) for one in missing)])

@@ -161,13 +161,13 @@ def rendezvous_backends() -> list[str]:
 def check_formats(chosen: Mapping[str, SourcedValue]) -> None:
     """Check strings that torch would refuse or misread later."""
     backend = chosen["rdzv_backend"]
-    # Only an unusual name needs the entry points of all distributions.
-    if backend.value not in _RENDEZVOUS and backend.value not in rendezvous_backends():
+    if backend.value not in _RENDEZVOUS:  # only then, look through all distributions
         known = rendezvous_backends()
-        raise ConfigurationError(
-            f"rdzv_backend={backend} is not one of {listing(known)}."
-            f"{did_you_mean(str(backend.value), known)}"
-        )
+        if backend.value not in known:
+            raise ConfigurationError(
+                f"rdzv_backend={backend} is not one of {listing(known)}."
+                f"{did_you_mean(str(backend.value), known)}"
+            )
     for name, (pattern, form) in FORMS.items():
         said = chosen[name]
         if said.value is not None and not re.fullmatch(pattern, str(said.value)):
