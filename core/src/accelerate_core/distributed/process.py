@@ -440,9 +440,9 @@ def _wait_for_verdict(store: Any, runtime: Runtime, prefix: str) -> None:
         missing = [key.rsplit("/", 1)[1] for key in keys if not store.check([key])]
         names = f"rank {', '.join(missing)}" if missing else "the ranks that rank 0's error names"
         raise RuntimeConflictError(
-            f"Rank {rank} constructed an Accelerator and waited {wait.total_seconds():g} s for {names} to do "
-            "the same. Every rank must construct it, so move it out of blocks that only some ranks run. If "
-            f"{names} was still importing or loading, increase process_group_timeout."
+            f"Rank {rank} constructed an Accelerator or a PartialState and waited {wait.total_seconds():g} s "
+            f"for {names} to do the same. Every rank must construct it, so move it out of blocks that only "
+            f"some ranks run. If {names} was still importing or loading, increase process_group_timeout."
         ) from error
 
 
