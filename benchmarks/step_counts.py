@@ -341,8 +341,11 @@ def raw_fsdp2(blocks: int, options: Options) -> Raw:
 
 
 def raw_deepspeed(blocks: int, options: Options) -> Raw:
-    import deepspeed
+    from accelerate_deepspeed import library
 
+    # Otherwise, DeepSpeed compiles operators for communication on the CPU. A step doesn't use them, and a
+    # build that was killed leaves a lock on which every later process waits.
+    deepspeed = library.load(torch.device("cpu"))
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": options.cycle,
