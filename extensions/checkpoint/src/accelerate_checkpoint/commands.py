@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
@@ -17,8 +17,18 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from accelerate_checkpoint.manifest import Manifest
+    from accelerate_checkpoint.places import LocalPlace, StoredPlace
 
-_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+    Place: TypeAlias = LocalPlace | StoredPlace
+
+
+def _as_place(ctx: click.Context, param: click.Parameter, text: str) -> Place:
+    from accelerate_checkpoint.places import place_at
+
+    return place_at(text)
+
+
+_place = click.argument("place", metavar="DIR", callback=_as_place)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 _UNVERIFIED = "written by Hugging Face Accelerate, without checksums."
 
@@ -28,64 +38,38 @@ def checkpoints_command() -> None:
     """List, verify and show checkpoints that save_state wrote."""
 
 
-def _found(directory: Path) -> list[Path]:
-    """Return the directory itself, or the checkpoints in it and in its `checkpoints` folder.
-
-    Checkpoints without a manifest count too, because these commands exist to find such damage.
-    """
-    if _is_checkpoint(directory):
-        return [directory]
-    found = [
-        path
-        for root in (directory, directory / "checkpoints")
-        if root.is_dir()
-        for path in sorted(root.iterdir(), key=_order)
-        if path.is_dir() and not path.name.startswith(".") and _is_checkpoint(path)
-    ]
+def _found(place: Place) -> Sequence[Place]:
+    found = place.checkpoints()
     if not found:
         raise click.UsageError(
-            f"There is no checkpoint in {directory}. Pass a directory that save_state wrote, or "
-            "the project_dir of a run with automatic checkpoint naming."
+            f"There is no checkpoint in {place}. Pass what save_state wrote, or the project_dir of a "
+            "run with automatic checkpoint naming."
         )
     return found
 
 
-def _is_checkpoint(path: Path) -> bool:
-    from accelerate_checkpoint.manifest import MANIFEST
-
-    return (path / MANIFEST).exists() or any(path.glob("random_states_*.pkl"))
-
-
-def _order(path: Path) -> tuple[bool, int, str]:
-    """Return the sort key: by name, with numbered checkpoints last and in numeric order."""
-    number = path.name.removeprefix("checkpoint_")
-    return number.isdigit(), int(number) if number.isdigit() else 0, path.name
-
-
-def _examine(path: Path, **how: Any) -> tuple[Manifest | None, str, list[str]]:
+def _examine(place: Place, **how: Any) -> tuple[Manifest | None, str, list[str]]:
     """Return the manifest of a checkpoint, its state as a word, and its problems."""
-    from accelerate_checkpoint.manifest import examine
-
-    manifest, wrong = examine(path, **how)
+    manifest, wrong = place.examine(**how)
     if wrong:
         return manifest, "damaged", wrong
     return manifest, "whole" if manifest else "unverified", []
 
 
 @checkpoints_command.command("list")
-@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@_place
 @_JSON
-def list_command(directory: Path, as_json: bool) -> None:
+def list_command(place: Place, as_json: bool) -> None:
     """List the checkpoints in DIR.
 
-    DIR is a project_dir, its `checkpoints` folder, or one checkpoint. This compares file sizes
-    only. To compare checksums, use verify.
+    DIR is a project_dir, its `checkpoints` folder, or one checkpoint: a directory, or a URL such as
+    s3://bucket/run. This compares file sizes only. To compare checksums, use verify.
     """
     rows: list[dict[str, Any]] = []
-    for path in _found(directory):
-        manifest, state, wrong = _examine(path, contents=False)
-        why = f"{path}: {_UNVERIFIED}" if state == "unverified" else "".join(wrong[:1])
-        rows.append({"path": str(path), "state": state, "why": why})
+    for one in _found(place):
+        manifest, state, wrong = _examine(one, contents=False)
+        why = f"{one}: {_UNVERIFIED}" if state == "unverified" else "".join(wrong[:1])
+        rows.append({"name": one.name, "path": str(one), "state": state, "why": why})
         if manifest is not None:
             names = ("saved_at", "step", "epoch", "world_size")
             rows[-1] |= {name: manifest.facts.get(name) for name in names}
@@ -101,7 +85,7 @@ def list_command(directory: Path, as_json: bool) -> None:
         table.columns[2].max_width = 10  # breaks between date and time, so names get more space
     for row in rows:
         colour = {"whole": "green", "damaged": "red"}.get(row["state"], "yellow")
-        cells: list[Any] = [Path(row["path"]).name, Text(row["state"], colour)]
+        cells: list[Any] = [row["name"], Text(row["state"], colour)]
         if "saved_at" in row:
             counts = [str(row[key]) for key in ("step", "epoch", "world_size", "files")]
             cells += [_when(row["saved_at"]), *counts, _size(row["bytes"])]
@@ -122,27 +106,28 @@ def _table(*heads: str) -> Table:
 
 
 @checkpoints_command.command("verify")
-@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@_place
 @_JSON
 @click.pass_context
-def verify_command(ctx: click.Context, directory: Path, as_json: bool) -> None:
+def verify_command(ctx: click.Context, place: Place, as_json: bool) -> None:
     """Compare the checksum of every file. Exits with status 1 if any differs.
 
-    DIR is one checkpoint, or a directory of checkpoints.
+    DIR is one checkpoint, or a directory of checkpoints, or the URL of either, from which this downloads
+    all files.
     """
     from accelerate_checkpoint.progress import byte_bar
 
     rows = []
-    for path in _found(directory):
+    for one in _found(place):
         with ExitStack() as bars:
 
             def begin(
-                manifest: Manifest, name: str = path.name, bars: ExitStack = bars
+                manifest: Manifest, name: str = one.name, bars: ExitStack = bars
             ) -> Callable[[int], None]:
                 return bars.enter_context(byte_bar(f"Verifying {name}", manifest.size))
 
-            _, state, wrong = _examine(path, progress=begin)
-        rows.append({"path": str(path), "state": state, "problems": wrong})
+            _, state, wrong = _examine(one, contents=True, progress=begin)
+        rows.append({"path": str(one), "state": state, "problems": wrong})
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     else:
@@ -157,25 +142,23 @@ def verify_command(ctx: click.Context, directory: Path, as_json: bool) -> None:
 
 
 @checkpoints_command.command("show")
-@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@_place
 @_JSON
-def show_command(directory: Path, as_json: bool) -> None:
+def show_command(place: Place, as_json: bool) -> None:
     """Show what a checkpoint contains and what wrote it.
 
-    If DIR holds several checkpoints, this shows the newest.
+    If DIR, a directory or a URL, holds several checkpoints, this shows the newest.
     """
-    from accelerate_checkpoint.manifest import read_manifest
-
-    path = _found(directory)[-1]
-    manifest = read_manifest(path)
+    newest = _found(place)[-1]
+    manifest = newest.manifest()
     if as_json:
-        click.echo(json.dumps({"path": str(path), **manifest.content}, indent=2))
+        click.echo(json.dumps({"path": str(newest), **manifest.content}, indent=2))
     else:
-        _print(path, manifest)
+        _print(newest, manifest)
 
 
-def _print(path: Path, manifest: Manifest) -> None:
-    facts = _table("", str(path))
+def _print(place: Place, manifest: Manifest) -> None:
+    facts = _table("", str(place))
     for name, value in manifest.facts.items():
         if name == "written_by":
             packages = {key: text for key, text in value.items() if key != "plugins"}
@@ -215,7 +198,7 @@ def _size(count: int) -> str:
     "merge-weights",
     context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
 )
-@click.argument("checkpoint", metavar="DIR", type=_DIRECTORY)
+@_place
 @click.argument("output", metavar="OUT", type=click.Path(file_okay=False, path_type=Path))
 @click.option(
     "--unsafe_serialization",
@@ -226,18 +209,14 @@ def _size(count: int) -> str:
     "--remove_checkpoint_dir", is_flag=True, help="Delete DIR after writing the merged file."
 )
 def merge_weights_command(
-    checkpoint: Path, output: Path, unsafe_serialization: bool, remove_checkpoint_dir: bool
+    place: Place, output: Path, unsafe_serialization: bool, remove_checkpoint_dir: bool
 ) -> None:
     """Merge the sharded weights in DIR into one file in the folder OUT.
 
-    DIR is a directory written by save_state, save_model or torch.distributed.checkpoint.
+    DIR was written by save_state, save_model or torch.distributed.checkpoint. It is a directory, or a
+    URL such as s3://bucket/run/checkpoints/checkpoint_3.
     """
-    from accelerate_checkpoint.merging import merge_weights
-
-    made = merge_weights(
-        checkpoint,
-        output,
-        safe_serialization=not unsafe_serialization,
-        remove=remove_checkpoint_dir,
+    made = place.merge(
+        output, safe_serialization=not unsafe_serialization, remove=remove_checkpoint_dir
     )
     click.echo(f"Merged weights: {made}")

@@ -10,9 +10,12 @@ import re
 import secrets
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
+
+import xxhash
 
 from accelerate_checkpoint import files
 from accelerate_checkpoint.files import FileEntry, Progress, checksum
@@ -20,7 +23,7 @@ from accelerate_checkpoint.manifest import MANIFEST, Manifest, parse_manifest
 from accelerate_checkpoint.on_demand import fetched_on_demand, forget
 from accelerate_checkpoint.progress import byte_bar
 from accelerate_checkpoint.store import Store, basename, is_save, join
-from accelerate_checkpoint.transfer import download, persist
+from accelerate_checkpoint.transfer import PART, download, persist
 from accelerate_core.plugin import CheckpointError
 
 if TYPE_CHECKING:
@@ -79,6 +82,42 @@ def sizes_differ(storage: Store, place: str, manifest: Manifest) -> list[str]:
 
 def _other_size(address: str, size: int, entry: FileEntry) -> str:
     return f"{address} has {size} bytes, but {entry.size} were written."
+
+
+def contents_differ(
+    storage: Store, place: str, manifest: Manifest, progress: Progress
+) -> list[str]:
+    """Return which files of a checkpoint are damaged or cannot be read, one line each.
+
+    The files are downloaded in parts, and only the parts that are being compared are in memory.
+
+    Args:
+        progress: called with the number of bytes compared.
+    """
+
+    def compare(name: str) -> str:
+        entry, stored = manifest.files[name], str(PurePosixPath(manifest.folder, name))
+        address = join(place, stored)
+        hashed = xxhash.xxh3_128()
+        for start in range(0, entry.size, PART):
+            stop = min(start + PART, entry.size)
+            fetch = partial(storage.fetch, place, stored, start, stop)
+            try:
+                data = persist(storage, f"{address} cannot be read", fetch)
+            except FileNotFoundError:
+                return f"{address} is missing."
+            except CheckpointError as error:
+                return str(error)
+            hashed.update(data)
+            progress(len(data))
+        return "" if hashed.hexdigest() == entry.checksum else _damaged(address)
+
+    with ThreadPoolExecutor(storage.parallel) as pool:
+        return [line for line in pool.map(compare, manifest.files) if line]
+
+
+def _damaged(address: str) -> str:
+    return f"{address} is damaged: its checksum differs from {MANIFEST}."
 
 
 def why_not_whole(storage: Store, place: str) -> str:
@@ -246,25 +285,32 @@ def _fetch_share(
 
     def fetch_missing(name: str) -> None:
         target = root / f"{name}.{secrets.token_hex(4)}"  # another rank may fetch it too
-        _fetch(storage, place, manifest, {name: target}, verify, lambda count: None)
+        fetch_files(storage, place, manifest, {name: target}, lambda count: None, verify=verify)
         os.replace(target, root / name)
 
     fetched_on_demand(root, fetch_missing)
-    _fetch(storage, place, manifest, {name: root / name for name in share}, verify, progress)
+    targets = {name: root / name for name in share}
+    fetch_files(storage, place, manifest, targets, progress, verify=verify)
 
 
-def _fetch(
+def fetch_files(
     storage: Store,
     place: str,
     manifest: Manifest,
     targets: dict[str, Path],
-    verify: bool,
     progress: Progress,
+    *,
+    verify: bool = True,
 ) -> None:
     """Fetch files, and compare them with the manifest.
 
     Args:
         targets: name of the file in the manifest -> where to put it.
+        progress: called with the number of bytes received.
+        verify: compare checksums as well as sizes.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or cannot be read.
     """
     stored = {name: str(PurePosixPath(manifest.folder, name)) for name in targets}
     wanted = {stored[name]: (path, manifest.files[name].size) for name, path in targets.items()}
@@ -275,4 +321,4 @@ def _fetch(
         if size != entry.size:
             raise CheckpointError(_other_size(address, size, entry))
         if verify and checksum(target) != entry:
-            raise CheckpointError(f"{address} is damaged: its checksum differs from {MANIFEST}.")
+            raise CheckpointError(_damaged(address))
