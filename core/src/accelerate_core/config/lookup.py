@@ -229,15 +229,14 @@ def _annotated(field: SettingField, text: str, shown: str) -> Any:
     adapter: Any = pydantic.TypeAdapter(
         field.annotation, config=pydantic.ConfigDict(arbitrary_types_allowed=True)
     )
-    readers = [adapter.validate_python]
-    if text[:1] in ("[", "{"):
-        readers.insert(0, adapter.validate_json)
-    for read in readers:
+    from_json = [adapter.validate_json] if text[:1] in ("[", "{") else []
+    for read in (*from_json, adapter.validate_python):
         try:
             return read(text)
         except pydantic.ValidationError as error:
             failure = error
-    raise ConfigurationError(f"{shown}: {failure.errors()[0]['msg']}.")
+    said = failure.errors()[0]["msg"].replace("a valid list", 'a list, as JSON: ["a", "b"]')
+    raise ConfigurationError(f"{shown}: {said}.")
 
 
 def warn_near_misses(environ: Mapping[str, str], known: Iterable[str]) -> None:
