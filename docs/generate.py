@@ -387,7 +387,7 @@ def configuration() -> str:
         "shows the value in use and its source for every setting.",
         "",
         "Lists and dictionaries in environment variables are JSON unless the table says otherwise, as in "
-        "`ACCELERATE_KUBERNETES_RESOURCES='[\"cpu=16\", \"memory=64Gi\"]'`.",
+        '`ACCELERATE_KUBERNETES_RESOURCES=\'["cpu=16", "memory=64Gi"]\'`.',
         "",
         "This page is generated from the settings classes; do not edit it.",
         "",
