@@ -11,6 +11,7 @@ from typing import Any
 import dummies
 import pytest
 from support import clean_environment
+from warm_python import warm_python
 
 import accelerate_core.backend  # noqa: F401  # it declares the owner hooks
 from accelerate_core.contract.hooks import HOOKS
@@ -138,7 +139,9 @@ BROKEN = ("wrongarg", "misspelt", "heavy", "noisy", "future", "unsaid", "left")
 
 CHECKING = """
 import json, sys
-from accelerate_testing import run_suite
+from accelerate_testing import processes, run_suite, runner
+python = sys.argv[2]
+runner.torchrun = lambda nproc: [python, *processes.torchrun(nproc)[1:]]
 for name, only in json.loads(sys.argv[1]).items():
     kind = "tracker" if name == "void" else "backend"
     results = run_suite(kind, name, only=only, timeout=4.0)
@@ -155,7 +158,7 @@ def said(root: Path) -> dict[str, Any]:
     env["PYTHONPATH"] = f"{root}:{env['PYTHONPATH']}"
     begun = [
         subprocess.Popen(
-            [sys.executable, "-c", CHECKING, json.dumps(wanted)],
+            [sys.executable, "-c", CHECKING, json.dumps(wanted), warm_python()],
             env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for wanted in (ON_RANKS, alone)

@@ -48,8 +48,8 @@ class CheckContext:
     #: Hooks that a failure points to from here on, if a check knows better than its field `hooks`.
     hooks: str = ""
 
-    rank: int = int(os.environ.get("RANK", "0"))
-    size: int = int(os.environ.get("WORLD_SIZE", "1"))
+    rank: int = field(default_factory=lambda: int(os.environ.get("RANK", "0")))
+    size: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", "1")))
 
     def accelerator(self, **arguments: Any) -> Accelerator:
         """Return an Accelerator with the plugin and these arguments; it ends with the check.

@@ -116,13 +116,20 @@ def run_workers(
         env: variables in addition to those of this process, without `ACCELERATE_*` and ranks.
     """
     target = ["--module", str(script)[3:]] if str(script).startswith("-m ") else [str(script)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local_addr", "127.0.0.1", "--nproc_per_node", str(nproc), *target]
+    command = [*torchrun(nproc), *target]
     with tempfile.TemporaryDirectory() as folder:
         environ = clean_environment(**{RESULTS_VARIABLE: folder, **(env or {})})
         run = run_command([*command, *map(str, args)], environ, timeout)
         run.results = read_results(folder, nproc)
     return run
+
+
+def torchrun(nproc: int) -> list[str]:
+    """Return the command that starts ranks on this machine, without the script."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    # An agent that notices late that a rank has failed would delay each such run.
+    command += ["--monitor_interval", "0.1"]
+    return [*command, "--local_addr", "127.0.0.1", "--nproc_per_node", str(nproc)]
 
 
 def read_results(folder: str | Path, nproc: int) -> list[Any]:

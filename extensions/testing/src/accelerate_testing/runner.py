@@ -38,6 +38,7 @@ from accelerate_testing.processes import (
     clean_environment,
     processor_seconds,
     run_command,
+    torchrun,
 )
 from accelerate_testing.results import Result, prevents_others
 from accelerate_testing.stack_dump import DUMP_SIGNAL, call_site, frames_of, stack_dump_file
@@ -351,11 +352,10 @@ class _Session:
         file = self.folder / "task"
         file.write_text(json.dumps(task), encoding="utf-8")
         module = "accelerate_testing.worker"
-        command = [sys.executable, "-m", module, str(file)]
         if ranks > 1:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            command += ["--local_addr", "127.0.0.1", "--nproc_per_node", str(ranks)]
-            command += ["--monitor_interval", "0.1", "--module", module, str(file)]
+            command = [*torchrun(ranks), "--module", module, str(file)]
+        else:
+            command = [sys.executable, "-m", module, str(file)]
         limit = _START_UP + self._patience * len(names)
         watched = names if collect else ()
         # A backend may start a group for one process, too: let it use any free port.
