@@ -8,9 +8,8 @@ import sys
 from collections.abc import Iterator, Mapping
 
 import pytest
-from warm_python import MORE, warm_python
-
-from accelerate_testing import processes, runner
+from forked_ranks import fork_ranks
+from warm_python import MORE
 
 #: What the ranks of a plugin import, in addition to what most ranks do.
 HEAVY = {"deepspeed": "deepspeed"}
@@ -18,17 +17,13 @@ HEAVY = {"deepspeed": "deepspeed"}
 
 @pytest.fixture(autouse=True, scope="class")
 def forked_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fork the ranks of the checks, and torchrun itself, from warm interpreters.
+    """Fork the ranks of the checks.
 
     Checks in one process have new interpreters, because one of them measures what the plugin imports.
     """
-
-    def torchrun(nproc: int) -> list[str]:
-        return [str(warm_python()), *processes.torchrun(nproc)[1:]]
-
     plugin = getattr(request.cls, "plugin", "")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "torchrun", torchrun)
+        fork_ranks(patch)
         patch.setenv(MORE, HEAVY.get(plugin, ""))
         yield
 

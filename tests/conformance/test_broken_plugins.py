@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import dummies
+import forked_ranks
 import pytest
 from support import clean_environment
-from warm_python import warm_python
 
 import accelerate_core.backend  # noqa: F401  # it declares the owner hooks
 from accelerate_core.contract.hooks import HOOKS
@@ -139,9 +139,9 @@ BROKEN = ("wrongarg", "misspelt", "heavy", "noisy", "future", "unsaid", "left")
 
 CHECKING = """
 import json, sys
-from accelerate_testing import processes, run_suite, runner
-python = sys.argv[2]
-runner.torchrun = lambda nproc: [python, *processes.torchrun(nproc)[1:]]
+from accelerate_testing import run_suite
+from forked_ranks import fork_ranks
+fork_ranks()
 for name, only in json.loads(sys.argv[1]).items():
     kind = "tracker" if name == "void" else "backend"
     results = run_suite(kind, name, only=only, timeout=4.0)
@@ -154,11 +154,10 @@ for name, only in json.loads(sys.argv[1]).items():
 def said(root: Path) -> dict[str, Any]:
     """The results of the checks of each plugin."""
     alone = {"void": ("values", "kept"), **dict.fromkeys(BROKEN, GENERAL)}
-    env = clean_environment(OMP_NUM_THREADS="1")
-    env["PYTHONPATH"] = f"{root}:{env['PYTHONPATH']}"
+    env = clean_environment(OMP_NUM_THREADS="1", **forked_ranks.environment(root))
     begun = [
         subprocess.Popen(
-            [sys.executable, "-c", CHECKING, json.dumps(wanted), warm_python()],
+            [sys.executable, "-c", CHECKING, json.dumps(wanted)],
             env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for wanted in (ON_RANKS, alone)

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked_ranks
 import pytest
-from support import clean_environment
+from support import clean_environment, run_workers
+from warm_python import warm_python
 
-from accelerate_testing import run_workers
 from accelerate_testing.scaffold import write_repository
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +58,7 @@ def launch(
     env = clean_environment(
         PYTHONPATH=f"{site}", ACCELERATE_TESTING_RESULTS=str(folder), OMP_NUM_THREADS="1", **environ
     )
-    command = [sys.executable, "-m", "accelerate_core", "launch", "--cpu", "--num_processes", "2"]
+    command = [warm_python(), "-m", "accelerate_core", "launch", "--cpu", "--num_processes", "2"]
     done = subprocess.run(
         [*command, *options, str(script)], env=env, capture_output=True, text=True, timeout=150
     )
@@ -125,9 +126,10 @@ class TestRepositories:
     def test_repository_passes_its_own_tests(
         self, site: Path, repository: Path, tests: str
     ) -> None:
-        env = clean_environment(PYTHONPATH=str(site), OMP_NUM_THREADS="1")
+        env = clean_environment(OMP_NUM_THREADS="1", **forked_ranks.environment(site))
         files = [f"tests/{name}" for name in tests.split()] or ["tests"]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+        plugins = ["-p", "no:cacheprovider", "-p", "forked_ranks"]
+        command = [sys.executable, "-m", "pytest", "-q", *plugins, *files]
         done = subprocess.run(
             command, cwd=repository, env=env, capture_output=True, text=True, timeout=550
         )

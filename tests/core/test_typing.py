@@ -6,10 +6,13 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from accelerate_testing.scaffold import TEMPLATE_KINDS, write_repository
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "typechecked"
@@ -71,3 +74,18 @@ def test_type_checkers_flag_exactly_the_marked_mistakes(
     assert not missed, f"not flagged: {missed}"
     more = {place: found[place] for place in sorted(found.keys() - wanted)}
     assert not more, f"flagged without a mistake: {more}"
+
+
+@pytest.mark.needs("mypy")
+@pytest.mark.timeout(300)
+def test_new_repositories_pass_their_own_type_checker(tmp_path: Path) -> None:
+    """Use our options and cache, because reading torch takes a minute."""
+    for kind in TEMPLATE_KINDS:
+        write_repository(f"fresh_{kind}", kind, tmp_path / kind)
+        project = tomllib.loads((tmp_path / kind / "pyproject.toml").read_text())
+        assert project["tool"]["mypy"]["strict"] is True
+    sources = [str(tmp_path / kind / "src") for kind in TEMPLATE_KINDS]
+    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", *sources]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no issues found in 12 source files" in done.stdout

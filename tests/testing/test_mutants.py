@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import run_workers
 
-from accelerate_testing import run_workers
 from accelerate_testing.scaffold import write_repository
 
 FOLDER = Path(__file__).with_name("mutants")

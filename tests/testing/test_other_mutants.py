@@ -11,10 +11,10 @@ from pathlib import Path
 
 import dummies
 import pytest
-from support import clean_environment
+from support import clean_environment, run_workers
 
 from accelerate_core.plugins.discovery import installed
-from accelerate_testing import run_suite, run_workers
+from accelerate_testing import run_suite
 from accelerate_testing.checks import about
 from accelerate_testing.processes import run_command
 from accelerate_testing.scaffold import write_repository

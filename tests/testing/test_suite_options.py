@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from forked_ranks import fork_ranks
 
 import accelerate_testing
 from accelerate_core.errors import ConfigurationError
@@ -139,8 +140,11 @@ CPU_Accelerator.is_fp16_supported = lambda self: False
 
 
 @pytest.mark.dist
-def test_precision_that_the_machine_refuses_is_skipped(tmp_path: Path) -> None:
+def test_precision_that_the_machine_refuses_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("deepspeed")
+    fork_ranks(monkeypatch)
     (tmp_path / "cpu_lacks_fp16.py").write_text(LACKS)
     results = run_suite(
         "backend",
