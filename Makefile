@@ -13,7 +13,7 @@ PIP := PIP_NO_COMPILE=1 $(BIN)/python -m pip --disable-pip-version-check -q
 unexport PYTHONDONTWRITEBYTECODE
 ARGS ?=
 # Number of test files that run at the same time, so that waiting time overlaps.
-JOBS ?= 2
+JOBS ?= 3
 ENGINE_JOBS ?= 3
 # Hypothesis generates the same examples in every run, so that a change never fails for an older reason.
 # `make soak` generates new ones.

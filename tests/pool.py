@@ -30,6 +30,7 @@ import sys
 import tempfile
 import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -374,6 +375,10 @@ def _warm_up(more: Sequence[str]) -> None:
         if type(one) is _Cached and str(one.__module__).startswith("accelerate_"):
             one.cache_clear()
     gc.freeze()
+    # At the exit of each child, these would take more time than its start.
+    atexit.unregister(sys.modules["torch._dynamo.utils"].dump_compile_times)
+    for finalizer in [*weakref.finalize._registry]:  # they tear down modules
+        finalizer.atexit = False
 
 
 def _serve_children(imports: Sequence[str]) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support import run_workers
 
-from accelerate_testing import run_workers
 from accelerate_testing.fake_device import build
 
 WORKER = Path(__file__).with_name("ranks_worker.py")
@@ -20,11 +20,11 @@ STEPS = 8
     ("backend", "precision"),
     [
         ("ddp", "no"),
-        pytest.param("ddp", "bf16", marks=pytest.mark.soak),
+        ("ddp", "bf16"),
         ("ddp", "fp16"),
-        pytest.param("fsdp2", "no", marks=pytest.mark.soak),
+        ("fsdp2", "no"),
         ("fsdp2", "bf16"),
-        pytest.param("fsdp2", "fp16", marks=pytest.mark.soak),
+        ("fsdp2", "fp16"),
     ],
 )
 def test_ranks_train_without_waiting_and_resume(
