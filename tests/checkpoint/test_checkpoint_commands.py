@@ -64,6 +64,10 @@ def test_list_and_verify_report_damaged_checkpoints(project: Path) -> None:
         ("checkpoint_0", "damaged"),
         ("checkpoint_1", "damaged"),
     ]
+    # Hidden directories are left out, unless they are named.
+    shutil.copytree(project / "best", project / ".best")
+    assert len(json.loads(call("checkpoints", "list", project, "--json").stdout)) == 3
+    assert len(json.loads(call("checkpoints", "list", project / ".best", "--json").stdout)) == 1
     alone = call("checkpoints", "verify", project / "checkpoints" / "checkpoint_1")
     assert alone.exit_code == 1
     assert "manifest.json" in alone.stdout

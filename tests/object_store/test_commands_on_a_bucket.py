@@ -104,6 +104,10 @@ def test_merge_weights_downloads_and_merges_them(
     assert merged.keys() == weights.keys()
     assert all(torch.equal(merged[name], weights[name]) for name in weights)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # no downloaded files are left
+    (tmp_path / "out" / "manifest.json").touch()
+    refused = call("merge-weights", f"{URL}/{source}", tmp_path / "out")
+    assert refused.exit_code == 2
+    assert "is itself a checkpoint" in refused.output
 
 
 @pytest.mark.usefixtures("s3")

@@ -39,11 +39,7 @@ def merge_weights(
             f"{output} is inside {source}, which you asked to remove. Choose another output "
             "directory."
         )
-    if (output / MANIFEST).exists() or output.resolve() == source.resolve():
-        raise CheckpointError(
-            f"{output} is itself a checkpoint, and merging would overwrite its files. Choose "
-            "another output directory."
-        )
+    refuse_checkpoint(output, source)
     target = output / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
     manifest = read_manifest(source) if (source / MANIFEST).exists() else None
     files = source if manifest is None else source / manifest.folder
@@ -65,6 +61,16 @@ def merge_weights(
     if remove:
         shutil.rmtree(source)
     return target
+
+
+def refuse_checkpoint(output: Path, source: Path | None = None) -> None:
+    """Raise an error if `output` is a checkpoint or is `source`."""
+    same = source is not None and output.resolve() == source.resolve()
+    if same or (output / MANIFEST).exists():
+        raise CheckpointError(
+            f"{output} is itself a checkpoint, and merging would overwrite its files. Choose "
+            "another output directory."
+        )
 
 
 def _distributed(source: Path) -> Path | None:

@@ -14,7 +14,7 @@ from accelerate_checkpoint import files
 from accelerate_checkpoint.files import Progress
 from accelerate_checkpoint.local_storage import is_url
 from accelerate_checkpoint.manifest import MANIFEST, Manifest, examine, read_manifest
-from accelerate_checkpoint.merging import merge_weights
+from accelerate_checkpoint.merging import merge_weights, refuse_checkpoint
 from accelerate_checkpoint.model import is_weights
 from accelerate_checkpoint.progress import byte_bar
 from accelerate_checkpoint.shards import METADATA
@@ -102,11 +102,13 @@ class LocalPlace:
         if self._is_checkpoint():
             return [self]
         roots = [root for root in (self.path, self.path / "checkpoints") if root.is_dir()]
-        below = [LocalPlace(path) for root in roots for path in _by_number(root)]
-        return [one for one in below if one._is_checkpoint()]
+        below = [path for root in roots for path in _by_number(root)]
+        # Hidden directories belong to saves that are in progress or were killed.
+        shown = [LocalPlace(path) for path in below if not path.name.startswith(".")]
+        return [one for one in shown if one._is_checkpoint()]
 
     def _is_checkpoint(self) -> bool:
-        if not self.path.is_dir() or self.name.startswith("."):
+        if not self.path.is_dir():
             return False
         return (self.path / MANIFEST).exists() or any(self.path.glob(f"{files.RNG}_*.pkl"))
 
@@ -199,6 +201,7 @@ class StoredPlace:
 
     def merge(self, output: Path, *, safe_serialization: bool, remove: bool) -> Path:
         """Download the files with weights next to `output`, and write the weights as one file into it."""
+        refuse_checkpoint(output)
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".merge-weights-", dir=output.parent) as folder:
             source = Path(folder, self.name)
