@@ -5,11 +5,11 @@ runs an operator, thread, process group or device call, which would not survive 
 backward, for example, children hang in OpenMP. It refuses to fork once it has a second thread.
 
 A child behaves like `python SCRIPT`, with its own session, environment, arguments, `sys.path`, `__main__`
-and output. At the end, it waits for its threads and runs the functions registered with `atexit`. It does
-not tear down its modules, which would take longer than most scripts. So the differences to a new process
-are: destructors of global objects don't run, modules are already imported, and variables that are read
-during imports or at the start (`PYTHON*`, `OMP_*`, `TORCH_LOGS`) have no effect. Tests that depend on these
-must use a real launch.
+and output. At the end, it waits for its threads and runs the functions registered with `atexit`, except
+some that the warm process registered. It does not tear down its modules, which would take longer than
+most scripts. So the differences to a new process are: destructors of global objects don't run, modules
+are already imported, and variables that are read during imports or at the start (`PYTHON*`, `OMP_*`,
+`TORCH_LOGS`) have no effect. Tests that depend on these must use a real launch.
 
 Even and odd ranks have different warm processes, so that hashes of strings differ between ranks. This
 finds code in which ranks disagree about the order of a set.

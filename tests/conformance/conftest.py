@@ -11,20 +11,16 @@ import pytest
 from forked_ranks import fork_ranks
 from warm_python import MORE
 
-#: What the ranks of a plugin import, in addition to what most ranks do.
-HEAVY = {"deepspeed": "deepspeed"}
-
 
 @pytest.fixture(autouse=True, scope="class")
 def forked_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fork the ranks of the checks.
+    """Fork the ranks of the checks. A suite's `more` names further modules to import before the fork.
 
     Checks in one process have new interpreters, because one of them measures what the plugin imports.
     """
-    plugin = getattr(request.cls, "plugin", "")
     with pytest.MonkeyPatch.context() as patch:
         fork_ranks(patch)
-        patch.setenv(MORE, HEAVY.get(plugin, ""))
+        patch.setenv(MORE, getattr(request.cls, "more", ""))
         yield
 
 

@@ -126,6 +126,7 @@ class TestDeepSpeed(BackendSuite):
     timeout = 40.0
     environ = {"PYTHONPATH": str(HERE.parent / "backends" / "deepspeed")}
     prelude = "cpu_has_fp16"
+    more = "deepspeed"
 
 
 class _ZeroStage(BackendSuite):
@@ -133,6 +134,7 @@ class _ZeroStage(BackendSuite):
 
     timeout = 40.0
     prelude = "cpu_has_fp16"
+    more = "deepspeed"
     short = (
         *("training", "accumulation", "branches", "counted_items", "no_sync", "clip_norm"),
         *("small_gradients", "clip_value", "schedule", "overflow", "save_and_load", "groups"),
@@ -257,6 +259,7 @@ class TestFloat16OfDeepSpeed(PrecisionSuite):
     timeout = 40.0
     environ = {**TestDeepSpeed.environ, "ACCELERATE_USE_DEEPSPEED": "true"}
     prelude = "cpu_has_fp16"
+    more = "deepspeed"
 
 
 @pytest.mark.dist

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,12 +77,10 @@ def test_type_checkers_flag_exactly_the_marked_mistakes(
 
 @pytest.mark.needs("mypy")
 @pytest.mark.timeout(300)
-def test_new_repositories_pass_their_own_type_checker(tmp_path: Path) -> None:
-    """Use our options and cache, because reading torch takes a minute."""
+def test_new_repositories_have_no_type_errors(tmp_path: Path) -> None:
+    """With our options and cache, because reading torch takes a minute."""
     for kind in TEMPLATE_KINDS:
         write_repository(f"fresh_{kind}", kind, tmp_path / kind)
-        project = tomllib.loads((tmp_path / kind / "pyproject.toml").read_text())
-        assert project["tool"]["mypy"]["strict"] is True
     sources = [str(tmp_path / kind / "src") for kind in TEMPLATE_KINDS]
     command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", *sources]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)

@@ -118,7 +118,8 @@ def test_merge_weights_deletes_a_checkpoint_only_if_asked_and_after_merging(tmp_
         accelerator.save_state("state")
     (tmp_path / "file").touch()
     blocked = call("merge-weights", url, tmp_path / "file" / "out", "--remove_checkpoint_dir")
-    assert blocked.exit_code != 0
+    assert blocked.exit_code == 2
+    assert f"{url} cannot be merged into {tmp_path / 'file' / 'out'}" in blocked.output
     assert call("merge-weights", url, tmp_path / "out").exit_code == 0
     assert len(rows("list", url)) == 1
     assert call("merge-weights", url, tmp_path / "out", "--remove_checkpoint_dir").exit_code == 0
@@ -129,12 +130,18 @@ def test_merge_weights_deletes_a_checkpoint_only_if_asked_and_after_merging(tmp_
 def test_errors_name_what_is_missing_and_hold_no_credentials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with Accelerator(cpu=True, project_dir="s3://tests/empty") as accelerator:
+        accelerator.save_state("state")  # without a model
     for words, told in (
         (("checkpoints", "list", "s3://tests/nothing"), "no checkpoint in s3://tests/nothing"),
         (("checkpoints", "list", "s3://no-such-bucket/run"), "s3://no-such-bucket"),
         (("checkpoints", "list", "ftp://host/run"), "no store for ftp://"),
         (("checkpoints", "list", tmp_path / "nothing"), f"no directory {tmp_path / 'nothing'}"),
         (("merge-weights", "s3://tests/nothing", tmp_path / "out"), "There are no weights at"),
+        (
+            ("merge-weights", "s3://tests/empty/state", tmp_path / "out"),
+            "s3://tests/empty/state must",
+        ),
     ):
         done = call(*words)
         assert done.exit_code == 2, done.output

@@ -235,8 +235,9 @@ def _annotated(field: SettingField, text: str, shown: str) -> Any:
             return read(text)
         except pydantic.ValidationError as error:
             failure = error
-    said = failure.errors()[0]["msg"].replace("a valid list", 'a list, as JSON: ["a", "b"]')
-    raise ConfigurationError(f"{shown}: {said}.")
+    first = failure.errors()[0]
+    how = ", written as JSON" if first["type"] in ("list_type", "dict_type") else ""
+    raise ConfigurationError(f"{shown}: {first['msg']}{how}.")
 
 
 def warn_near_misses(environ: Mapping[str, str], known: Iterable[str]) -> None:

@@ -216,7 +216,12 @@ def merge_weights_command(
     DIR was written by save_state, save_model or torch.distributed.checkpoint. It is a directory, or a
     URL such as s3://bucket/run/checkpoints/checkpoint_3.
     """
-    made = place.merge(
-        output, safe_serialization=not unsafe_serialization, remove=remove_checkpoint_dir
-    )
+    from accelerate_core.plugin import CheckpointError
+
+    try:
+        made = place.merge(
+            output, safe_serialization=not unsafe_serialization, remove=remove_checkpoint_dir
+        )
+    except OSError as error:
+        raise CheckpointError(f"{place} cannot be merged into {output}: {error}") from error
     click.echo(f"Merged weights: {made}")

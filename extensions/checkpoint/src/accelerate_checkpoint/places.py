@@ -163,19 +163,23 @@ class StoredPlace:
 
         Without a manifest, there are only the files of a save that is in progress or was killed.
         """
-        names = list_stored(self.storage, self.address)
+        names = self._names()
         if MANIFEST in names:
             return [self]
+        numbered = self._below("checkpoints")
+        roots = [(self, names), (numbered, numbered._names() if "checkpoints" in names else {})]
         found = []
-        for root in (self.address, join(self.address, "checkpoints")):
-            folders = [name for name, size in self._names(root).items() if size is None]
-            below = [StoredPlace(self.storage, join(root, name)) for name in folders]
-            below.sort(key=lambda one: _order(one.name))
-            found += [one for one in below if MANIFEST in self._names(one.address)]
+        for root, below in roots:
+            folders = [name for name, size in below.items() if size is None]
+            places = [root._below(name) for name in sorted(folders, key=_order)]
+            found += [one for one in places if MANIFEST in one._names()]
         return found
 
-    def _names(self, address: str) -> dict[str, int | None]:
-        return list_stored(self.storage, address)
+    def _below(self, name: str) -> StoredPlace:
+        return StoredPlace(self.storage, join(self.address, name))
+
+    def _names(self) -> dict[str, int | None]:
+        return list_stored(self.storage, self.address)
 
     def manifest(self) -> Manifest:
         """Read the manifest."""
@@ -205,32 +209,31 @@ class StoredPlace:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".merge-weights-", dir=output.parent) as folder:
             source = Path(folder, self.name)
+            source.mkdir()
             self._fetch_weights(source)
-            made = merge_weights(source, output, safe_serialization=safe_serialization)
+            try:
+                made = merge_weights(source, output, safe_serialization=safe_serialization)
+            except CheckpointError as error:
+                raise CheckpointError(str(error).replace(str(source), self.address)) from error
         if remove:
             delete_checkpoint(self.storage, self.address)
         return made
 
     def _fetch_weights(self, target: Path) -> None:
         """Download the files that may hold weights. With a manifest, their checksums are compared."""
-        names = list_stored(self.storage, self.address)
+        names = self._names()
         download_bar = partial(byte_bar, f"Downloading {self.name}")
         if MANIFEST in names:
             manifest = self.manifest()
-            kept = {
-                name: entry
-                for name, entry in manifest.files.items()
+            targets = {
+                name: target / name
+                for name in manifest.files
                 if not PurePosixPath(name).parts[0].startswith(_NO_WEIGHTS)
             }
-            fetched = Manifest(kept, manifest.facts, manifest.folder)
-            with download_bar(fetched.size) as advance:
-                fetch_files(
-                    self.storage, self.address, fetched, {n: target / n for n in kept}, advance
-                )
-            local = Manifest(kept, manifest.facts)
-            (target / MANIFEST).write_text(local.render(), encoding="utf-8")
+            with download_bar(sum(manifest.files[name].size for name in targets)) as advance:
+                fetch_files(self.storage, self.address, manifest, targets, advance)
             return
-        # Exported weights, or what torch.distributed.checkpoint wrote
+        # save_model and torch.distributed.checkpoint write no manifest.
         sizes = {name: size for name, size in names.items() if size is not None}
         if METADATA not in names:
             sizes = {name: size for name, size in sizes.items() if is_weights(name)}
