@@ -232,6 +232,17 @@ class CoreLoader(DataLoader[Any]):
         if filler is not None and hasattr(filler, "even_batches"):
             filler.even_batches = value
 
+    @property
+    def order_digest(self) -> int | None:
+        """A digest of the order in which this rank believes that all ranks read the current epoch.
+
+        It is equal on ranks that read in one order, and covers about 1,024 indices at the start of the
+        epoch. None if there is no such order: on one process, for streams and dispatched data, if the
+        loader was sharded before, and before the first batch.
+        """
+        iterator = self._source.stream.latest if isinstance(self._source, IndexedSource) else None
+        return None if iterator is None else iterator.order_digest
+
     # -- epochs and positions ----------------------------------------------------------------
 
     @property

@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
+from accelerate_core.data.fingerprint import COMPARED
+
 Run = Any  # a sequence of indices, with a length and slicing
 
 
@@ -227,7 +229,8 @@ def parts_of(shard: Any, sampler: Any, width: int, start: int) -> Iterator[list[
 
     Args:
         shard: has `process_index`, `num_processes`, `drop_last` and `even_batches`. Its `real` is set
-            to the number of indices in the last step before padding.
+            to the number of indices in the last step before padding. If it has `kept_steps`, its
+            `beginning` is set to the indices of so many steps at the start of the epoch.
         sampler: the indices of all ranks.
         width: indices per rank and step.
         start: the index at which the first step begins.
@@ -238,6 +241,9 @@ def parts_of(shard: Any, sampler: Any, width: int, start: int) -> Iterator[list[
     drop_last = shard.drop_last
     fills = shard.even_batches and not drop_last
     cursor = cursor_over(sampler)
+    kept_steps = getattr(shard, "kept_steps", 0)
+    if kept_steps:
+        shard.beginning = cursor.first(min(kept_steps * step, COMPARED))
     first = cursor.first(step) if fills else []
     cursor.skip(start)
     while True:

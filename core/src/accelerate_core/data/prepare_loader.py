@@ -107,6 +107,7 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
         init = RankedWorkerInit(index * workers, base.worker_init_fn)
         _replace(base, worker_init_fn=init)
     if isinstance(source, IndexedSource):
+        _keep_beginning(source.stream.plan, order_comm)
         _replace(view, **{_order_name(view): source.stream.plan})
     return DataLoaderShard(base, source, view, loader, options, batch_size)
 
@@ -137,6 +138,12 @@ def reshare(loader: CoreLoader, index: int, count: int) -> None:
     assert isinstance(source, IndexedSource), "the loader reads by index"
     _replace(loader, **{_order_name(loader): source.stream.plan})
     loader.read_on(source, options)
+
+
+def _keep_beginning(plan: Any, comm: Communicator | None) -> None:
+    """Let a shard keep what ranks compare: two steps, which are read before the first batch is returned."""
+    if isinstance(plan, BatchSamplerShard) and comm is not None:
+        plan.kept_steps = 2
 
 
 def _order_comm(options: LoaderOptions) -> Communicator | None:

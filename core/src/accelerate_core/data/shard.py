@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from typing import Any
 
 from torch.utils.data import BatchSampler, IterableDataset
 
+from accelerate_core.data.fingerprint import COMPARED
 from accelerate_core.data.order import Wrapper, is_plain, parts_of
 from accelerate_core.data.steps import NOTHING, StepReader, check_rank, check_split, steps_of
 
@@ -34,6 +35,9 @@ class BatchSamplerShard(Wrapper, BatchSampler):
     Attributes:
         real: after an iteration, the number of real samples in the last global step if it was
             padded, else None.
+        kept_steps: how many global steps of the start of an epoch are kept for comparing orders.
+        beginning: the first indices of the epoch over all ranks, or the first batches of a custom
+            batch sampler; at most 1,024.
 
     Raises:
         ConfigurationError: `split_batches` with a batch size that cannot be split equally.
@@ -49,6 +53,8 @@ class BatchSamplerShard(Wrapper, BatchSampler):
     batch_size: Any = field(init=False)
     drop_last: bool = field(init=False)
     real: int | None = field(default=None, init=False)
+    kept_steps: int = field(default=0, init=False)
+    beginning: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         check_rank(self.num_processes, self.process_index)
@@ -106,8 +112,10 @@ class BatchSamplerShard(Wrapper, BatchSampler):
             join=_joined,
             looks_ahead=False,
         )
-        batches = zip(map(list, self.batch_sampler), repeat(None), repeat(None))
-        for step in steps.steps(batches, start):
+        batches = map(list, self.batch_sampler)
+        self.beginning = list(islice(batches, min(self.kept_steps * steps.per_step, COMPARED)))
+        reading = zip(chain(self.beginning, batches), repeat(None), repeat(None))
+        for step in steps.steps(reading, start):
             self.real = step.real
             if step.parts[rank] is not NOTHING:
                 yield step.parts[rank]

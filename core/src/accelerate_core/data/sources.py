@@ -10,6 +10,7 @@ from operator import length_hint
 from typing import Any, Protocol
 
 from accelerate_core.data.batch import batch_size_of
+from accelerate_core.data.fingerprint import digest_of_order
 from accelerate_core.data.order import Wrapper, iterate_from
 from accelerate_core.data.resumable import ResumableReader
 from accelerate_core.data.shard import ItemShard, IterableDatasetShard
@@ -67,6 +68,15 @@ class IndexIterator(Iterator[Any]):
         self.exhausted = False
         self._batches: Iterator[Any] | None = None
         self._next: Any = None
+        self._beginning: list[Any] = []
+        self._digest: int | None = None
+
+    @property
+    def order_digest(self) -> int | None:
+        """A digest of the order in which all ranks read; None before it is drawn, or if it isn't kept."""
+        if self._digest is None and self._beginning:
+            self._digest = digest_of_order(self._beginning)
+        return self._digest
 
     def draw(self) -> None:
         """Draw the order now, and move to the start."""
@@ -77,6 +87,7 @@ class IndexIterator(Iterator[Any]):
                 self._batches = iterate_from(self.plan, self.start, self.head)
             self._next = next(self._batches, _END)
             self.exhausted = self._next is _END
+            self._beginning = getattr(self.plan, "beginning", [])
 
     def __next__(self) -> Any:
         if self._batches is None:
