@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 from worker import SIZE, case, run_cases
 
