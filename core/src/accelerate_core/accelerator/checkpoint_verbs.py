@@ -181,9 +181,18 @@ class CheckpointVerbs:
         self._saving.register_for_checkpointing(*objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, weights, output_dir)` before models are saved by `save_state`."""
+        """Call `hook(models, weights, output_dir)` before models are saved by `save_state`.
+
+        `models` are the modules that were passed to `prepare`, without wrappers. A model is not saved
+        if the hook removes it, or its weights, from the lists. If the backend saves the models itself,
+        `weights` is empty.
+        """
         return self._saving.register_save_state_pre_hook(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, input_dir)` before models are loaded by `load_state`."""
+        """Call `hook(models, input_dir)` before models are loaded by `load_state`.
+
+        `models` are the modules that were passed to `prepare`, without wrappers. A model that the hook
+        removes from the list is not loaded, unless the backend loads the models itself.
+        """
         return self._saving.register_load_state_pre_hook(hook)

@@ -92,8 +92,8 @@ class RunParts:
         cycle: the current accumulation cycle.
         project: returns directories, naming and retention. Scripts may replace them at any time.
         registered: the objects passed to `register_for_checkpointing`.
-        save_hooks: the script's `hook(models, weights, output_dir)`, by number.
-        load_hooks: the script's `hook(models, input_dir)`, by number.
+        save_hooks: the script's `hook(models, weights, output_dir)`, by number. Pass it inner models.
+        load_hooks: the script's `hook(models, input_dir)`, by number. Pass it inner models.
         restore_positions: returns whether loaders continue at the position of the checkpoint.
         inner_model: returns a model without the wrappers of the backend and of `torch.compile`.
         whole_state: returns the full state dict of a model. Call it on every rank, in the same order.

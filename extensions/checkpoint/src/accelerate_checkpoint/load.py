@@ -255,13 +255,10 @@ class LoadedState:
             self._apply_rank()
 
     def _apply_models(self) -> None:
-        models = list(self.state.models)
-        hooks = list(self.state.load_hooks())
-        for hook in hooks:  # a hook may load a model itself and remove it from the list
-            hook(models, str(self.source.directory))
+        models = self._models_to_load()
         if self.state.owns_format:
             return
-        if hooks:
+        if self.state.load_hooks():
             check_weights(self.state, self.source, models, self.options)
         for index, model in enumerate(models):
             stem = files.numbered(files.MODEL, index, "")
@@ -270,6 +267,17 @@ class LoadedState:
             weights = load_weights(self.source.directory, inner, stem, self.source.listed)
             weights = restore_quantized(inner, weights)
             self.state.load_model_state(model, weights, _is_strict(self.options))
+
+    def _models_to_load(self) -> list[torch.nn.Module]:
+        """Call the script's hooks, and return the prepared models that they left in the list.
+
+        Hooks get the modules that the script prepared, without wrappers.
+        """
+        prepared = {id(self.state.inner(model)): model for model in self.state.models}
+        models = [self.state.inner(model) for model in self.state.models]
+        for hook in self.state.load_hooks():
+            hook(models, str(self.source.directory))  # may load a model and remove it from the list
+        return [prepared.get(id(model), model) for model in models]
 
     def _apply_optimizers(self) -> None:
         for one in self.optimizers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,7 +138,7 @@ def write_state(
                     writer.torch(name, held)
                 del held
     else:  # the backend writes the models; hooks may still add files
-        _call_hooks(state, writer, list(state.models), [])
+        _weights_to_write(state, writer, [])
     for name, obj in named_objects(state).items():
         with writer.part(f"{name} ({type(obj).__name__}.state_dict)"):
             # Called on every rank, because it may be collective.
@@ -167,24 +167,28 @@ def write_state(
             one.save(writer.directory / one.key.replace(":", "_"))
 
 
-def _call_hooks(state: TrainingState, writer: Writer, models: list[Any], weights: Any) -> None:
+def _weights_to_write(state: TrainingState, writer: Writer, weights: list[Any]) -> list[Any]:
+    """Call the script's hooks, and return the weights that they did not remove.
+
+    Hooks get the modules that the script prepared, without wrappers, because they call the modules' own
+    methods, such as `save_pretrained`.
+    """
+    models = [state.inner(model) for model in state.models]
+    before = list(zip(models, weights, strict=False))
     for hook in state.save_hooks():
         with writer.part("a save_state pre hook"):
             hook(models, weights, str(writer.directory))  # may remove items from both lists
+    removed = [held for model, held in before if not any(model is other for other in models)]
+    return [held for held in weights if not any(held is other for other in removed)]
 
 
 def _write_models(
     state: TrainingState, writer: Writer, safe_serialization: bool, max_shard_size: int | str
 ) -> None:
-    models = list(state.models)
     # One at a time, because a backend may have to gather each state. Hooks need all of them.
-    states: Iterator[Any] = (state.model_state(model) for model in models)
+    states: Iterable[Any] = (state.model_state(model) for model in state.models)
     if state.save_hooks():
-        weights = list(states)
-        before = list(zip(models, weights, strict=True))
-        _call_hooks(state, writer, models, weights)
-        taken = [w for model, w in before if not any(model is one for one in models)]
-        states = iter([w for w in weights if not any(w is one for one in taken)])
+        states = _weights_to_write(state, writer, list(states))
     for index, held in enumerate(states):
         stem = files.numbered(files.MODEL, index, "")
         if state.saves_here:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from accelerate_core import accelerator
 from accelerate_core.data.loader import CoreLoader
@@ -22,7 +23,7 @@ from accelerate_core.plugin import (
     uncompiled,
     warn,
 )
-from accelerate_drop_in import assignment, private  # noqa: F401  (adds what clients assign to)
+from accelerate_drop_in import assignment, listed_models, private  # noqa: F401  (adds what clients assign to)
 from accelerate_drop_in.data_loader import shown
 from accelerate_drop_in.fp8 import FP8BackendType
 from accelerate_drop_in.models import without_containers
@@ -243,6 +244,14 @@ class Accelerator(accelerator.Accelerator):
         inner = without_containers(model)
         own = super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
         return inner if keep_torch_compile and own is uncompiled(inner) else own
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, weights, output_dir)` in `save_state`, with what Accelerate passes."""
+        return super().register_save_state_pre_hook(listed_models.save_hook(self, hook))
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, input_dir)` in `load_state`, with what Accelerate passes."""
+        return super().register_load_state_pre_hook(listed_models.load_hook(self, hook))
 
 
 Accelerator.__init__.__wrapped__ = accelerator.Accelerator.__init__  # type: ignore[attr-defined]

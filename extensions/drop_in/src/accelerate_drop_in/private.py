@@ -18,6 +18,7 @@ from accelerate_core.data.loader import CoreLoader
 from accelerate_core.distributed import process
 from accelerate_core.plugin import AcceleratedOptimizer, ConfigurationError, did_you_mean, listing
 from accelerate_drop_in.assignment import assign_to_state, kept, set_xla_synced
+from accelerate_drop_in.listed_models import ListedModels
 
 #: Runtimes that were reset. Keeping them alive delays their cleanup until Python exits.
 _left: list[process.Runtime] = []
@@ -161,7 +162,8 @@ def _at(path: str) -> Any:
 
 def add() -> None:
     """Add the members to the classes."""
-    lists = {f"_{one}": _at(f"_prepared.objects.{one}") for one in ("models", "optimizers")}
+    lists = {"_models": property(ListedModels)}
+    lists["_optimizers"] = _at("_prepared.objects.optimizers")
     lists["_schedulers"] = _at("_prepared.objects.schedulers")
     lists["_dataloaders"] = _at("_prepared.objects.loaders")
     lists["_custom_objects"] = _at("_saving.registered")
