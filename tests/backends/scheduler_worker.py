@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from worker import PG_TIMEOUT, SIZE, write_result
+from worker import PG_TIMEOUT, RANK, SIZE, write_result
 
 from accelerate_core import Accelerator
 from accelerate_core.utils import set_seed
@@ -67,6 +67,26 @@ def prepared(backend: str, rule: str | None) -> dict[str, Any]:
     return {"losses": losses, "rates": rates, "said": lines, "explained": explained}
 
 
+def plateau(backend: str) -> list[Any]:
+    """Step a scheduler with a metric that only rises on one rank; return the rates and the start message."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        accelerator = Accelerator(cpu=True, backend=backend, process_group_timeout=PG_TIMEOUT)
+        model, optimizer, _, data = begin()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        model, optimizer, scheduler, loader = accelerator.prepare(
+            model, optimizer, scheduler, DataLoader(data, BATCH // SIZE)
+        )
+        for step, (x, y) in enumerate(loader):
+            accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            scheduler.step(1.0 + (2 * step if RANK else -step))
+            optimizer.zero_grad()
+        rate = float(optimizer.param_groups[0]["lr"])
+    accelerator.end_training()
+    return [rate, [line for line in said.getvalue().splitlines() if " moves " in line]]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     name = sys.argv[1]
@@ -76,4 +96,4 @@ if __name__ == "__main__":
 
         cuda_on_cpu.install()
     runs = {str(rule): prepared(name, rule) for rule in (None, "per_process", "per_step")}
-    write_result({**runs, "plain 1": plain(1), "plain 2": plain(SIZE)})
+    write_result({**runs, "plateau": plateau(name), "plain 1": plain(1), "plain 2": plain(SIZE)})

@@ -40,3 +40,8 @@ def test_scheduler_follows_the_requested_rule(backend: str) -> None:
     moves = "2 steps, one for each process," if default == "per_process" else "one step"
     assert f"ExponentialLR moves {moves} whenever the optimizer steps" in line
     assert run.results[1]["None"]["said"] == []
+    # The mean of the metric rises in every step, although it falls on rank 0.
+    (rate, (line,)), (other, _) = (result["plateau"] for result in run.results)
+    assert rate == other == pytest.approx(0.1 * 0.5**3)
+    assert "ReduceLROnPlateau moves one step" in line
+    assert "scheduler_metric='mean'" in line

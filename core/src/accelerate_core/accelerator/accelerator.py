@@ -16,7 +16,7 @@ from accelerate_core.accelerator.checkpoint_verbs import CheckpointVerbs
 from accelerate_core.accelerator.collective_verbs import CollectiveVerbs
 from accelerate_core.accelerator.construction import check, resolve, start_process
 from accelerate_core.accelerator.preparing_verbs import PreparedVerbs
-from accelerate_core.accelerator.scoped_collectives import make_collectives
+from accelerate_core.accelerator.scoped_collectives import make_collectives, make_metrics
 from accelerate_core.accelerator.signature import MeshVerbs, ShowsPluginArguments
 from accelerate_core.accelerator.started import SetupAndRanks, StartedRuntime
 from accelerate_core.accelerator.tracking_verbs import TrackingVerbs
@@ -105,6 +105,9 @@ class Accelerator(
         scheduler_steps: how far a prepared scheduler advances when the optimizer steps: `"per_process"`
             means one step for each process that reads different data, and `"per_step"` means one step.
             The backend sets the default, as in Hugging Face Accelerate.
+        scheduler_metric: which metric `scheduler.step(metric)` passes to a prepared scheduler, such as
+            `ReduceLROnPlateau`: the `"mean"` over the processes (the default), that of `"rank_0"`, or the
+            `"local"` one of each process, with which their learning rates may differ.
         preemption_signals: signals, such as "SIGTERM,SIGUSR1". When one arrives, all ranks save at the
             next step boundary and exit with status 75. Requires automatic checkpoint naming.
         checkpointer: name of the plugin that saves and loads; default: `directory`.
@@ -148,6 +151,7 @@ class Accelerator(
         process_group_timeout: float | None = None,
         upcast_outputs: bool | None = None,
         scheduler_steps: Literal["per_process", "per_step"] | None = None,
+        scheduler_metric: Literal["mean", "rank_0", "local"] | None = None,
         preemption_signals: str | None = None,
         checkpointer: str | None = None,
         tracking: str | None = None,
@@ -210,6 +214,7 @@ class Accelerator(
             process=process,
             world=self._collectives.world,
             data=self._collectives.data,
+            metrics=make_metrics(started, self._collectives),
             gradient_state=self.gradient_state,
             loss_scaler=loss_scaler,
             make_loader=None if loader_factory is None else bind(loader_factory.make_loader, self),

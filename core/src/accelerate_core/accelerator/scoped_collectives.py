@@ -17,6 +17,7 @@ from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.plugins.manager import BoundHooks
 from accelerate_core.prepare.prepared import PrepareOptions
 from accelerate_core.training.gradient_state import GradientState
+from accelerate_core.training.metric import SharedMetric
 
 
 @dataclass(eq=False)
@@ -161,3 +162,12 @@ def make_collectives(
         options=options,
         has_mesh=started.parallelism_config is not None,
     )
+
+
+def make_metrics(started: StartedRuntime, comms: Collectives) -> SharedMetric:
+    """Return what combines the metrics of schedulers over the ranks that train the same model."""
+    # All ranks, since those that share a sample also set the same learning rates. The world of an elastic
+    # backend is one of several replicas.
+    elastic = started.backend.supports.get("elastic", False)
+    rule = started.provenance["scheduler_metric"]
+    return SharedMetric(rule, comms.loss if elastic else comms.world, started.meet)

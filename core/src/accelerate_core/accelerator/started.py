@@ -10,7 +10,7 @@ from accelerate_core.accelerator.construction import Setup
 from accelerate_core.backend import Backend
 from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.config.provenance import SourcedValue
-from accelerate_core.distributed.process import Runtime
+from accelerate_core.distributed.process import Runtime, meet
 from accelerate_core.errors import WarnOnce
 from accelerate_core.plugins.manager import BoundHooks
 from accelerate_core.state import Ranks
@@ -70,6 +70,10 @@ class StartedRuntime(SetupAndRanks):
         self.device = process.device
         self.warn_once = warn_once
         self.hooks = BoundHooks(setup.owner_methods, self)
+
+    def meet(self, scheduler: str) -> None:
+        """Wait until all ranks have stepped this scheduler with a metric."""
+        meet(self._runtime, f"{scheduler}.step(metric)")
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"{name!r} is not available before on_start")

@@ -53,6 +53,12 @@ class CoreSettings:
         help="how far a prepared scheduler advances when the optimizer steps: one step for each process "
         "that reads different data, or one step; some backends have a different default",
     )
+    scheduler_metric: str = option(
+        default="mean",
+        choices=("mean", "rank_0", "local"),
+        help="the metric that every process passes to a prepared scheduler stepped with one: the mean over "
+        "the processes, that of rank 0, or its own, with which learning rates may differ",
+    )
     preemption_signals: str | None = option(
         default=None,
         help="signals after which the run saves and exits with status 75, such as SIGTERM,SIGUSR1",

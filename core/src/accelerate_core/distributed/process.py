@@ -411,8 +411,55 @@ def check_consistent(runtime: Runtime, facts: Mapping[str, Any]) -> None:
         ConfigurationError: facts differ. Raised on every rank; the message lists the differences.
         RuntimeConflictError: a rank did not call this within the time limit of the group.
     """
+    differences = _compare(runtime, facts, _CONSTRUCTION, runtime.timeout or _FOR_CONSTRUCTION)
+    if differences:
+        raise ConfigurationError(f"The processes have different settings: {differences}")
+
+
+def meet(runtime: Runtime, call: str) -> None:
+    """Wait until every rank has called this for the same call of a script, such as `scheduler.step(loss)`.
+
+    Raises:
+        RuntimeConflictError: a rank made another call, or none within the time limit of the group.
+    """
+    made = _Call(
+        f"called {call}",
+        "Every rank must call it, so move it out of blocks such as `if accelerator.is_main_process:`, or "
+        "pass Accelerator(scheduler_metric='local').",
+        warns=True,
+    )
+    differences = _compare(runtime, {"call": call}, made, runtime.timeout or _FOR_CALLS)
+    if differences:
+        raise RuntimeConflictError(
+            f"The processes make different calls: {differences} {made.advice}"
+        )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a waiting rank has done, and what to do if others have not."""
+
+    done: str
+    advice: str
+    #: Whether to warn before the time limit. Ranks may take long to import libraries.
+    warns: bool = False
+
+
+_CONSTRUCTION = _Call(
+    "constructed an Accelerator or a PartialState",
+    "Every rank must construct it, so move it out of blocks that only some ranks run.",
+)
+#: How long a rank waits for others if the group has torch's time limit.
+_FOR_CONSTRUCTION = timedelta(minutes=5)
+_FOR_CALLS = timedelta(minutes=30)
+#: After this, a waiting rank warns.
+_WARN_AFTER = timedelta(seconds=30)
+
+
+def _compare(runtime: Runtime, facts: Mapping[str, Any], call: _Call, limit: timedelta) -> str:
+    """Return how the facts of the ranks differ; "" if they are the same."""
     if runtime.num_processes == 1 or runtime.store is None:
-        return
+        return ""
     store, count = runtime.store, runtime.num_processes
     prefix = f"consistent/{next(runtime.comparisons)}"
     mine = json.dumps(dict(facts), sort_keys=True, default=str)
@@ -424,26 +471,51 @@ def check_consistent(runtime: Runtime, facts: Mapping[str, Any]) -> None:
     if store.add(f"{prefix}/arrived", 1) == count:
         same = store.add(alike, 0) == count
         store.set(f"{prefix}/verdict", "" if same else _verdict(store, prefix, count))
-    _wait_for_verdict(store, runtime, prefix)
-    if verdict := store.get(f"{prefix}/verdict").decode():
-        raise ConfigurationError(f"The processes have different settings: {verdict}")
+    _wait_for_verdict(store, runtime, prefix, call, limit)
+    verdict: str = store.get(f"{prefix}/verdict").decode()
+    return verdict
 
 
-def _wait_for_verdict(store: Any, runtime: Runtime, prefix: str) -> None:
-    rank = runtime.process_index
-    wait = runtime.timeout or timedelta(minutes=5)
-    try:
-        store.wait([f"{prefix}/verdict"], wait)
-    except Exception as error:  # each store has its own class for a timeout
-        # Only rank 0 looks for every rank, because thousands would overload the store.
-        keys = [f"{prefix}/{other}" for other in range(runtime.num_processes if rank == 0 else 1)]
-        missing = [key.rsplit("/", 1)[1] for key in keys if not store.check([key])]
-        names = f"rank {', '.join(missing)}" if missing else "the ranks that rank 0's error names"
+def _wait_for_verdict(
+    store: Any, runtime: Runtime, prefix: str, call: _Call, limit: timedelta
+) -> None:
+    left = limit
+    if call.warns and limit > _WARN_AFTER:
+        if _appears(store, f"{prefix}/verdict", _WARN_AFTER) is None:
+            return
+        # One rank is enough, apart from rank 0, which may be the missing one.
+        if runtime.process_index < 2:
+            waited = f"has waited {_WARN_AFTER.total_seconds():g} s"
+            names = _missing_ranks(store, runtime, prefix)
+            warn(
+                f"Rank {runtime.process_index} {call.done}, and {waited} for {names} to do the same. "
+                f"{call.advice}"
+            )
+        left -= _WARN_AFTER
+    error = _appears(store, f"{prefix}/verdict", left)
+    if error is not None:
+        names = _missing_ranks(store, runtime, prefix)
         raise RuntimeConflictError(
-            f"Rank {rank} constructed an Accelerator or a PartialState and waited {wait.total_seconds():g} s "
-            f"for {names} to do the same. Every rank must construct it, so move it out of blocks that only "
-            f"some ranks run. If {names} was still importing or loading, increase process_group_timeout."
+            f"Rank {runtime.process_index} {call.done} and waited {limit.total_seconds():g} s for {names} "
+            f"to do the same. {call.advice} If {names} was still importing, loading or computing, increase "
+            "process_group_timeout."
         ) from error
+
+
+def _appears(store: Any, key: str, limit: timedelta) -> Exception | None:
+    """Wait for a key in the store; return the exception if it does not appear."""
+    try:
+        store.wait([key], limit)
+    except Exception as error:  # each store has its own class for a timeout
+        return error
+    return None
+
+
+def _missing_ranks(store: Any, runtime: Runtime, prefix: str) -> str:
+    # Only rank 0 looks for every rank, because thousands would overload the store.
+    seen = range(runtime.num_processes if runtime.process_index == 0 else 1)
+    missing = [str(rank) for rank in seen if not store.check([f"{prefix}/{rank}"])]
+    return f"rank {', '.join(missing)}" if missing else "the ranks that rank 0's message names"
 
 
 def _verdict(store: Any, prefix: str, count: int) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate_core.contract.hooks import API_VERSION
 from accelerate_core.errors import ConfigurationError, listing
 from accelerate_core.plugins.discovery import disabled_names, installed
+
+if TYPE_CHECKING:
+    import torch
 
 
 class DevicePlugin:
@@ -41,6 +44,14 @@ def device_plugin(kind: str) -> Any:
     here = [] if kind in disabled_names() else installed().of_kind("device")
     records = [record for record in here if record.name == kind]
     return records[0].load_checked()() if records else DevicePlugin()
+
+
+def widest_float(kind: str) -> torch.dtype:
+    """Return float64, or float32 if kernels of this type of device can't compute in float64."""
+    import torch
+
+    # torch can't say which devices do.
+    return torch.float64 if kind == "cpu" or device_plugin(kind).float64 else torch.float32
 
 
 def start_device() -> None:

@@ -39,6 +39,7 @@ from accelerate_core.prepare.plan import PreparePlan
 from accelerate_core.training.forward import unwrap_forward, wrap_forward
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.loss_scaler import LossScaler
+from accelerate_core.training.metric import SharedMetric, StepArguments
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.scheduler import AcceleratedScheduler
 
@@ -104,6 +105,7 @@ class Prepared:
         process: ranks and device.
         world: the communicator of all ranks.
         data: the communicator of the ranks that read different samples.
+        metrics: combines the metrics of schedulers over the ranks.
         gradient_state: the position in the accumulation cycle.
         loss_scaler: None if losses are not scaled.
         make_loader: a plugin's function that is asked for loaders before the core; None without one.
@@ -121,6 +123,7 @@ class Prepared:
     process: Process
     world: Communicator
     data: Communicator
+    metrics: SharedMetric
     gradient_state: GradientState
     loss_scaler: LossScaler | None
     make_loader: Callable[[Any], PreparedLoader | None] | None
@@ -287,9 +290,10 @@ class Prepared:
         rule = self.options.scheduler_steps
         follows = self.options.step_scheduler_with_optimizer
         announce = None
-        if count > 1 and follows and self.process.process_index == 0:
-            text = _scheduler_rule(type(scheduler).__name__, rule.value, rule.origin, count)
-            announce = partial(print, text, file=sys.stderr)
+        if count > 1 and self.process.process_index == 0:
+            announce = partial(
+                _announce, type(scheduler).__name__, rule, self.metrics.rule, count, follows
+            )
         return AcceleratedScheduler(
             scheduler,
             optimizers,
@@ -297,6 +301,7 @@ class Prepared:
             num_processes=count if rule.value == "per_process" else 1,
             step_with_optimizer=follows,
             split_batches=self.options.dataloader_config.split_batches,
+            arguments=StepArguments(scheduler, self.metrics),
             on_first_step=announce,
         )
 
@@ -362,15 +367,50 @@ class Prepared:
             return stack
         if even_batches is not None:
             stack.enter_context(override_even_batches(self.objects.loaders, even_batches))
+        stack.enter_context(self.metrics.uneven_inputs())
         stack.enter_context(self.hooks.join_uneven_inputs(joinables))
         return stack
 
 
-def _scheduler_rule(kind: str, rule: str, origin: str, count: int) -> str:
-    """Return the line that is printed at the first step: how far a scheduler moves."""
-    moves = f"{count} steps, one for each process," if rule == "per_process" else "one step"
-    other = "per_step" if rule == "per_process" else "per_process"
-    return (
-        f"accelerate-core: {kind} moves {moves} whenever the optimizer steps "
-        f"(scheduler_steps={rule!r}: {origin}). scheduler_steps={other!r} changes this."
-    )
+#: What a scheduler gets with each value of `scheduler_metric`.
+_METRICS = {
+    "mean": "the mean of the metrics of {count} processes",
+    "rank_0": "the metric of rank 0",
+    "local": "each process's own metric, so learning rates may differ",
+}
+
+
+def _announce(
+    kind: str,
+    rule: SourcedValue,
+    metric_rule: SourcedValue,
+    count: int,
+    follows: bool,
+    steps: int,
+    metric: bool,
+) -> None:
+    """Print how far a scheduler moves at its first step, and with which metric.
+
+    Args:
+        kind: the name of its class.
+        rule, metric_rule: `scheduler_steps` and `scheduler_metric`.
+        count: the number of processes.
+        follows: whether it moves when the optimizer steps.
+        steps: how many steps it moves.
+        metric: whether it got a metric.
+    """
+    when = "whenever the optimizer steps" if follows else "in each call"
+    if metric:
+        source = f"scheduler_metric={metric_rule.value!r}: {metric_rule.origin}"
+        change = "Other values of scheduler_metric change this."
+        moves = f"one step {when}, with {_METRICS[metric_rule.value].format(count=count)}"
+    elif not follows:
+        return
+    else:
+        other = "per_step" if rule.value == "per_process" else "per_process"
+        source = f"scheduler_steps={rule.value!r}: {rule.origin}"
+        change = f"scheduler_steps={other!r} changes this."
+        moves = f"{f'{steps} steps, one for each process,' if steps > 1 else 'one step'} {when}"
+        if steps == 1 and rule.value == "per_process":
+            return  # an epoch was passed, or the batch size is for all processes
+    print(f"accelerate-core: {kind} moves {moves} ({source}). {change}", file=sys.stderr)

@@ -9,6 +9,7 @@ import torch
 
 from accelerate_core.pickling import unwrapped
 from accelerate_core.training.gradient_state import GradientState
+from accelerate_core.training.metric import StepArguments
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 
 
@@ -21,6 +22,8 @@ class AcceleratedScheduler:
       `split_batches` it moves one step, because the number of batches stays the same. Called with a
       metric (`ReduceLROnPlateau`) or an epoch it moves once; n calls with the same metric would count
       as n times without improvement.
+    * A metric is the mean over all ranks, or what `scheduler_metric` says, so that all ranks set the same
+      learning rates. All ranks must make this call.
     * With `step_with_optimizer=False`, for example if it is stepped once per epoch, it moves when
       called.
 
@@ -31,7 +34,9 @@ class AcceleratedScheduler:
         num_processes: the number of steps that it moves at a time.
         step_with_optimizer: whether it follows the optimizers.
         split_batches: whether the batch size is for all processes together.
-        on_first_step: called once, when the scheduler first moves.
+        arguments: combines metrics over the ranks; None to pass them on.
+        on_first_step: called when the scheduler first moves: with the number of steps, and whether it got
+            a metric.
     """
 
     def __init__(
@@ -43,7 +48,8 @@ class AcceleratedScheduler:
         num_processes: int = 1,
         step_with_optimizer: bool = True,
         split_batches: bool = False,
-        on_first_step: Callable[[], None] | None = None,
+        arguments: StepArguments | None = None,
+        on_first_step: Callable[[int, bool], None] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers: list[AcceleratedOptimizer] = (
@@ -52,6 +58,7 @@ class AcceleratedScheduler:
         self.gradient_state = gradient_state
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
+        self._arguments = arguments
         self._at_a_time = 1 if split_batches else num_processes
         self._on_first_step = on_first_step
 
@@ -78,6 +85,8 @@ class AcceleratedScheduler:
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step if the optimizer did. Arguments (a metric, an epoch) are passed to the scheduler."""
         if not self.step_with_optimizer:
+            if args or kwargs:
+                args, kwargs = self._combined(args, kwargs)
             self.scheduler.step(*args, **kwargs)
             return
         state = self.gradient_state
@@ -89,8 +98,10 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        if self._on_first_step is not None:
-            self._on_first_step()
+        if args or kwargs:
+            args, kwargs = self._combined(args, kwargs)
+        elif self._on_first_step is not None:
+            self._on_first_step(self._at_a_time, False)
             self._on_first_step = None
         total = getattr(self.scheduler, "total_steps", None)
         for _ in range(1 if args or kwargs else self._at_a_time):
@@ -98,6 +109,17 @@ class AcceleratedScheduler:
             if total is not None and self.scheduler.last_epoch + 1 > total:
                 return
             self.scheduler.step(*args, **kwargs)
+
+    def _combined(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        arguments = self._arguments
+        if arguments is None:
+            return args, kwargs
+        if self._on_first_step is not None:
+            self._on_first_step(1, arguments.has_metric(args, kwargs))
+            self._on_first_step = None
+        return arguments.combined(args, kwargs)
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
         """Return the learning rates set last, one per parameter group."""

@@ -17,7 +17,7 @@ import torch
 
 from accelerate_core.contract.members import CommunicatorView
 from accelerate_core.errors import ConfigurationError
-from accelerate_core.plugins.devices import device_plugin
+from accelerate_core.plugins.devices import widest_float
 
 Count = int | float | torch.Tensor
 
@@ -50,10 +50,7 @@ class TokenCount:
 
     def __post_init__(self) -> None:
         self._powers = torch.tensor([2.0**power for power in range(-30, 127)])
-        # Not every device supports float64, and torch can't say which do.
-        kind = self.comm.device.type
-        exact = kind == "cpu" or device_plugin(kind).float64
-        self._exact = torch.float64 if exact else torch.float32
+        self._exact = widest_float(self.comm.device.type)
 
     def begin(
         self, items: Count | None, models: Sequence[torch.nn.Module], *, first: bool, last: bool

@@ -21,6 +21,7 @@ from accelerate_core.plugin import MissingPluginError, RuntimeConflictError, sen
 from accelerate_core.training import gradient_state as gradients
 from accelerate_core.training import optimizer as optimizers
 from accelerate_core.training import scheduler as schedulers
+from accelerate_core.training.metric import StepArguments
 from accelerate_drop_in import private  # noqa: F401
 from accelerate_drop_in.accelerator import Accelerator
 from accelerate_drop_in.data_loader import prepare_data_loader, shown, with_state_of_base
@@ -399,9 +400,11 @@ class AcceleratedScheduler(schedulers.AcceleratedScheduler, metaclass=_Prepared)
         step_with_optimizer: bool = True,
         split_batches: bool = False,
     ) -> None:
+        user = current_user()
         super().__init__(
             scheduler,
             optimizers,
+            arguments=None if user is None else StepArguments(scheduler, user._prepared.metrics),
             gradient_state=GradientState(),
             num_processes=current_runtime().num_processes,
             step_with_optimizer=step_with_optimizer,
