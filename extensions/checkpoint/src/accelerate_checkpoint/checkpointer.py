@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate_checkpoint.background import Background
-from accelerate_checkpoint.draft import Draft, Report, gather_failures, new_draft, raise_any
+from accelerate_checkpoint.draft import (
+    Draft,
+    PublishFailure,
+    Report,
+    gather_failures,
+    new_draft,
+    raise_any,
+)
 from accelerate_checkpoint.export import save_in_parallel
 from accelerate_checkpoint.load import (
     Source,
@@ -233,15 +240,20 @@ class DirectoryCheckpointer:
             raise_any(failures, draft.place, writer.cause)
             reports = draft.collect(Report(writer.files, machine), collectives)
             written = draft.deliver(reports, collectives.gather_object, shown)
-            trouble = None
-            cause = None
+            failure, cause = None, None
             if draft.publishes:
                 try:
                     draft.publish(written, facts)
                 except Exception as error:
-                    trouble = f"{draft.place} could not be completed: {error}"
-                    cause = error
-            raise_any(gather_failures(collectives, trouble), draft.place, cause)
+                    text = f"{draft.place} could not be completed: {error}"
+                    failure, cause = PublishFailure(text, draft.published), error
+            publish_failures = gather_failures(collectives, failure)
+            raise_any(
+                [each and each.text for each in publish_failures],
+                draft.place,
+                cause,
+                published=any(each is not None and each.published for each in publish_failures),
+            )
         except BaseException:
             draft.abandon()
             raise

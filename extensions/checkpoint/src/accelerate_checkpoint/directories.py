@@ -19,11 +19,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from accelerate_checkpoint.files import sync_directory
 from accelerate_checkpoint.manifest import MANIFEST, read_manifest
-from accelerate_core.plugin import CheckpointError
+from accelerate_core.plugin import CheckpointError, warn
 
 try:
     import fcntl
@@ -41,8 +41,26 @@ _MADE = 5.0
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path with links resolved and `~` expanded."""
-    return Path(os.path.realpath(Path(path).expanduser()))
+    """Return the path with links resolved and `~` expanded.
+
+    Raises:
+        CheckpointError: the path is relative, and the current directory was deleted.
+    """
+    expanded = Path(path).expanduser()
+    try:
+        return Path(os.path.realpath(expanded))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is relative to the current directory, which was deleted. Pass an absolute path."
+        ) from None
+
+
+def _current_directory() -> Path | None:
+    """Return the current directory, or None if it was deleted."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return None
 
 
 def target_of(output_dir: str | os.PathLike[str]) -> Path:
@@ -57,8 +75,11 @@ def target_of(output_dir: str | os.PathLike[str]) -> Path:
     target = real_path(output_dir)
     if target.is_file():
         raise CheckpointError(f"save_state needs a directory, but {target} is a file.")
+    if target.is_symlink():  # a loop, because all other links were resolved
+        raise CheckpointError(f"save_state cannot write to {target}, a link that points to itself.")
     what = ""
-    if Path.cwd().is_relative_to(target):
+    current = _current_directory()
+    if current is not None and current.is_relative_to(target):
         what = "or contains the current directory"
     elif os.path.ismount(target):
         what = "a mount point"
@@ -88,28 +109,43 @@ class SaveInProgress:
         return self.target.with_name(f".{self.target.name}.{stage}-{self.identity}")
 
     def make(self) -> None:
-        self.target.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(self.target.parent)
         self.path.mkdir()
         self._locked.enter_context(lock_directory(self.path))
 
     def publish(self) -> None:
-        """Move the complete directory to its target and remove the one that it replaces."""
+        """Move the complete directory to its target and remove what it replaces."""
         for folder, _, _ in os.walk(self.path):
             sync_directory(Path(folder))
-        if self.target.exists():
-            swap, old = self._named("swap"), self._named("old")
-            os.rename(self.path, swap)
-            if _exchange(swap, self.target):
-                old = swap
+        replaced = None
+        with ExitStack() as held:
+            if os.path.lexists(self.target):
+                # A reader that cleans up must leave the replaced directory to this process.
+                held.enter_context(lock_directory(self.target))
+                replaced = self._replace()
             else:
-                os.rename(self.target, old)
-                os.rename(swap, self.target)
+                os.rename(self.path, self.target)
             sync_directory(self.target.parent)
-            _remove_replaced(old, self.target)
-        else:
-            os.rename(self.path, self.target)
-        sync_directory(self.target.parent)
+            if replaced is not None:
+                self._remove(replaced)
         self.release()
+
+    def _replace(self) -> Path:
+        """Put the directory in the place of the target; return the new path of the old target."""
+        swap, old = self._named("swap"), self._named("old")
+        os.rename(self.path, swap)
+        if _exchange(swap, self.target):
+            return swap
+        os.rename(self.target, old)
+        os.rename(swap, self.target)
+        return old
+
+    def _remove(self, replaced: Path) -> None:
+        try:
+            _remove_replaced(replaced, self.target)
+            sync_directory(self.target.parent)
+        except OSError as error:  # the new checkpoint is complete; the next save tries again
+            warn(f"The replaced checkpoint {replaced} cannot be removed: {error}")
 
     def abandon(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -119,40 +155,71 @@ class SaveInProgress:
         self._locked.close()
 
 
+def make_directory(path: Path) -> None:
+    """Create a directory and its missing parents, and sync their names to disk."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_directory(folder.parent)
+
+
 def discard(path: Path, identity: str) -> None:
-    """Remove a directory. It is renamed first, so it never appears incomplete under its name."""
+    """Remove a directory. It is renamed first, so it never appears incomplete under its name.
+
+    A link is removed, and what it points to is left alone.
+    """
     if path.is_symlink():
         path.unlink()
         return
     gone = path.with_name(f".{path.name}.deleted-{identity}")
-    os.rename(path, gone)
-    shutil.rmtree(gone)
+    with lock_directory(path):  # a reader that cleans up must leave it to this process
+        os.rename(path, gone)
+        remove_tree(gone)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory and everything in it, or a link. Entries that vanish meanwhile are fine."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+        return
+    while path.exists():
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            continue  # another process removes the same directory
 
 
 def clean_up(parent: Path) -> None:
     """Finish or remove the saves in `parent` that were interrupted because their run died."""
-    if not parent.is_dir():
+    try:
+        names = os.listdir(parent)
+    except OSError:  # it does not exist, or this process may not read it
         return
-    left = [(match, path) for path in parent.iterdir() if (match := _LEFT.fullmatch(path.name))]
-    for match, path in sorted(left, key=lambda pair: pair[0]["stage"] != "swap"):
+    leftovers = [match for name in names if (match := _LEFT.fullmatch(name))]
+    for match in sorted(leftovers, key=lambda match: match["stage"] != "swap"):
+        path = parent / match.string
         try:
-            if time.time() - path.stat().st_mtime < _MADE and not any(path.iterdir()):
-                continue  # another run may be about to lock it
-            with lock_directory(path) as locked:
-                if not locked and time.time() - path.stat().st_mtime < _STALE:
-                    continue
-                target = parent / match["name"]
-                if match["stage"] in ("saving", "deleted"):
-                    shutil.rmtree(path, ignore_errors=True)
-                elif target.exists():
-                    _remove_replaced(path, target)
-                else:
-                    os.rename(path, target)
+            if not path.is_symlink():  # no save makes links
+                _clean_leftover(path, match["stage"], parent / match["name"])
         except OSError as error:  # another process does the same, or the directory is read-only
             logger.debug("%s was not cleaned up: %s", path, error)
 
 
-#: Files of a checkpoint, ours or Accelerate's. They are removed together with the checkpoint.
+def _clean_leftover(path: Path, stage: str, target: Path) -> None:
+    if time.time() - path.stat().st_mtime < _MADE and not any(path.iterdir()):
+        return  # another run may be about to lock it
+    with lock_directory(path) as locked:
+        if not locked and time.time() - path.stat().st_mtime < _STALE:
+            return
+        if stage in ("saving", "deleted"):
+            shutil.rmtree(path, ignore_errors=True)
+        elif os.path.lexists(target):
+            _remove_replaced(path, target)
+        else:
+            os.rename(path, target)
+
+
+#: Names of checkpoint files, ours or Accelerate's.
 _CHECKPOINT_FILE = re.compile(
     r"(pytorch_)?model(_\d+)?(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
     r"|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt"
@@ -161,18 +228,51 @@ _CHECKPOINT_FILE = re.compile(
 
 
 def _remove_replaced(old: Path, target: Path) -> None:
-    """Remove a replaced checkpoint. Files that others put into it move to the new one."""
+    """Remove a replaced checkpoint. Files that its manifest does not list move to the new one."""
+    if old.is_symlink() or not old.is_dir():
+        old.unlink(missing_ok=True)
+        return
+    moved = _move_unlisted(old, target, _listed_files(old))
+    remove_tree(old)
+    unclear = sorted(name for name in moved if _CHECKPOINT_FILE.fullmatch(name))
+    if unclear:
+        more = f" and {len(unclear) - 3} more" if len(unclear) > 3 else ""
+        warn(
+            f"{target} contained {', '.join(unclear[:3])}{more}, which no {MANIFEST} lists. The save "
+            "kept them, but load_state does not read them. Delete them if you don't need them."
+        )
+
+
+def _listed_files(directory: Path) -> set[str]:
+    """Return the paths of the files in a directory that belong to its checkpoint."""
     try:
-        manifest = read_manifest(old)
-        listed = {Path(name).parts[0] for name in manifest.files} | {MANIFEST, manifest.folder}
+        manifest = read_manifest(directory)
     except CheckpointError:
-        listed = set()
-    for entry in old.iterdir():
-        there = target / entry.name
-        kept = entry.name not in listed and _CHECKPOINT_FILE.fullmatch(entry.name) is None
-        if kept and not there.exists():
-            os.rename(entry, there)
-    shutil.rmtree(old)
+        if not (directory / MANIFEST).is_file():
+            return set()
+        # A damaged manifest: a checkpoint was here, and only the names tell which files it had.
+        names = [name for name in os.listdir(directory) if _CHECKPOINT_FILE.fullmatch(name)]
+        return {MANIFEST, *names}
+    return {MANIFEST, *(str(PurePosixPath(manifest.folder, name)) for name in manifest.files)}
+
+
+def _move_unlisted(old: Path, target: Path, listed: set[str], folder: str = "") -> list[str]:
+    """Move the files below a folder that are not listed; return the names of what was moved."""
+    moved = []
+    for entry in sorted((old / folder).iterdir()):
+        name = f"{folder}/{entry.name}" if folder else entry.name
+        if name in listed:
+            continue
+        destination = target / name
+        is_folder = entry.is_dir() and not entry.is_symlink()
+        has_listed = is_folder and any(path.startswith(f"{name}/") for path in listed)
+        if is_folder and (has_listed or destination.is_dir()):
+            moved += _move_unlisted(old, target, listed, name)
+        elif not os.path.lexists(destination):
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(entry, destination)
+            moved.append(name)
+    return moved
 
 
 @contextmanager

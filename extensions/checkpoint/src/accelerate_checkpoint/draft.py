@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Gather = Callable[[Any], list[Any]]
 Entries = Mapping[str, FileEntry]
+T = TypeVar("T")
 
 
 class Report(NamedTuple):
@@ -48,11 +49,13 @@ class Draft(Protocol):
     Attributes:
         place: where it will be published.
         publishes: whether this rank publishes it.
+        published: whether it is known to be published although `publish` failed.
         needs_answers: whether `join` needs the results of `begin`.
     """
 
     place: str
     publishes: bool
+    published: bool
     needs_answers: bool
 
     #: What the user can do if a rank does not see `directory`.
@@ -116,6 +119,7 @@ class InPlaceDraft:
         self.place = place
         self._save = save
         self.publishes = state.saves_here
+        self.published = False
         process = state.process
         self._machine = process.process_index - process.local_process_index
         #: The ranks that share this directory.
@@ -166,7 +170,13 @@ class InPlaceDraft:
         wrong = problems(directory, manifest, contents=False)
         if wrong:
             raise CheckpointError(wrong[0])
-        self._storage.publish(self.place, self._save, manifest.render().encode())
+        text = manifest.render().encode()
+        try:
+            self._storage.publish(self.place, self._save, text)
+        except OSError:
+            with suppress(OSError):
+                self.published = self._storage.read(self.place, MANIFEST) == text
+            raise
 
     def abandon(self) -> None:
         """Delete the directory."""
@@ -194,6 +204,7 @@ class UploadedDraft:
         self._save = save
         self._rank = state.collectives.rank
         self.publishes = self._rank == 0
+        self.published = False
         self._folder = SharedFolder(state)
         self._held = ExitStack()
         #: Whether the store was asked to publish.
@@ -315,7 +326,14 @@ def _files_below(directory: Path) -> list[str]:
     ]
 
 
-def gather_failures(collectives: CommunicatorView, failure: str | None) -> list[str | None]:
+class PublishFailure(NamedTuple):
+    """An error while a checkpoint was published, and whether it was published nevertheless."""
+
+    text: str
+    published: bool
+
+
+def gather_failures(collectives: CommunicatorView, failure: T | None) -> list[T | None]:
     """Return the failures of all ranks, or [] if no rank has failed.
 
     Without a failure, the ranks only reduce one number.
@@ -327,9 +345,17 @@ def gather_failures(collectives: CommunicatorView, failure: str | None) -> list[
 
 
 def raise_any(
-    troubles: Sequence[str | None], place: str, cause: BaseException | None = None
+    troubles: Sequence[str | None],
+    place: str,
+    cause: BaseException | None = None,
+    *,
+    published: bool = False,
 ) -> None:
-    """Raise on every rank if any rank failed, with the failures of all ranks in the message."""
+    """Raise on every rank if any rank failed, with the failures of all ranks in the message.
+
+    Args:
+        published: whether the checkpoint was published before the failure.
+    """
     found: dict[str, list[int]] = {}
     for rank, trouble in enumerate(troubles):
         if trouble:
@@ -339,7 +365,9 @@ def raise_any(
             f"rank {', '.join(map(str, ranks))}: {trouble}" if len(troubles) > 1 else trouble
             for trouble, ranks in found.items()
         ]
-        raise CheckpointError(
-            f"The checkpoint {place} was not saved. Earlier checkpoints are unchanged. "
-            + " ".join(lines)
-        ) from cause
+        outcome = (
+            "is complete, but it may be lost if this machine loses power now."
+            if published
+            else "was not saved. Earlier checkpoints are unchanged."
+        )
+        raise CheckpointError(f"The checkpoint {place} {outcome} " + " ".join(lines)) from cause

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import mmap
 import os
@@ -289,14 +290,27 @@ def checksum(path: Path, progress: Progress | None = None) -> FileEntry:
     return FileEntry(size, digest.hexdigest())
 
 
+#: Errors of systems that cannot sync a directory. All others mean that the names may be lost.
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EROFS}
+
+
 def sync_directory(path: Path) -> None:
-    """Sync the names in a directory to disk, if the system supports it."""
-    with suppress(OSError):  # Windows cannot open directories
+    """Sync the names in a directory to disk, if the system supports it.
+
+    Raises:
+        OSError: the disk reported an error.
+    """
+    try:
         handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    except PermissionError:  # Windows cannot open directories; others may only be written to
+        return
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(handle)
 
 
 def read(

@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +16,15 @@ from accelerate_checkpoint.directories import (
     clean_up,
     discard,
     lock_directory,
+    make_directory,
     real_path,
+    remove_tree,
     target_of,
 )
 from accelerate_checkpoint.files import Progress, write_text
 from accelerate_checkpoint.manifest import MANIFEST
 from accelerate_checkpoint.storage import Storage, is_save
-from accelerate_core.plugin import CheckpointError, find
+from accelerate_core.plugin import CheckpointError, find, warn
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 
@@ -53,6 +56,8 @@ class LocalStorage(Storage):
     def __init__(self) -> None:
         #: The saves in progress in this process.
         self._saves: dict[tuple[str, str], SaveInProgress] = {}
+        #: The links that lead nowhere and have been warned about.
+        self._broken_links: set[Path] = set()
 
     def locate(self, target: str | os.PathLike[str], *, saving: bool = False) -> str:
         """Return the real path, with links and `~` resolved.
@@ -77,11 +82,27 @@ class LocalStorage(Storage):
         return known or SaveInProgress(Path(place), save.removeprefix("save-"))
 
     def list(self, place: str, folder: str = "") -> dict[str, int | None]:
-        """Return the names in a directory."""
+        """Return the names in a directory, without links that lead nowhere."""
         path = self.path(place, folder)
-        if not path.is_dir():
+        names: dict[str, int | None] = {}
+        try:
+            entries = [*path.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
             return {}
-        return {one.name: None if one.is_dir() else one.stat().st_size for one in path.iterdir()}
+        for entry in entries:
+            try:
+                status = entry.stat()
+            except OSError:
+                if entry.is_symlink():
+                    self._warn_about_link(entry)
+                continue  # otherwise, another process has just removed it
+            names[entry.name] = None if stat.S_ISDIR(status.st_mode) else status.st_size
+        return names
+
+    def _warn_about_link(self, link: Path) -> None:
+        if link not in self._broken_links:
+            self._broken_links.add(link)
+            warn(f"{link} is skipped, because it is a link that leads nowhere.")
 
     def read(self, place: str, name: str) -> bytes:
         """Return the content of a file."""
@@ -90,7 +111,7 @@ class LocalStorage(Storage):
     def write(self, place: str, name: str, source: Path, progress: Progress) -> None:
         """Copy a file and sync it to disk."""
         path = self.path(place, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         shutil.copyfile(source, path)
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -116,7 +137,7 @@ class LocalStorage(Storage):
         elif not name and (path.exists() or path.is_symlink()):
             discard(path, secrets.token_hex(6))
         elif path.is_dir():
-            shutil.rmtree(path)
+            remove_tree(path)
         else:
             path.unlink(missing_ok=True)
 

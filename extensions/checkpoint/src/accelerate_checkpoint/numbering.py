@@ -54,8 +54,8 @@ class Numbering:
         return self._storage.locate(join(str(base), "checkpoints"))
 
     def place_of(self, number: int) -> str:
-        """Return the place of the checkpoint with a number."""
-        return self._storage.locate(join(self.root, f"checkpoint_{number}"))
+        """Return the place of the checkpoint with a number. If it is a link, it is not resolved."""
+        return join(self.root, f"checkpoint_{number}")
 
     def _numbers(self) -> list[int]:
         """Return the numbers of all stored checkpoints, damaged or not, oldest first."""
@@ -66,35 +66,47 @@ class Numbering:
     def next(self) -> tuple[str, str | None]:
         """Return where to save, and an error message or None. Rank 0 chooses the number."""
         state = self._state
-        number, trouble = state.project.iteration, None
+        number, later, trouble = state.project.iteration, None, None
         if state.process.process_index == 0:
             try:
-                number, trouble = self._choose(number)
+                number, later, trouble = self._choose(number)
             except Exception as error:  # the other ranks wait for the broadcast
                 trouble = str(error)
-        number, trouble = state.collectives.broadcast_object((number, trouble))
-        if number != state.project.iteration:
+        number, later, trouble = state.collectives.broadcast_object((number, later, trouble))
+        if later is not None and trouble is None:
             state.warn_once(
-                f"checkpoint_{number - 1} is later than the checkpoint that was loaded. It is kept, "
+                f"checkpoint_{later} is later than the checkpoint that was loaded. It is kept, "
                 f"and saving continues with checkpoint_{number}."
             )
-            state.project.iteration = number
+        state.project.iteration = number
         return self.place_of(number), trouble
 
-    def _choose(self, number: int) -> tuple[int, str | None]:
+    def _choose(self, number: int) -> tuple[int, int | None, str | None]:
+        """Return the number to use, the newest checkpoint that is later, and an error or None."""
         # A later checkpoint would remain the newest, and retention would keep it over new ones.
         later = [
             other
             for other in self._numbers()
             if other >= number and self._is_whole(self.place_of(other))
         ]
-        if later and not self._resumed:
-            return number, (
-                f"{self.place_of(later[-1])} already exists from an earlier run. Call load_state() "
+        newest = later[-1] if later else None
+        if newest is not None and not self._resumed:
+            return (
+                number,
+                newest,
+                f"{self.place_of(newest)} already exists from an earlier run. Call load_state() "
                 "to resume from it, or set "
-                f"ProjectConfiguration(iteration={later[-1] + 1}) to start numbering after it."
+                f"ProjectConfiguration(iteration={newest + 1}) to start numbering after it.",
             )
-        return (later[-1] + 1 if later else number), None
+        if newest is not None:
+            number = newest + 1
+        while self._is_broken_link(number):
+            number += 1
+        return number, newest, None
+
+    def _is_broken_link(self, number: int) -> bool:
+        path = self._storage.path(self.place_of(number))
+        return path is not None and path.is_symlink() and not path.exists()
 
     def newest_first(self) -> list[str]:
         """Return the checkpoints that rank 0 sees, newest first.

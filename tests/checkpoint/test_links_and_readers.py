@@ -1,0 +1,221 @@
+"""Checkpoints that are links, folders that hold other files, and readers beside a writer."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate_checkpoint import directories
+from accelerate_core import Accelerator, ProjectConfiguration
+from accelerate_core.plugin import CheckpointError
+
+pytestmark = pytest.mark.filterwarnings("error::UserWarning")
+
+
+def new_run(root: Path, value: float = 0.0, limit: int | None = None, **options: Any) -> Any:
+    project = ProjectConfiguration(
+        str(root), automatic_checkpoint_naming=True, total_limit=limit, **options
+    )
+    accelerator = Accelerator(project_config=project, cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    fill(model, value)
+    return accelerator, model
+
+
+def fill(model: torch.nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(os.listdir(root / "checkpoints"))
+
+
+@pytest.mark.parametrize("kind", ["archived", "other run", "chain"])
+def test_total_limit_removes_a_link_and_not_what_it_points_to(tmp_path: Path, kind: str) -> None:
+    root, archive = tmp_path / "run", tmp_path / "archive"
+    accelerator, _ = new_run(root, limit=2)
+    if kind == "other run":
+        other, _ = new_run(archive)
+        other.save_state()
+        archive = archive / "checkpoints" / "checkpoint_0"
+        (root / "checkpoints").mkdir(parents=True)
+        accelerator.project_configuration.iteration = 1
+    else:
+        Path(accelerator.save_state()).rename(archive)
+    link = root / "checkpoints" / "checkpoint_0"
+    if kind == "chain":
+        (tmp_path / "best").symlink_to(archive)
+        link.symlink_to(tmp_path / "best")
+    else:
+        link.symlink_to(archive, target_is_directory=True)
+    before = sorted(os.listdir(archive))
+    for _ in range(3):
+        accelerator.save_state()
+    assert names(root) == ["checkpoint_2", "checkpoint_3"]
+    assert sorted(os.listdir(archive)) == before
+    accelerator.load_state(archive)
+
+
+@pytest.mark.parametrize("kind", ["dangling", "looping"])
+@pytest.mark.parametrize("number", [0, 1, 7])
+def test_link_that_leads_nowhere_is_skipped(tmp_path: Path, kind: str, number: int) -> None:
+    root = tmp_path / "run"
+    link = root / "checkpoints" / f"checkpoint_{number}"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "gone" if kind == "dangling" else link)
+    accelerator, model = new_run(root, 3.0, limit=2)
+    with pytest.warns(UserWarning, match=f"{link.name} is skipped"):
+        for _ in range(3):
+            last = accelerator.save_state()
+    assert link.is_symlink()
+    whole = [name for name in names(root) if name != link.name]
+    assert len(whole) == 2
+    assert Path(last).name == max(whole)
+    fill(model, 0.0)
+    assert accelerator.load_state() == last
+    assert model.weight[0, 0] == 3.0
+
+
+def test_save_over_a_link_with_its_number_replaces_the_link_only(tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    link = tmp_path / "run" / "checkpoints" / "checkpoint_0"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(folder)
+    accelerator, _ = new_run(tmp_path / "run")
+    assert Path(accelerator.save_state()) == link
+    assert not link.is_symlink()
+    assert os.listdir(folder) == ["notes.txt"]
+
+
+def test_leftover_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    accelerator, _ = new_run(tmp_path / "run")
+    accelerator.save_state()
+    for stage in ("saving", "swap", "old", "deleted"):
+        link = tmp_path / "run" / "checkpoints" / f".checkpoint_0.{stage}-0123456789ab"
+        link.symlink_to(folder)
+    accelerator.save_state()
+    accelerator.load_state()
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert names(tmp_path / "run")[-2:] == ["checkpoint_0", "checkpoint_1"]
+
+
+FOREIGN = [
+    "pytorch_model.bin",
+    "optimizer_2.bin",
+    "backend_notes",
+    "scaler.pt",
+    "custom_checkpoint_9.pkl",
+]
+
+
+def test_save_keeps_files_that_no_manifest_lists(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    target = tmp_path / "state"
+    (target / "backend_folder").mkdir(parents=True)
+    for name in (*FOREIGN, "backend_folder/weights.bin"):
+        (target / name).write_text(name)
+    with pytest.warns(UserWarning, match=r"which no manifest.json lists"):
+        accelerator.save_state(target)
+    for name in (*FOREIGN, "backend_folder/weights.bin"):
+        assert (target / name).read_text() == name
+    accelerator.load_state(target)
+
+
+def test_save_keeps_files_in_folders_of_the_replaced_checkpoint(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    target = tmp_path / "state"
+
+    def hook(models: Any, weights: Any, folder: str) -> None:
+        Path(folder, "lora").mkdir()
+        Path(folder, "lora", "adapter.txt").write_text("new")
+        Path(folder, "lora", "old.txt").touch()
+
+    handle = accelerator.register_save_state_pre_hook(hook)
+    accelerator.save_state(target)
+    (target / "lora" / "notes.txt").write_text("mine")
+    (target / "lora" / "link").symlink_to(tmp_path)
+    handle.remove()
+    accelerator.save_state(target)
+    assert sorted(os.listdir(target / "lora")) == ["link", "notes.txt"]
+    assert (target / "lora" / "link").is_symlink()
+
+
+@pytest.mark.parametrize("when", ["rename", "removal"])
+def test_error_after_publishing_does_not_claim_that_nothing_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    target = tmp_path / "state"
+    accelerator.save_state(target)
+    fill(model, 5.0)
+    with monkeypatch.context() as patch:
+        if when == "rename":
+            real = directories.sync_directory
+
+            def failing(path: Path) -> None:
+                if path == tmp_path:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+                real(path)
+
+            patch.setattr(directories, "sync_directory", failing)
+            with pytest.raises(CheckpointError, match="is complete, but it may be lost"):
+                accelerator.save_state(target)
+        else:
+            patch.setattr(directories, "remove_tree", _raise_io_error)
+            with pytest.warns(UserWarning, match="cannot be removed"):
+                accelerator.save_state(target)
+    fill(model, 0.0)
+    accelerator.load_state(target)
+    assert model.weight[0, 0] == 5.0
+    assert os.listdir(tmp_path) == ["state"]
+
+
+def _raise_io_error(path: Path) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+
+def test_names_of_new_parents_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    real = directories.sync_directory
+    monkeypatch.setattr(
+        directories, "sync_directory", lambda path: (synced.append(path), real(path))
+    )
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.save_state(tmp_path / "a" / "b" / "state")
+    assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= set(synced)
+
+
+def test_saves_to_an_absolute_path_from_a_deleted_directory(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, torch; from accelerate_core import Accelerator\n"
+        "from accelerate_core.plugin import CheckpointError\n"
+        "target, gone = sys.argv[1:]; os.mkdir(gone); os.chdir(gone); os.rmdir(gone)\n"
+        "accelerator = Accelerator(cpu=True); accelerator.prepare(torch.nn.Linear(2, 2))\n"
+        "accelerator.save_state(target); accelerator.load_state(target)\n"
+        "try: accelerator.save_state('relative')\n"
+        "except CheckpointError as error: print(error)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "state", tmp_path / "gone"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "relative is relative to the current directory, which was deleted" in run.stdout
