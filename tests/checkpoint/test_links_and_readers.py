@@ -74,8 +74,9 @@ def test_link_that_leads_nowhere_is_skipped(tmp_path: Path, kind: str, number: i
     link.symlink_to(tmp_path / "gone" if kind == "dangling" else link)
     accelerator, model = new_run(root, 3.0, limit=2)
     with pytest.warns(UserWarning, match=f"{link.name} is skipped"):
-        for _ in range(3):
-            last = accelerator.save_state()
+        accelerator.save_state()
+    accelerator.save_state()
+    last = accelerator.save_state()
     assert link.is_symlink()
     whole = [name for name in names(root) if name != link.name]
     assert len(whole) == 2
@@ -219,3 +220,54 @@ def test_saves_to_an_absolute_path_from_a_deleted_directory(tmp_path: Path) -> N
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert "relative is relative to the current directory, which was deleted" in run.stdout
+
+
+WRITER = """
+import sys, torch
+from accelerate_core import Accelerator, ProjectConfiguration
+root, automatic, count = sys.argv[1], sys.argv[2] == "numbered", int(sys.argv[3])
+project = ProjectConfiguration(root, automatic_checkpoint_naming=automatic, total_limit=2)
+accelerator = Accelerator(project_config=project, cpu=True)
+model = accelerator.prepare(torch.nn.Linear(64, 64))
+for number in range(1, count + 1):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(number)
+    accelerator.save_state(*([] if automatic else [root + "/state"]))
+    if number == 2:
+        print("ready", flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["numbered", "fixed"])
+def test_reader_and_writer_do_not_disturb_each_other(tmp_path: Path, kind: str) -> None:
+    writer = subprocess.Popen(
+        [sys.executable, "-W", "error::UserWarning", "-c", WRITER, tmp_path, kind, "80"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+        project = ProjectConfiguration(
+            str(tmp_path), automatic_checkpoint_naming=kind == "numbered"
+        )
+        accelerator = Accelerator(project_config=project, cpu=True)
+        model = accelerator.prepare(torch.nn.Linear(64, 64))
+        directory = [] if kind == "numbered" else [tmp_path / "state"]
+        loads, latest = 0, 0.0
+        while writer.poll() is None or not loads:
+            accelerator.load_state(*directory)
+            values = torch.cat(
+                [tensor.flatten() for tensor in model.state_dict().values()]
+            ).unique()
+            assert len(values) == 1, "weights of two checkpoints"
+            assert values.item() >= latest
+            latest = values.item()
+            loads += 1
+        assert writer.wait() == 0, writer.stderr.read() if writer.stderr else ""
+        assert loads > 10
+    finally:
+        writer.kill()
+        writer.communicate()
+    folder = tmp_path / "checkpoints" if kind == "numbered" else tmp_path
+    assert not [name for name in os.listdir(folder) if name.startswith(".")]

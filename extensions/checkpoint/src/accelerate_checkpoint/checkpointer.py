@@ -11,7 +11,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -35,6 +35,7 @@ from accelerate_checkpoint.load import (
     open_together,
     read_checkpoint,
     run_collectively,
+    stored_version,
 )
 from accelerate_checkpoint.local_storage import LocalStorage, refuse_url
 from accelerate_checkpoint.model import is_weights, save_object, save_weights
@@ -51,6 +52,22 @@ from accelerate_core.plugin import CheckpointError
 
 if TYPE_CHECKING:
     from accelerate_core.plugin import Checkpointer, CommunicatorView, RunParts
+
+
+#: How often `load_state` starts again because another process deleted or replaced the checkpoint.
+_ATTEMPTS = 20
+
+
+class Replaced(Exception):
+    """Another process deleted or replaced a checkpoint while this one read it."""
+
+
+def _changes_too_often(place: object) -> CheckpointError:
+    return CheckpointError(
+        f"{place} was not loaded: each of {_ATTEMPTS} times, another process deleted or replaced the "
+        "checkpoint before it was read. Keep more checkpoints with ProjectConfiguration("
+        "total_limit=...), or load a copy."
+    )
 
 
 class DirectoryCheckpointer:
@@ -281,21 +298,45 @@ class DirectoryCheckpointer:
                 names it, and no object has been changed.
         """
         self.wait()
+        for _ in range(_ATTEMPTS):
+            source = self._find(input_dir, verify)
+            try:
+                self._load(source, load_kwargs or {}, load_model_func_kwargs, trust)
+            except Replaced:
+                continue
+            self._numbering.loaded(source.place)
+            return source.place
+        raise _changes_too_often(input_dir or self._numbering.root)
+
+    def _load(
+        self,
+        source: Source,
+        load_kwargs: Mapping[str, Any],
+        options: Mapping[str, Any],
+        trust: bool,
+    ) -> None:
+        """Load a checkpoint that was examined.
+
+        Raises:
+            Replaced: it failed because another process deleted or replaced the checkpoint. Raised
+                on every rank.
+        """
         state = self._state
-        with self._find(input_dir, verify) as source:
+        with source:
             check_fits(state, source)
-            read = partial(
-                read_checkpoint, state, source, load_kwargs or {}, load_model_func_kwargs, trust
-            )
-            loaded = run_collectively(state, "read", read)
+            read = partial(read_checkpoint, state, source, load_kwargs, options, trust)
+            try:
+                loaded = run_collectively(state, "read", read)
+                if not state.owns_format:
+                    run_collectively(state, "loaded", loaded.apply)
+            except Exception as error:  # every rank is here, because the jobs ran collectively
+                if self._was_replaced(source.place, source.version):
+                    raise Replaced from error
+                raise
             if state.owns_format:
                 loaded.apply()  # the backend uses collectives here, so all ranks fail together
-            else:
-                run_collectively(state, "loaded", loaded.apply)
             if source.fetched is not None:
                 state.collectives.barrier()  # other ranks may still read the fetched files
-        self._numbering.loaded(source.place)
-        return source.place
 
     def _find(self, input_dir: Any, verify: bool) -> Source:
         """Return the requested checkpoint or the newest intact one, the same on every rank."""
@@ -306,28 +347,56 @@ class DirectoryCheckpointer:
                 'load_state("checkpoints/step_100"), or turn on automatic checkpoint naming to '
                 f"load the newest: {numbering.how_to_ask}."
             )
-        given = None if input_dir is None else self.storage.locate(input_dir)
+        requested = None if input_dir is None else self.storage.locate(input_dir)
         if state.saves_here:
-            self._recover(numbering.place_of(0) if given is None else given)
+            self._recover(numbering.place_of(0) if requested is None else requested)
         state.collectives.barrier()
-        passed: list[str] = []
-        for place in numbering.newest_first() if given is None else [given]:
-            source, wrong = open_together(state, self.storage, place, verify)
+        for _ in range(_ATTEMPTS):
+            places = numbering.newest_first() if requested is None else [requested]
+            try:
+                return self._first_intact(places, verify, automatic=requested is None)
+            except Replaced:
+                continue
+        raise _changes_too_often(requested or numbering.root)
+
+    def _first_intact(self, places: Sequence[str], verify: bool, *, automatic: bool) -> Source:
+        """Return the first checkpoint that is intact. All ranks examine the same ones.
+
+        Args:
+            automatic: the places are numbered checkpoints, newest first.
+
+        Raises:
+            CheckpointError: none is intact.
+            Replaced: another process deleted or replaced one while it was examined.
+        """
+        state, numbering = self._state, self._numbering
+        skipped: list[str] = []
+        for place in places:
+            version = stored_version(self.storage, place)
+            source, problem = open_together(state, self.storage, place, verify)
             if source is not None:
-                for text in passed:
+                source.version = version
+                for text in skipped:
                     state.warn_once(
                         f"load_state skipped {text} It loads {basename(place)} instead."
                     )
                 return source
-            if given is not None:
-                raise CheckpointError(wrong)
-            passed.append(f"{basename(place)}: {wrong}")
+            if self._was_replaced(place, version):
+                raise Replaced
+            if not automatic:
+                raise CheckpointError(problem)
+            skipped.append(f"{basename(place)}: {problem}")
             numbering.pass_over(place)
-        if passed:
+        if skipped:
             raise CheckpointError(
-                f"Every checkpoint in {numbering.root} is damaged. {' '.join(passed)}"
+                f"Every checkpoint in {numbering.root} is damaged. {' '.join(skipped)}"
             )
         raise CheckpointError(f"There is no checkpoint in {numbering.root} to load.")
+
+    def _was_replaced(self, place: str, version: object) -> bool:
+        """Return whether rank 0 sees another checkpoint than before, or none. All ranks call this."""
+        replaced = version is not None and stored_version(self.storage, place) != version
+        return bool(self._state.collectives.broadcast_object(replaced))
 
     def _recover(self, place: str) -> None:
         """Finish the rename of a save that was killed.

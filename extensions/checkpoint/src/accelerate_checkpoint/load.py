@@ -44,12 +44,14 @@ class Source:
         manifest: its manifest. None means that Hugging Face Accelerate wrote the checkpoint.
         fetched: the temporary directory that its files were fetched to. It is deleted at the end
             of the `with` block.
+        version: see `stored_version`.
     """
 
     place: str
     directory: Path
     manifest: Manifest | None
     fetched: SharedFolder | None = None
+    version: object = None
 
     def __enter__(self) -> Source:
         return self
@@ -174,6 +176,16 @@ def _examine_together(
             manifest, wrong = examine(directory, contents=verify, part=part, progress=begin)
     said = gather_failures(collectives, wrong[0] if wrong else None)
     return manifest, next((text for text in said if text), "")
+
+
+def stored_version(storage: Storage, place: str) -> object:
+    """Return a value that changes if the checkpoint at a place is deleted or replaced.
+
+    It is None if there is no checkpoint, and for stores that files are fetched from: a copy does not
+    change.
+    """
+    directory = storage.path(place)
+    return None if directory is None else _identity(directory)
 
 
 def _identity(directory: Path) -> tuple[int, ...] | None:
