@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import json
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -250,14 +249,15 @@ def simulate_other_ranks(store: SimulatedStore, rank: int, world: int, shards: i
 
     from accelerate_checkpoint import draft, manifest, sharded_save
     from accelerate_checkpoint import shards as reading
+    from accelerate_checkpoint.collect import as_message
     from accelerate_checkpoint.draft import InPlaceDraft, Report
     from accelerate_checkpoint.files import FileEntry
     from accelerate_core.distributed.torch_collectives import TorchCollectives
 
     actual = sharded_save.write_shards
-    prepared: dict[int, bytes] = {}
+    prepared: dict[int, list[Any]] = {}
 
-    def write_shards(tensors: Any, *arguments: Any) -> bytes:
+    def write_shards(tensors: Any, *arguments: Any) -> list[Any]:
         if rank == 0:
             prepared.update(shards_of_all_ranks(tensors, world, shards))
         own = actual(tensors, *arguments)
@@ -266,9 +266,10 @@ def simulate_other_ranks(store: SimulatedStore, rank: int, world: int, shards: i
     def from_another_rank(key: str) -> bytes:
         other = int(key.rsplit("/", 1)[1])
         if "/shards/" in key:
-            return prepared.get(other, b"")
+            return as_message(prepared.get(other, []))
         name = f"random_states_{other}.pkl"
-        return pickle.dumps(Report({name: FileEntry(4096, "0" * 32)}, other - other % LOCAL))
+        report = Report({name: FileEntry(4096, "0" * 32)}, other - other % LOCAL)
+        return as_message(report.as_json())
 
     def read_data(self: Any, plan: Any, planner: Any) -> Any:
         done: Any = torch.futures.Future()  # the files of other ranks were not written
@@ -293,14 +294,14 @@ def simulate_other_ranks(store: SimulatedStore, rank: int, world: int, shards: i
 
 def shards_of_all_ranks(
     tensors: dict[str, torch.Tensor], world: int, shards: int
-) -> dict[int, bytes]:
+) -> dict[int, list[Any]]:
     """Return what each rank that writes sends to rank 0: the places of its shards in tensors and files."""
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.storage import WriteResult
     from torch.distributed.tensor import DTensor
 
-    from accelerate_checkpoint.sharded_save import _WRITERS
+    from accelerate_checkpoint.sharded_save import _WRITERS, shard_as_json
 
     items: dict[int, list[Any]] = {}
     for item in create_default_local_save_plan(tensors, True).items:
@@ -313,19 +314,13 @@ def shards_of_all_ranks(
         for number in range(item.tensor_data.size[0] // rows):
             items.setdefault(replica * shards + number, []).append(shifted(item, number * rows))
     return {
-        rank: zlib.compress(
-            pickle.dumps(
-                (
-                    its,
-                    [
-                        WriteResult(i.index, 1, _StorageInfo(f"__{rank}_0.distcp", 0, 1))
-                        for i in its
-                    ],
-                )
-            ),
-            1,
-        )
-        for rank, its in items.items()
+        rank: [
+            shard_as_json(
+                item, WriteResult(item.index, 1, _StorageInfo(f"__{rank}_0.distcp", 0, 1))
+            )
+            for item in items_of_rank
+        ]
+        for rank, items_of_rank in items.items()
     }
 
 

@@ -6,7 +6,6 @@ Methods that take `gather` are collective: all ranks call them, in the same orde
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 
 from accelerate_checkpoint.collect import collect
 from accelerate_checkpoint.files import FileEntry, checksum
-from accelerate_checkpoint.manifest import MANIFEST, Manifest, parse_manifest, problems
+from accelerate_checkpoint.manifest import MANIFEST, Manifest, inner_name, parse_manifest, problems
 from accelerate_checkpoint.progress import byte_bar
 from accelerate_checkpoint.staged import SharedFolder, sizes_differ
 from accelerate_checkpoint.storage import Storage, basename, join
@@ -41,6 +40,27 @@ class Report(NamedTuple):
 
     files: Entries
     machine: int
+
+    def as_json(self) -> list[Any]:
+        """Return the report as plain JSON."""
+        files = [[name, entry.size, entry.checksum] for name, entry in self.files.items()]
+        return [files, self.machine]
+
+    @classmethod
+    def from_json(cls, content: Any) -> Report:
+        """Return the report that `as_json` described.
+
+        Raises:
+            CheckpointError: the content has another form.
+        """
+        try:
+            files, machine = content
+            entries = {
+                inner_name(name): FileEntry(int(size), str(digest)) for name, size, digest in files
+            }
+            return cls(entries, int(machine))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"A rank sent an invalid list of files: {error}") from error
 
 
 class Draft(Protocol):
@@ -148,8 +168,8 @@ class InPlaceDraft:
         """Return the reports of the ranks that share this directory, on the rank that publishes it."""
         if collectives.size == 1:
             return [own]
-        sent = collect("files", pickle.dumps(own), self._sharing if self.publishes else ())
-        return [pickle.loads(one) for one in sent]
+        reports = collect("files", own.as_json(), self._sharing if self.publishes else ())
+        return [Report.from_json(report) for report in reports]
 
     def deliver(self, reports: Sequence[Report], gather: Gather, shown: bool) -> list[Entries]:
         """Return the files of the reports. Nothing has to be moved."""

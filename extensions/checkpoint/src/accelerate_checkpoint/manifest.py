@@ -138,10 +138,23 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     if manifest.render() != text:
         raise CheckpointError(f"{path} is damaged: its checksum does not match its content.")
     for name in (*listed, folder):
-        parts = PurePosixPath(name)
-        if parts.is_absolute() or ".." in parts.parts:
-            raise CheckpointError(f"{path} names {name!r}, which is outside the checkpoint.")
+        try:
+            inner_name(name)
+        except ValueError as error:
+            raise CheckpointError(f"{path} names {error}") from error
     return manifest
+
+
+def inner_name(name: str) -> str:
+    """Return the name of a file in a checkpoint, after checking that it stays inside.
+
+    Raises:
+        ValueError: it is absolute, or contains "..".
+    """
+    parts = PurePosixPath(name)
+    if parts.is_absolute() or ".." in parts.parts:
+        raise ValueError(f"{name!r}, which is outside the checkpoint.")
+    return name
 
 
 def problems(

@@ -8,19 +8,23 @@ collects what the metadata file lists. DCP can read the files.
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from accelerate_checkpoint.collect import collect
 from accelerate_checkpoint.files import FileEntry
+from accelerate_checkpoint.manifest import inner_name
 from accelerate_checkpoint.shards import ChecksumWriter, without_crc32
 from accelerate_core.plugin import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.checkpoint.storage import WriteResult
 
 #: At most this many replicas write. More would not be faster, and each adds files and messages to rank 0.
 _WRITERS = 8
@@ -43,7 +47,7 @@ def save_sharded(
     """
     failure: Exception | None = None
     entries: dict[str, FileEntry] = {}
-    sent = b""
+    sent: list[Any] = []
     try:
         sent = write_shards(tensors, directory, dist.get_rank(), entries)
     except Exception as error:
@@ -62,8 +66,8 @@ def save_sharded(
 
 def write_shards(
     tensors: Mapping[str, torch.Tensor], directory: Path, rank: int, entries: dict[str, FileEntry]
-) -> bytes:
-    """Write the parts of tensors that this rank has to write. Return what the metadata needs to list them.
+) -> list[Any]:
+    """Write the parts of tensors that this rank has to write. Return what the metadata lists, as JSON.
 
     Args:
         entries: receives the checksums of the files.
@@ -78,11 +82,55 @@ def write_shards(
         planner.create_local_plan(), storage_data=_StoragePrefix(f"__{rank}_")
     )
     if not plan.items:
-        return b""
+        return []
     directory.mkdir(parents=True, exist_ok=True)
     with without_crc32():
         results = ChecksumWriter(directory, entries).write_data(planner.finish_plan(plan), planner)
-    return zlib.compress(pickle.dumps((plan.items, results.wait())), 1)
+    items = {item.index: item for item in plan.items}  # results come in another order
+    return [shard_as_json(items[result.index], result) for result in results.wait()]
+
+
+def shard_as_json(item: WriteItem, result: WriteResult) -> list[Any]:
+    """Describe one written shard: what it is a part of, and where it was written."""
+    data, place = item.tensor_data, result.storage_data
+    assert data is not None, "only tensors are written"
+    return [
+        item.index.fqn,
+        list(data.size),
+        list(data.chunk.offsets),
+        list(data.chunk.sizes),
+        str(data.properties.dtype).removeprefix("torch."),
+        place.relative_path,
+        place.offset,
+        place.length,
+    ]
+
+
+def shard_from_json(content: Any) -> tuple[WriteItem, WriteResult]:
+    """Return the shard that `shard_as_json` described.
+
+    Raises:
+        ValueError, TypeError: the content has another form.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+    )
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    name, size, offsets, sizes, dtype, path, start, length = content
+    kind = getattr(torch, str(dtype), None)
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"{dtype!r} is not a dtype")
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=kind), torch.Size(size))
+    index = MetadataIndex(str(name), chunk.offsets)
+    place = _StorageInfo(inner_name(str(path)), int(start), int(length))
+    item = WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+    return item, WriteResult(index, int(length), place)
 
 
 def writes_shard(name: str, tensor: torch.Tensor, rank: int) -> bool:
@@ -108,7 +156,7 @@ def writes_shard(name: str, tensor: torch.Tensor, rank: int) -> bool:
     return zlib.crc32(name.encode()) % min(replicas, _WRITERS) == replica
 
 
-def write_metadata(received: list[bytes], directory: Path, entries: dict[str, FileEntry]) -> None:
+def write_metadata(received: list[Any], directory: Path, entries: dict[str, FileEntry]) -> None:
     """Write DCP's metadata of what all ranks have written.
 
     Args:
@@ -117,12 +165,12 @@ def write_metadata(received: list[bytes], directory: Path, entries: dict[str, Fi
     """
     from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 
-    plans, results = [], []
-    for sent in received:
-        if sent:
-            items, written = pickle.loads(zlib.decompress(sent))
-            plans.append(SavePlan(items))
-            results.append(written)
+    try:
+        shards = [[shard_from_json(content) for content in sent] for sent in received if sent]
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"A rank sent an invalid list of shards: {error}") from error
+    plans = [SavePlan([item for item, _ in written]) for written in shards]
+    results = [[result for _, result in written] for written in shards]
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         _, metadata = planner.create_global_plan(plans)
