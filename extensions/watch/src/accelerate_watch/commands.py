@@ -39,7 +39,10 @@ def command(job: str | None) -> None:
             f"ranks. Running jobs: {listed}."
         )
     launcher, ranks = found.popitem()
-    folder = run_folder.folder_of(launcher)
+    try:
+        folder = run_folder.folder_of(launcher)
+    except FileNotFoundError as error:
+        raise click.ClickException(f"The job has just ended: {error}.") from error
     before = set(folder.glob("report*.txt"))
     for one in ranks:
         try:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import getpass
 import json
+import logging
 import os
+import stat
 import sys
 import tempfile
 import time
@@ -16,13 +18,99 @@ from typing import Any
 
 import psutil
 
+from accelerate_core.plugin import PluginError
+
+logger = logging.getLogger(__name__)
+
+
+#: How many names are tried in the temporary directory, in case another user has taken the first ones.
+_NAMES = 10
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # no such user in this container
+        return str(os.getuid())
+
+
+def _candidates(base: str) -> list[Path]:
+    """Return the names that the folder of all runs may have in a directory, in order."""
+    name = f"accelerate-watch-{_user()}"
+    return [Path(base, name), *(Path(base, f"{name}-{number}") for number in range(2, _NAMES + 1))]
+
+
+def _is_ours(folder: Path) -> bool:
+    """Return whether a path is a directory, not a link, that only this user can write to.
+
+    If other users can write to a directory of this user, they no longer can afterwards.
+    """
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        return False
+    if os.name == "nt":
+        return True
+    if status.st_uid != os.getuid():
+        return False
+    if status.st_mode & 0o077:
+        folder.chmod(0o700)
+    return True
+
+
+def _make_own(folder: Path) -> bool:
+    """Create a directory for this user only; return False if the name belongs to somebody else."""
+    if not os.path.lexists(folder):  # the conformance suite counts each call of mkdir
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+    return _is_ours(folder)
+
 
 def _parent() -> Path:
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # no such user in this container
-        user = str(os.getuid())
-    return Path(tempfile.gettempdir()) / f"accelerate-watch-{user}"
+    """Create the folder of all runs of this user.
+
+    It is below `XDG_RUNTIME_DIR` if that is set, and otherwise in the temporary directory. There, other
+    users may have created a folder or link of that name, so it is only used if it belongs to this user.
+
+    Raises:
+        PluginError: other users have taken all names.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    base = runtime if os.access(runtime, os.W_OK) else tempfile.gettempdir()
+    candidates = _candidates(base)
+    for folder in candidates:
+        if _make_own(folder):
+            return folder
+    raise PluginError(
+        f"accelerate-watch cannot create a folder in {base}, because other users have created "
+        f"{candidates[0].name} and the names after it. Set XDG_RUNTIME_DIR to a directory of your own."
+    )
+
+
+def _parents() -> list[Path]:
+    """Return the folders of all runs of this user that exist.
+
+    The variables may differ between the run and `accelerate-core dump`.
+    """
+    bases = [os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir()]
+    if os.name != "nt":
+        bases.insert(1, f"/run/user/{os.getuid()}")
+    parents: list[Path] = []
+    for base in dict.fromkeys(filter(None, bases)):
+        for folder in _candidates(base):
+            if os.path.lexists(folder) and _is_ours(folder):
+                parents.append(folder)
+    return parents
+
+
+def write(file: Path, text: str) -> None:
+    """Write a file of this user, replacing its content. A link of that name is not followed.
+
+    Raises:
+        OSError: it is a link or cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
+    with os.fdopen(os.open(file, flags, 0o600), "w", encoding="utf-8") as opened:
+        opened.write(text)
 
 
 #: How many Accelerators of this process use the files of a rank. One that was deleted may leave late.
@@ -41,13 +129,11 @@ def create(rank: int) -> Path:
     }
     started = folder / f"rank{rank}.started"
     _users[folder, rank] += 1
-    if not folder.parent.exists():  # the conformance suite counts each call of mkdir
-        folder.parent.mkdir(mode=0o700, exist_ok=True)
     while True:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         try:
-            started.write_text(json.dumps(facts), encoding="utf-8")
+            write(started, json.dumps(facts))
         except FileNotFoundError:  # a rank that ended removed the folder in this moment
             continue
         # The folder is not empty any more, so no other rank removes it. A file that is renamed is complete.
@@ -70,13 +156,21 @@ def is_alive(folder: Path, rank: int) -> bool:
 
 
 def _read(folder: Path, rank: int) -> dict[str, Any]:
+    """Return what a rank wrote about itself; {} if it has ended or the file is damaged."""
+    return _parse(folder / f"rank{rank}.json") or {}
+
+
+def _parse(file: Path) -> dict[str, Any] | None:
+    """Return the facts in a file; None if it is missing or damaged."""
     try:
-        facts: dict[str, Any] = json.loads(
-            (folder / f"rank{rank}.json").read_text(encoding="utf-8")
-        )
-    except (OSError, ValueError):
-        return {}
-    return facts
+        facts = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    is_valid = isinstance(facts, dict) and all(
+        isinstance(facts.get(name), kind)
+        for name, kind in (("pid", int), ("rank", int), ("script", str))
+    )
+    return facts if is_valid else None
 
 
 def _is_alive(facts: dict[str, Any]) -> bool:
@@ -128,7 +222,7 @@ class Beat:
 
 def write_beat(folder: Path, rank: int, step: int) -> None:
     """Write down that a rank is alive, for the other ranks on this machine."""
-    (folder / f"rank{rank}.beat").write_text(format_beat(step))
+    write(folder / f"rank{rank}.beat", format_beat(step))
 
 
 def read_beat(folder: Path, rank: int) -> Beat:
@@ -166,9 +260,9 @@ def leave(folder: Path, rank: int) -> None:
 def _tidy(folder: Path) -> None:
     """Remove the files of ranks that have ended, and the folder if it is empty then."""
     with contextlib.suppress(FileNotFoundError):  # another rank has just removed the folder
-        for one in _facts(folder):
-            if _has_ended(one):
-                _remove(folder, one["rank"])
+        for facts in _facts(folder):
+            if _has_ended(facts):
+                _remove(folder, facts["rank"])
         if not _facts(folder):
             for report in [*folder.glob("report*.txt"), *folder.glob(".report*")]:
                 report.unlink(missing_ok=True)
@@ -183,12 +277,14 @@ def _remove(folder: Path, rank: int) -> None:
 
 def _facts(folder: Path) -> list[dict[str, Any]]:
     """Return what the ranks in a folder wrote about themselves, in the order of ranks."""
-    found = []
-    with contextlib.suppress(FileNotFoundError):  # the last rank has just ended
-        for file in list(folder.glob("rank*.json")):
-            with contextlib.suppress(FileNotFoundError):  # the rank has just ended
-                found.append(json.loads(file.read_text(encoding="utf-8")))
-    return sorted(found, key=lambda one: int(one["rank"]))
+    ranks = []
+    for file in folder.glob("rank*.json"):
+        facts = _parse(file)
+        if facts is not None:
+            ranks.append(facts)
+        elif file.exists():  # otherwise the rank has just ended
+            logger.warning("%s is damaged and ignored. Delete it.", file)
+    return sorted(ranks, key=lambda facts: int(facts["rank"]))
 
 
 def running() -> dict[int, list[dict[str, Any]]]:
@@ -196,15 +292,27 @@ def running() -> dict[int, list[dict[str, Any]]]:
 
     Files of runs that were killed are removed.
     """
-    found = {}
-    for folder in sorted(_parent().glob("[0-9]*")):
+    jobs = {}
+    for folder in _run_folders():
         _tidy(folder)
-        alive = [one for one in _facts(folder) if _is_alive(one)]
+        alive = [facts for facts in _facts(folder) if _is_alive(facts)]
         if alive:
-            found[int(folder.name)] = alive
-    return found
+            jobs[int(folder.name)] = alive
+    return jobs
+
+
+def _run_folders() -> list[Path]:
+    folders = [folder for parent in _parents() for folder in parent.iterdir()]
+    return sorted(folder for folder in folders if folder.name.isdecimal() and folder.is_dir())
 
 
 def folder_of(launcher: int) -> Path:
-    """Return the folder of the run that this process started."""
-    return _parent() / str(launcher)
+    """Return the folder of the run that this process started.
+
+    Raises:
+        FileNotFoundError: it has no running rank.
+    """
+    for folder in _run_folders():
+        if folder.name == str(launcher):
+            return folder
+    raise FileNotFoundError(f"no rank of process {launcher} is running")

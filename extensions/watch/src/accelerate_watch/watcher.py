@@ -320,7 +320,8 @@ class Watcher(threading.Thread):
             self._pause(0.1)
         if self._store.check([f"{number}/text"]):
             draft = self.folder / f".report{number}.{self.rank}"
-            draft.write_bytes(self._store.get(f"{number}/text"))
+            text = self._store.get(f"{number}/text").decode(errors="replace")
+            run_folder.write(draft, text)
             draft.replace(self.folder / f"report{number}.txt")
 
     def _print(self, text: str) -> None:

@@ -242,8 +242,11 @@ def _locked(uri: str) -> Iterator[None]:
     except ImportError:  # not on Windows
         yield
         return
-    name = f"accelerate-mlflow-{hashlib.sha256(uri.encode()).hexdigest()[:12]}.lock"
-    with (Path(tempfile.gettempdir()) / name).open("a") as file:
+    digest = hashlib.sha256(uri.encode()).hexdigest()[:12]
+    path = Path(tempfile.gettempdir(), f"accelerate-mlflow-{os.getuid()}-{digest}.lock")
+    # Another user may have planted a link of that name.
+    opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(opened, "r+") as file:
         until = time.monotonic() + 60
         while time.monotonic() < until:
             try:
