@@ -291,3 +291,17 @@ print(open(next(__import__("pathlib").Path("two").glob("*/run.jsonl"))).read())
     first, *rows = done.stdout.split("\n")
     assert first == "TrackerError", done.stderr
     assert [json.loads(row)["kind"] for row in rows if row] == ["start", "log", "end"]
+
+
+@pytest.mark.parametrize(
+    "run", ["/tmp/planted", "../planted", "..", ".", "a/b", "a\\b", "C:x", "a\nb", "", "x" * 999, 3, None]
+)  # fmt: skip
+def test_checkpoint_does_not_choose_where_a_tracker_writes(tmp_path: Path, run: Any) -> None:
+    hub, _ = make(tmp_path / "logs")
+    with pytest.warns(UserWarning, match="the name of a run cannot contain slashes"):
+        hub.load_state_dict({"runs": {"jsonl": run}})
+    hub.init_trackers("p")
+    hub.log({"a": 1}, step=1)
+    hub.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    assert [row["resumed"] for row in lines(tmp_path / "logs", "start")] == [False]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import re
 import secrets
 import sys
 import weakref
@@ -62,6 +63,10 @@ _CLOSED = {
 
 #: Hubs with an open run, which forked children must drop.
 _open_hubs: weakref.WeakSet[TrackerHub] = weakref.WeakSet()
+
+
+#: A single part of a path. Drive letters and control characters are excluded, too.
+_NAME = re.compile(r"[^/\\:\x00-\x1f]{1,255}")
 
 
 class TrackerHub(MediaVerbs):
@@ -239,7 +244,7 @@ class TrackerHub(MediaVerbs):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the runs of a checkpoint. The current runs are discarded if they are empty."""
-        runs = dict(state.get("runs", {}))
+        runs = _plain_names(state.get("runs", {}))
         self.resumed_runs = runs
         if not runs or runs == self._resume or state.get("start") == self._start:
             return  # no runs to continue, or they are already being continued
@@ -465,6 +470,26 @@ class TrackerHub(MediaVerbs):
         if tracker in self.trackers:
             self.trackers[self.trackers.index(tracker)] = BlankTracker(tracker.name)
         report_failure(tracker, stage, error)
+
+
+def _plain_names(runs: Any) -> dict[str, str]:
+    """Return the runs of a checkpoint whose ids are single names, and warn about the others.
+
+    A tracker may use the id as the name of a directory, and whoever wrote the checkpoint must not choose
+    where this run writes.
+    """
+    if not isinstance(runs, Mapping):
+        return {}
+    plain = {}
+    for tracker, run in runs.items():
+        if isinstance(run, str) and _NAME.fullmatch(run) and run not in (".", ".."):
+            plain[str(tracker)] = run
+        else:
+            warn(
+                f"The tracker {tracker!r} starts a new run: the checkpoint names the run {run!r}, and "
+                "the name of a run cannot contain slashes."
+            )
+    return plain
 
 
 def _as_int(step: Any) -> int | None:

@@ -79,17 +79,18 @@ class DVCLiveTracker(GeneralTracker):
     @property
     def run_id(self) -> str:
         directory = self._options["dir"] if self._live is None else self._live.dir
-        return str(Path(directory).absolute())
+        return Path(directory).absolute().name
 
     def start(self) -> None:
         import dvclive  # noqa: F401  fails now if the library is broken
 
         self._live = self._given
         self._options = {"dir": "dvclive", **self._kwargs}
-        if self.resume_id is not None:
-            self._options |= {"dir": self.resume_id, "resume": True}
-        elif self.run_group is not None:
+        if self.run_group is not None:
             self._options["dir"] = Path(self._options["dir"], f"rank{self.run_group.rank}")
+        if self.resume_id is not None:
+            directory = Path(self._options["dir"]).absolute().with_name(self.resume_id)
+            self._options |= {"dir": str(directory), "resume": True}
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self._config = values
