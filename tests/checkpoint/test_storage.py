@@ -71,6 +71,10 @@ def objects(place: str | Path) -> list[str]:
 # --- transfers ------------------------------------------------------------------------------------
 
 
+class Busy(CheckpointError):
+    """An error of a store's own, for which it recommends another attempt."""
+
+
 class Failing(PlainStorage):
     """Fails some attempts to write or fetch, after transferring a part of the file."""
 
@@ -78,6 +82,9 @@ class Failing(PlainStorage):
         self.error, self.left = error, times
         self.running, self.most = 0, 0
         self._lock = threading.Lock()
+
+    def is_transient(self, error: Exception) -> bool:
+        return isinstance(error, Busy) or super().is_transient(error)
 
     def fail(self) -> None:
         with self._lock:
@@ -149,6 +156,12 @@ def test_large_file_is_fetched_in_parts(tmp_path: Path, monkeypatch: pytest.Monk
         (TimeoutError("slow"), 5, "cannot be written after 5 attempts: TimeoutError: slow"),
         (PermissionError(13, "not yours"), 1, "cannot be written: PermissionError: .*not yours"),
         (ValueError("no such region"), 1, "cannot be written: ValueError: no such region"),
+        (Busy("try again"), 5, "cannot be written after 5 attempts: Busy: try again"),
+        (
+            OSError(5, "no", "https://me:secret/1@host/x?sig=abc&y=1"),
+            5,
+            r"cannot be written after 5 attempts: OSError: .*https://\*\*\*@host/x\?sig=\*\*\*&y=1",
+        ),
     ],
 )
 def test_only_transient_errors_are_retried_and_errors_name_the_object(

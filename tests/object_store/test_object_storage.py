@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from s3_server import KEY, SECRET, s3_client
 
 from accelerate_checkpoint import LocalStorage
+from accelerate_checkpoint.transfer import persist
 from accelerate_core.errors import CheckpointError
 from accelerate_object_store import ObjectStorage, ObjectStoreSettings
 from accelerate_testing import StorageSuite
@@ -152,3 +155,58 @@ def test_profile_without_boto3_is_an_error_with_the_command(
 def test_local_storage_names_the_plugin_for_urls(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"s3://bucket/run is a URL.*object_store"):
         LocalStorage().locate("s3://bucket/run", saving=True)
+
+
+@pytest.mark.parametrize(("failures", "answers"), [(0, 1), (2, 3), (9, 3)])
+def test_only_one_layer_repeats_a_request_that_fails(
+    monkeypatch: pytest.MonkeyPatch, failures: int, answers: int
+) -> None:
+    requests: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            requests.append(self.path)
+            failed = len(requests) <= failures
+            self.send_response(503 if failed else 200)
+            body = b"" if failed else b"content"
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("ETag", '"1"')
+            self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    store = ObjectStorage(None, ObjectStoreSettings(attempts=3))
+
+    def read() -> bytes:
+        return persist(store, "x cannot be read", lambda: store.read("s3://tests/run", "x"))
+
+    try:
+        if failures < answers:
+            assert read() == b"content"
+        else:
+            with pytest.raises(CheckpointError, match="x cannot be read: StoreError"):
+                read()
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert len(requests) == answers
+
+
+@pytest.mark.parametrize("secret", ["s3cret", "se/cr+et"])
+def test_credentials_in_a_url_are_in_no_error(secret: str) -> None:
+    address = f"s3://{KEY}:{secret}@tests/run"
+    store = ObjectStorage(None, ObjectStoreSettings(attempts=1))
+    with pytest.raises(CheckpointError, match=r"@tests/run contains credentials") as failure:
+        store.locate(address)
+    assert secret not in str(failure.value)
+    with pytest.raises(CheckpointError) as failure:
+        LocalStorage().locate(address)
+    assert secret not in str(failure.value)

@@ -16,6 +16,26 @@ from typing import Any
 
 from accelerate_core import failures
 
+#: Passwords in URLs, and signatures in their queries or in headers that a library may print.
+_PASSWORD = re.compile(r"(://)[^/@\s:]*:[^@\s]+@")
+_SIGNATURE = re.compile(
+    r"(?i)\b((?:x-(?:amz|goog)-(?:signature|credential|security-token)|sig|signature|awsaccesskeyid)="
+    r"|authorization[\"']?[:=] *)[^&\s,}]+(?: [^&\s,}]+)?"
+)
+
+#: Replaces a credential.
+HIDDEN = "***"
+
+
+def without_credentials(text: str) -> str:
+    """Return a text with the passwords and signatures of URLs hidden.
+
+    All of our errors and warnings do this with their messages. Do it before you log an address.
+    """
+    if "://" not in text and "=" not in text and "uthorization" not in text:
+        return text
+    return _PASSWORD.sub(rf"\1{HIDDEN}@", _SIGNATURE.sub(rf"\1{HIDDEN}", text))
+
 
 class AccelerateError(Exception):
     """Base class of all errors that this package raises on purpose.
@@ -25,7 +45,8 @@ class AccelerateError(Exception):
     """
 
     def __init__(self, *args: object, **named: Any) -> None:
-        super().__init__(*args, **named)
+        shown = [without_credentials(arg) if isinstance(arg, str) else arg for arg in args]
+        super().__init__(*shown, **named)
         failures.report_uncaught()
 
 
@@ -256,7 +277,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     stack = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
     # Our own threads have no line of the user, so warn at the current line.
     level = next((at for at, frame in enumerate(stack) if of_the_user(frame)), 0)
-    warnings.warn(text, category, stacklevel=level + 2)
+    warnings.warn(without_credentials(text), category, stacklevel=level + 2)
 
 
 class WarnOnce:

@@ -96,6 +96,7 @@ from accelerate_core.distributed.tree import get_data_structure as get_data_stru
 from accelerate_core.distributed.tree import map_leaves as map_leaves
 from accelerate_core.distributed.tree import map_tensors as map_tensors
 from accelerate_core.distributed.tree import send_to_device as send_to_device
+from accelerate_core.errors import HIDDEN as HIDDEN
 from accelerate_core.errors import AccelerateError as AccelerateError
 from accelerate_core.errors import CheckpointError as CheckpointError
 from accelerate_core.errors import ConfigurationError as ConfigurationError
@@ -112,6 +113,7 @@ from accelerate_core.errors import listing as listing
 from accelerate_core.errors import nearest as nearest
 from accelerate_core.errors import of_the_user as of_the_user
 from accelerate_core.errors import warn as warn
+from accelerate_core.errors import without_credentials as without_credentials
 from accelerate_core.failures import is_failure as is_failure
 from accelerate_core.plugins.catalog import pip_command as pip_command
 from accelerate_core.plugins.devices import DevicePlugin as DevicePlugin

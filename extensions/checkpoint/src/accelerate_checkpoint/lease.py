@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_checkpoint.store import Store
+from accelerate_core.plugin import without_credentials
 
 LEASE = ".lease"
 
@@ -56,7 +57,8 @@ def hold_lease(storage: Store, place: str, save: str) -> Iterator[bool]:
             try:
                 _write(storage, place, name)
             except Exception as error:  # the next renewal may succeed before the lease expires
-                logger.warning("The lease of %s/%s was not renewed: %s", place, save, error)
+                address = without_credentials(f"{place}/{save}")
+                logger.warning("The lease of %s was not renewed: %s", address, error)
 
     thread = threading.Thread(target=renew, name="checkpoint lease", daemon=True)
     thread.start()

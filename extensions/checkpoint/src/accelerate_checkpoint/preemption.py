@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from accelerate_core.plugin import ConfigurationError, did_you_mean, listing
+from accelerate_core.plugin import ConfigurationError, did_you_mean, listing, without_credentials
 
 if TYPE_CHECKING:
     from accelerate_checkpoint.training_state import TrainingState
@@ -144,7 +144,8 @@ class Preemption:
             logger.warning("An earlier save in the background failed: %s", error)
         directory = self._save()
         if self._rank == 0:
-            logger.warning("Preempted: the state was saved to %s.", directory)
+            shown = without_credentials(directory)
+            logger.warning("Preempted: the state was saved to %s.", shown)
         self._state.end_training()
         raise Preempted(directory)
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from accelerate_checkpoint.files import Progress, first_line
 from accelerate_checkpoint.store import Store, join
-from accelerate_core.plugin import CheckpointError
+from accelerate_core.plugin import CheckpointError, without_credentials
 
 #: Bytes that are fetched in one request.
 PART = 32 << 20
@@ -34,21 +34,27 @@ def persist(storage: Store, what: str, job: Callable[[], T]) -> T:
 
     Raises:
         FileNotFoundError: the job raised it.
-        CheckpointError: the job raised it, or its last attempt failed with another error.
+        CheckpointError: the job raised it and the storage does not call it transient, or its last
+            attempt failed.
     """
     for attempt in range(1, storage.attempts + 1):
         try:
             return job()
-        except (FileNotFoundError, CheckpointError):
+        except FileNotFoundError:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            if not storage.is_transient(error):
+            is_transient = storage.is_transient(error)
+            if isinstance(error, CheckpointError) and not is_transient:
+                raise
+            reason = without_credentials(f"{type(error).__name__}: {first_line(error)}")
+            if not is_transient:
                 raise CheckpointError(f"{what}: {reason}") from error
             if attempt == storage.attempts:
-                raise CheckpointError(f"{what} after {attempt} attempts: {reason}") from error
+                made = f" after {attempt} attempts" if attempt > 1 else ""
+                raise CheckpointError(f"{what}{made}: {reason}") from error
             pause = min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * random.uniform(0.8, 1.2)
-            logger.info("%s: %s. Starting attempt %d in %.1f s.", what, reason, attempt + 1, pause)
+            shown = without_credentials(what)
+            logger.info("%s: %s. Starting attempt %d in %.1f s.", shown, reason, attempt + 1, pause)
         time.sleep(pause)
     raise AssertionError("a store must allow at least one attempt")
 

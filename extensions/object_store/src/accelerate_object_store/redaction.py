@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-HIDDEN = "***"
+from accelerate_core.plugin import HIDDEN, without_credentials
 
 #: Options whose values are shown, because they never hold credentials.
 _HARMLESS = {
@@ -21,13 +21,6 @@ _VARIABLES = re.compile(
     r"(AWS_.*(KEY|TOKEN|SECRET)|AZURE_.*(KEY|TOKEN|SECRET|SAS|PASSWORD)|GOOGLE_.*(KEY|TOKEN|SECRET))"
     r"[A-Z_]*"
 )
-
-#: Signatures in addresses, and in headers that a library may print.
-_SIGNED = re.compile(
-    r"(?i)\b((?:x-(?:amz|goog)-(?:signature|credential|security-token)|sig|signature|awsaccesskeyid)="
-    r"|authorization[\"']?[:=] *)[^&\s,}]+(?: [^&\s,}]+)?"
-)
-_USER = re.compile(r"(://)[^/@\s:]+:[^/@\s]+@")
 
 #: Shorter values would also replace unrelated text.
 _SHORTEST = 6
@@ -60,5 +53,4 @@ def redact(value: Any, options: Mapping[str, Any] | None = None) -> Any:
     texts = {text for text in secret if isinstance(text, str) and len(text) >= _SHORTEST}
     for text in sorted(texts, key=len, reverse=True):
         value = value.replace(text, HIDDEN)
-    value = _SIGNED.sub(rf"\1{HIDDEN}", value)
-    return _USER.sub(rf"\1{HIDDEN}@", value)
+    return without_credentials(value)

@@ -12,7 +12,7 @@ from typing import Any
 import obstore
 
 from accelerate_checkpoint import MANIFEST, LocalStorage, Storage, is_url, join
-from accelerate_core.plugin import CheckpointError
+from accelerate_core.plugin import CheckpointError, without_credentials
 from accelerate_object_store.redaction import redact
 from accelerate_object_store.settings import ObjectStoreSettings
 from accelerate_object_store.stores import Stores, bucket_of
@@ -49,6 +49,9 @@ class ObjectStorage(Storage):
         settings: options of the store, and how files are transferred.
     """
 
+    #: obstore itself repeats requests, also for a part of a file, so nothing else does.
+    attempts = 1
+
     def __init__(self, url: str | None = None, settings: ObjectStoreSettings | None = None) -> None:
         settings = settings or ObjectStoreSettings()
         self._url = url
@@ -62,9 +65,15 @@ class ObjectStorage(Storage):
         """Return a URL, or an absolute path.
 
         Raises:
-            CheckpointError: no store has this kind of URL, or its options are invalid.
+            CheckpointError: no store has this kind of URL, its options are invalid, or the URL contains
+                credentials.
         """
         text = os.fspath(target)
+        if is_url(text) and without_credentials(text) != text:
+            raise CheckpointError(
+                f"The URL {text} contains credentials, which stores don't read from there. Pass them "
+                "with ObjectStoreSettings(options={...}), or in the environment variables of the store."
+            )
         if self._url is not None and not is_url(text) and not os.path.isabs(text):
             text = join(self._url, text)
         if text.startswith("file://"):
