@@ -108,6 +108,35 @@ def test_loader_resumes_with_use_stateful_dataloader(kind, workers, world):
         assert seen + samples(resumed) == whole
 
 
+@pytest.mark.filterwarnings("ignore:.*fast-forwarding")
+@pytest.mark.parametrize("kind", [Stream, Plain])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world", [1, 2])
+def test_stateful_loader_resumes_several_times_in_an_epoch(kind, workers, world):
+    pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader():
+        plain = DataLoader(kind(24), 2, num_workers=workers)
+        return prepare_data_loader(plain, None, world, world - 1, use_stateful_dataloader=True)
+
+    whole = samples(loader())
+    for visits in ((2, 1, 1), (len(whole) // 2 - 1, 1)):
+        seen = []
+        state = None
+        for count in visits:
+            resumed = loader()
+            if state is not None:
+                resumed.load_state_dict(state)
+            iterator = iter(resumed)
+            seen += samples(islice(iterator, count))
+            state = resumed.state_dict()
+            iterator.close()
+        resumed = loader()
+        resumed.load_state_dict(state)
+        assert seen + samples(resumed) == whole
+        assert samples(resumed) == whole
+
+
 def test_resuming_does_not_read_samples_again():
     running = stream_loader(0)
     iterator = iter(running)

@@ -151,6 +151,13 @@ def loaders_created_by_a_script(folder: Path) -> None:
     assert get_sampler(DataLoader(rows, batch_size=4, sampler=order)) is order
 
 
+class Counted(torch.utils.data.IterableDataset):
+    """A stream without a state."""
+
+    def __iter__(self) -> Any:
+        return iter(range(12))
+
+
 def loaders_exchange_states_with_torchdata_loaders(folder: Path) -> None:
     rows = list(range(12))
 
@@ -177,6 +184,17 @@ def loaders_exchange_states_with_torchdata_loaders(folder: Path) -> None:
             other.set_epoch(1)
         assert seen + read(other) == whole
         assert len(read(other)) == len(read(begun(second, workers))) == 6
+    for workers in (0, 2):
+        parts, state = [], None
+        for count in (2, 1, 99):
+            stream = DataLoaderShard(
+                Counted(), batch_size=2, num_workers=workers, use_stateful_dataloader=True
+            )
+            if state is not None:
+                stream.load_state_dict(state)
+            parts += read(islice(stream, count))
+            state = stream.state_dict()
+        assert parts == read(StatefulDataLoader(Counted(), batch_size=2, num_workers=workers))
     for made in (DataLoaderShard, DataLoaderDispatcher):
         ended = made(rows, batch_size=4, use_stateful_dataloader=True)
         plain = StatefulDataLoader(rows, batch_size=4)

@@ -37,6 +37,26 @@ def _has_state(obj: Any) -> bool:
     return all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+#: Where the state of torchdata's loader contains the states of datasets and of their iterators.
+_DATA_STATES = ("dataset_state", "dataset_iter_state")
+
+
+def has_data_state(state: Any) -> bool:
+    """Return whether the state of a loader contains a state of its data, or doesn't say.
+
+    Without one, torchdata counts batches, and counts those before a resume twice after it.
+    """
+    if not isinstance(state, dict):
+        return True
+    nested = [state]
+    data_states = []
+    while nested:
+        entries = nested.pop()
+        data_states += [entries[name] for name in _DATA_STATES if name in entries]
+        nested += [value for value in entries.values() if isinstance(value, dict)]
+    return not data_states or any(data_state is not None for data_state in data_states)
+
+
 @dataclass(slots=True)
 class TaggedBatch:
     """A batch with its number of real samples, and the worker and dataset state it comes from."""
@@ -81,7 +101,8 @@ class ResumableReader:
     """Reads a loader, and records its state after every batch.
 
     The state comes from the loader if it has one, as torchdata's `StatefulDataLoader` does, and
-    otherwise from an iterable dataset that has one, in each worker.
+    otherwise from an iterable dataset that has one, in each worker. If an iterable dataset has no
+    state of its own, that of the loader isn't used either, and the position is a number of batches.
 
     Args:
         base: a copy of the user's loader. For an iterable dataset, its collate function is replaced.
@@ -91,11 +112,17 @@ class ResumableReader:
         self.base = base
         self._asks_loader = _has_state(base)
         streams = isinstance(base, DataLoader) and isinstance(base.dataset, IterableDataset)
+        #: None if only the first state shows it.
+        self._counts_batches: bool | None = None if streams and self._asks_loader else False
         self._asks_dataset = streams and not self._asks_loader and _has_state(base.dataset)
         if streams and (self._asks_dataset or isinstance(base.dataset, IterableDatasetShard)):
             in_batches = base.batch_size is None
             tagging = _Tagging(base.dataset, base.collate_fn, in_batches, self._asks_dataset)
             object.__setattr__(base, "collate_fn", tagging)
+
+    def can_resume_from(self, state: Any) -> bool:
+        """Return whether a saved state says where to continue."""
+        return self._counts_batches is False or has_data_state(state)
 
     def batches(self, state: Any = None) -> Iterator[Read]:
         """Open the loader, and return an iterator over `(batch, real, state)`.
@@ -129,8 +156,11 @@ class ResumableReader:
             if workers is not None:
                 workers.note(item.worker, item.state)
                 state = workers.state()
-            elif self._asks_loader:
+            elif self._asks_loader and not self._counts_batches:
                 state = self.base.state_dict()
+                if self._counts_batches is None:
+                    self._counts_batches = not has_data_state(state)
+                    state = None if self._counts_batches else state
             if isinstance(item, TaggedBatch):
                 yield item.batch, item.real, state
             else:

@@ -206,7 +206,7 @@ class ReadSource:
         """Open the loader, and return its global steps. See `BatchSource.start` for the arguments."""
         if self.stream is not None:
             reading, skip = self._open_indices(self.stream, batches)
-        elif state is not None:
+        elif state is not None and self.reader.can_resume_from(state):
             reading, skip = self.reader.batches(state), 0
         elif self.shard is not None and not getattr(self.base, "num_workers", 0):
             # A single reading process can count samples, whatever the number of ranks was.

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate_core import DataLoaderConfiguration
 from accelerate_core.data.loader import CoreLoader, DataLoaderDispatcher
 from accelerate_core.data.order import Wrapper, iterate_from
-from accelerate_core.data.resumable import ResumableReader
+from accelerate_core.data.resumable import ResumableReader, has_data_state
 from accelerate_core.data.shard import IterableDatasetShard
 from accelerate_core.data.sources import IndexedSource
 from accelerate_core.distributed.process import current_runtime
@@ -236,7 +236,27 @@ def _state(loader: Any) -> dict[str, Any]:
 def _load_state(loader: Any, state_dict: dict[str, Any]) -> None:
     """Make the next iteration continue from the state of a torchdata loader."""
     loader._position.start_of(loader.iteration)
-    loader.base.load_state_dict(state_dict)
+    streams = isinstance(loader.base.dataset, IterableDataset)
+    if not streams or has_data_state(state_dict):
+        loader.base.load_state_dict(state_dict)
+    elif not state_dict["_iterator_finished"]:
+        # From this state, torchdata would read the stream again and count each batch twice.
+        loader._position.batches = _batches_in(state_dict)
+
+
+def _batches_in(state_dict: dict[str, Any]) -> int:
+    """Return how many batches a torchdata loader had yielded, without workers or with them."""
+    if "_num_yielded" in state_dict:
+        return int(state_dict["_num_yielded"])
+    return int(state_dict["_snapshot"]["_snapshot_step"] + state_dict["_steps_since_snapshot"])
+
+
+class _RecordingReader(ResumableReader):
+    """Records the state of a torchdata loader even if its dataset has none."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__(base)
+        self._counts_batches = False
 
 
 @functools.cache
@@ -257,6 +277,8 @@ def with_state_of_base(loader: CoreLoader) -> CoreLoader:
         object.__setattr__(base, plan, source.stream.plan)
         whole = StepReader(1, split_batches=False, even_batches=False, drop_last=False)
         loader._source = ReadSource(base, source.per_step, whole, 0)
+    if isinstance(loader._source, ReadSource):
+        loader._source.reader = _RecordingReader(base)
     kind: Any = type(loader)
     _set_class(loader, _with_state_of_base(kind))
     return loader
