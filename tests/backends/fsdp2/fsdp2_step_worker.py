@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import pickle
 import sys
+import time
 import warnings
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +24,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 from worker import PG_TIMEOUT, RANK, SIZE, case, run_cases, scratch
 
+from accelerate_checkpoint import read_manifest
+from accelerate_checkpoint.files import checksum
 from accelerate_core import Accelerator, ParallelismConfig
 from accelerate_core.errors import (
     CheckpointError,
@@ -30,6 +36,10 @@ from accelerate_core.utils import (
     GradientAccumulationPlugin,
     TorchTensorParallelConfig,
     load_checkpoint_in_model,
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    save_fsdp_model,
+    save_fsdp_optimizer,
     set_seed,
 )
 
@@ -620,8 +630,6 @@ def shards_can_be_merged_and_hooks_are_called() -> None:
 
 @case
 def malicious_pickle_in_the_metadata_is_not_executed() -> None:
-    import pickle
-
     folder = scratch("planted")
     accelerator = fsdp()
     accelerator.prepare(Tower())
@@ -639,6 +647,92 @@ def malicious_pickle_in_the_metadata_is_not_executed() -> None:
     with pytest.raises(CheckpointError, match="metadata"):
         accelerator.load_state(place, verify=False)
     assert not (folder / "ran").exists()
+    accelerator.end_training()
+
+
+@case
+def tensor_that_the_metadata_declares_as_bytes_is_not_unpickled() -> None:
+    folder = scratch("planted_bytes")
+    accelerator = fsdp()
+    model = Tower()
+    model, adam = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    plugin: Any = accelerator.state.fsdp_plugin
+    place = folder / "state"
+    steps(model, adam, accelerator)
+    accelerator.save_state(place)
+    save_fsdp_model(plugin, accelerator, model, folder / "names")
+    save_fsdp_optimizer(plugin, accelerator, adam, model, folder / "names")
+    accelerator.wait_for_everyone()
+    ran = folder / "ran"
+    if RANK == 0:
+        for directory in (
+            place / "backend_fsdp2",
+            folder / "names" / "pytorch_model_fsdp_0",
+            folder / "names" / "optimizer_0",
+        ):
+            plant_bytes(directory, ran)
+        manifest = read_manifest(place)
+        manifest.files = {name: checksum(place / name) for name in manifest.files}
+        (place / "manifest.json").write_text(manifest.render())
+    accelerator.wait_for_everyone()
+    loads = [
+        lambda: accelerator.load_state(place, strict=False),
+        lambda: accelerator.load_state(place),
+        lambda: load_fsdp_model(plugin, accelerator, model, folder / "names"),
+        lambda: load_fsdp_optimizer(plugin, accelerator, adam, model, folder / "names"),
+    ]
+    for load in loads:
+        with pytest.raises(CheckpointError, match="tensor"):
+            load()
+        assert not ran.exists()
+    accelerator.end_training()
+
+
+def plant_bytes(directory: Path, path: Path) -> None:
+    """Declare each tensor of a directory as bytes, which hold a pickle that creates a file."""
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        MetadataIndex,
+        TensorStorageMetadata,
+    )
+
+    class Planted:
+        def __reduce__(self) -> Any:
+            return (open, (str(path), "w"))
+
+    torch.save(Planted(), directory / "__0_0.distcp")
+    size = (directory / "__0_0.distcp").stat().st_size
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    info = next(iter(metadata.storage_data.values()))
+    place = dataclasses.replace(info, relative_path="__0_0.distcp", offset=0, length=size)
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            metadata.state_dict_metadata[name] = BytesStorageMetadata()
+            metadata.storage_data[MetadataIndex(name)] = place
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@case
+def damaged_shard_of_the_right_size_is_the_same_error_on_all_ranks() -> None:
+    folder = scratch("damaged_shard")
+    accelerator = fsdp()
+    accelerator.prepare(Tower())
+    place = folder / "state"
+    accelerator.save_state(place)
+    shard = place / "backend_fsdp2" / "__1_0.distcp"
+    for content in (b"x" * shard.stat().st_size, None):
+        accelerator.wait_for_everyone()
+        if RANK == 0:
+            shard.write_bytes(content) if content else shard.unlink()
+        accelerator.wait_for_everyone()
+        start = time.monotonic()
+        with pytest.raises(CheckpointError) as failure:
+            accelerator.load_state(place, verify=False)
+        assert time.monotonic() - start < 20
+        texts: list[Any] = [None] * SIZE
+        dist.all_gather_object(texts, str(failure.value))
+        assert len(set(texts)) == 1
+        assert str(place) in texts[0]
     accelerator.end_training()
 
 

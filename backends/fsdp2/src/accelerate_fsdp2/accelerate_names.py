@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from accelerate_checkpoint import SafeReader, merge_weights, read_metadata
+from accelerate_checkpoint import load_shards_into, merge_weights, read_metadata
 from accelerate_core.plugin import CheckpointError, PartialState
 from accelerate_fsdp2 import quantized, units
 
@@ -66,11 +66,13 @@ def _read(
         return _load(_whole(place)) if accelerator.process_index == 0 else {}
     if not dcp:
         return _load(Path(f"{place}_rank{accelerator.process_index}.bin"))
-    import torch.distributed.checkpoint as dist_cp
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
     place = place.parent if place.parent.name == place.name else place
     state = {kind: own()}
-    dist_cp.load(state, storage_reader=SafeReader(place, read_metadata(place)))
+    values, _ = flatten_state_dict(state)
+    plain = {name for name, value in values.items() if not isinstance(value, torch.Tensor)}
+    load_shards_into(state, place, read_metadata(place), plain=plain, no_dist=False)
     return state[kind]
 
 

@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelerate_checkpoint import (
     FileEntry,
-    SafeReader,
     Staging,
-    any_rank_failed,
     as_plain_tensors,
+    load_shards_into,
     read_metadata,
     restore_quantized,
+    run_together,
     save_sharded,
     writes_shard,
 )
@@ -96,49 +96,53 @@ class Sharded:
 
         Raises:
             CheckpointError: names, shapes or dtypes do not match, in which case nothing was
-                changed; or a file cannot be read.
+                changed; or a file cannot be read. Raised on every rank.
         """
-        if not directory.is_dir():
-            raise CheckpointError(
-                f"{directory.parent} is not a sharded checkpoint of FSDP2. Load it with "
-                "FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')."
-            )
-        metadata = read_metadata(directory)
-        stored = metadata.state_dict_metadata
-        tensors = _model_tensors(plain_states)
-        _compare(directory, tensors, stored, strict)
-        tensors = {name: tensor for name, tensor in tensors.items() if name in stored}
-        try:
-            plain = json.loads((directory / _PLAIN).read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{directory / _PLAIN} cannot be read: {error}") from error
-        states = _optimizer_states(models, optimizers)
-        buffers = []
-        for state in states:
-            buffers.append(state.allocate(stored, directory))
-            state.compare(plain[state.number], directory)
-            tensors |= buffers[-1]
-        _read(tensors, directory, metadata)
+        read = partial(_read, models, plain_states, optimizers, directory, strict)
+        put = run_together(read)
+        put()
+
+
+def _read(
+    models: list[nn.Module],
+    plain_states: list[dict[str, Any]],
+    optimizers: list[Any],
+    directory: Path,
+    strict: bool,
+) -> Callable[[], None]:
+    """Check a checkpoint and read it into the models. Return a function that restores the rest.
+
+    Each rank reads its parts and plans for itself, because DCP would collect all plans on rank 0.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory.parent} is not a sharded checkpoint of FSDP2. Load it with "
+            "FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')."
+        )
+    metadata = read_metadata(directory)
+    stored = metadata.state_dict_metadata
+    tensors = _model_tensors(plain_states)
+    _compare(directory, tensors, stored, strict)
+    tensors = {name: tensor for name, tensor in tensors.items() if name in stored}
+    try:
+        plain = json.loads((directory / _PLAIN).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory / _PLAIN} cannot be read: {error}") from error
+    states = _optimizer_states(models, optimizers)
+    buffers = []
+    for state in states:
+        buffers.append(state.allocate(stored, directory))
+        state.compare(plain[state.number], directory)
+        tensors |= buffers[-1]
+    load_shards_into(tensors, directory, metadata)
+
+    def put() -> None:
         for model, state_dict in zip(models, plain_states, strict=True):
             restore_quantized(model, state_dict)  # settings that are not a tensor of the model
-        for state, read in zip(states, buffers, strict=True):
-            state.put(read, plain[state.number])
+        for state, values in zip(states, buffers, strict=True):
+            state.put(values, plain[state.number])
 
-
-def _read(tensors: dict[str, torch.Tensor], directory: Path, metadata: Metadata) -> None:
-    """Read this rank's parts. Each rank plans for itself, because DCP would collect all plans on rank 0."""
-    failure: Exception | None = None
-    try:
-        dcp.load(tensors, storage_reader=SafeReader(directory, metadata), no_dist=True)
-    except Exception as error:
-        failure = error
-    failed = any_rank_failed(failure is not None)
-    if failure is not None:
-        raise CheckpointError(f"{directory} cannot be read: {failure}") from failure
-    if failed:
-        raise CheckpointError(
-            f"{directory} cannot be read on another rank, whose error has the cause."
-        )
+    return put
 
 
 def _like(tensor: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
@@ -307,8 +311,10 @@ def _compare(
     wrong = []
     for name, tensor in tensors.items():
         entry = stored.get(name)
-        if not isinstance(entry, TensorStorageMetadata):
+        if entry is None:
             wrong += [f"{name} is missing in the checkpoint"] if strict else []
+        elif not isinstance(entry, TensorStorageMetadata):
+            wrong.append(f"{name} is not a tensor in the checkpoint")
         elif entry.size != tensor.shape:
             wrong.append(
                 f"{name} has shape {list(entry.size)} in the checkpoint and "

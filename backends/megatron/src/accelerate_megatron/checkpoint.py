@@ -10,20 +10,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from accelerate_checkpoint import (
-    SafeReader,
     TensorShard,
     TensorShardReader,
     TensorShardWriter,
+    load_shards_into,
     read_metadata,
+    run_together,
 )
 from accelerate_core.plugin import CheckpointError
 from accelerate_megatron.engine import Engine
@@ -63,14 +65,9 @@ def load(engines: list[Engine], directory: Path, *, optimizers: bool, strict: bo
         CheckpointError: something is missing or does not match, and nothing has been changed; or a
             file cannot be read.
     """
-    metadata = read_metadata(directory)
+    metadata, vocab_sizes, plain = run_together(partial(_read_small_files, directory))
     stored = metadata.state_dict_metadata
     shards = [shard for number, engine in enumerate(engines) for shard in _model(number, engine)]
-    try:
-        beside = json.loads((directory / _PLAIN).read_text())
-        vocab_sizes, plain = beside["vocab_sizes"], beside["optimizers"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{directory / _PLAIN} cannot be read: {error}") from error
     _compare(directory, shards, stored, strict)
     # Each layout pads embeddings differently, so their shapes say nothing.
     for number, (there, engine) in enumerate(zip(vocab_sizes, engines, strict=False)):
@@ -96,14 +93,8 @@ def load(engines: list[Engine], directory: Path, *, optimizers: bool, strict: bo
         names = plain[number]["keys"] if plain[number] else []
         read.append(_allocate(engine, names))
         shards += _optimizer(number, engine, read[-1], names)
-    try:
-        dcp.load(
-            {},
-            storage_reader=SafeReader(directory, metadata),
-            planner=TensorShardReader(shards, stored),
-        )
-    except Exception as error:
-        raise CheckpointError(f"{directory} cannot be read: {error}") from error
+    planner = TensorShardReader(shards, stored)
+    load_shards_into({}, directory, metadata, planner=planner, no_dist=False)
     for engine, there, states in zip(engines, plain, read, strict=False):
         _put(engine, there, states)
     for engine in engines:
@@ -223,6 +214,16 @@ def _scaler_state(scaler: Any) -> dict[str, Any]:
 # --- reading ------------------------------------------------------------------------------------
 
 
+def _read_small_files(directory: Path) -> tuple[Metadata, list[Any], list[Any]]:
+    """Return the metadata, the size of the vocabulary of each model, and the optimizers' plain values."""
+    metadata = read_metadata(directory)
+    try:
+        plain = json.loads((directory / _PLAIN).read_text())
+        return metadata, list(plain["vocab_sizes"]), list(plain["optimizers"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{directory / _PLAIN} cannot be read: {error}") from error
+
+
 def _compare(directory: Path, shards: list[_PartShard], stored: Any, strict: bool) -> None:
     wrong = []
     for shard in shards:
@@ -239,6 +240,10 @@ def _compare(directory: Path, shards: list[_PartShard], stored: Any, strict: boo
     known = set().union(*keys)
     lost = [key for key in stored if key.startswith("model.") and key not in known]
     wrong += [f"{key} is in the checkpoint but in no model" for key in lost] if strict else []
+    run_together(partial(_refuse, directory, wrong))
+
+
+def _refuse(directory: Path, wrong: list[str]) -> None:
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise CheckpointError(

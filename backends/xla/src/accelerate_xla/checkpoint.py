@@ -15,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from accelerate_checkpoint import (
-    SafeReader,
     TensorShard,
     TensorShardReader,
     TensorShardWriter,
+    load_shards_into,
     read_metadata,
 )
 from accelerate_core.plugin import AcceleratorView, CheckpointError
@@ -172,14 +172,9 @@ def load(
         for key, one in read.items()
     ]
     alone = accelerator.num_processes == 1
-    try:
-        with _quiet():
-            reader = SafeReader(directory, metadata)
-            dcp.load(
-                {}, storage_reader=reader, planner=TensorShardReader(shards, stored), no_dist=alone
-            )
-    except Exception as error:
-        raise CheckpointError(f"{directory} cannot be read: {error}") from error
+    planner = TensorShardReader(shards, stored)
+    with _quiet():
+        load_shards_into({}, directory, metadata, planner=planner, no_dist=alone)
     for number, model in enumerate(accelerator.models):
         prefix = f"model.{number}."
         state = {

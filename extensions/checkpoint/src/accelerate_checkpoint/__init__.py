@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from accelerate_checkpoint.rng_state import restore_rng_state as restore_rng_state
     from accelerate_checkpoint.sharded_load import LoadedShards as LoadedShards
     from accelerate_checkpoint.sharded_load import load_shards as load_shards
-    from accelerate_checkpoint.sharded_save import any_rank_failed as any_rank_failed
     from accelerate_checkpoint.sharded_save import collective_device as collective_device
+    from accelerate_checkpoint.sharded_save import run_together as run_together
     from accelerate_checkpoint.sharded_save import save_sharded as save_sharded
     from accelerate_checkpoint.sharded_save import writes_shard as writes_shard
     from accelerate_checkpoint.shards import ChecksumWriter as ChecksumWriter
     from accelerate_checkpoint.shards import SafeReader as SafeReader
+    from accelerate_checkpoint.shards import load_shards_into as load_shards_into
     from accelerate_checkpoint.shards import read_metadata as read_metadata
     from accelerate_checkpoint.storage import Storage as Storage
     from accelerate_checkpoint.storage import is_save as is_save
@@ -81,12 +82,17 @@ _EXPORTS = {
     "accelerate_checkpoint.rng_state": ("capture_rng_state", "restore_rng_state"),
     "accelerate_checkpoint.sharded_load": ("LoadedShards", "load_shards"),
     "accelerate_checkpoint.sharded_save": (
-        "any_rank_failed",
         "collective_device",
+        "run_together",
         "save_sharded",
         "writes_shard",
     ),
-    "accelerate_checkpoint.shards": ("ChecksumWriter", "SafeReader", "read_metadata"),
+    "accelerate_checkpoint.shards": (
+        "ChecksumWriter",
+        "SafeReader",
+        "load_shards_into",
+        "read_metadata",
+    ),
     "accelerate_checkpoint.storage": ("Storage", "is_save", "join"),
     "accelerate_checkpoint.training_state": ("TrainingState",),
     "accelerate_checkpoint.weights": (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from accelerate_checkpoint.files import map_safetensors, sync_directory, write_b
 from accelerate_checkpoint.manifest import MANIFEST, problems, read_manifest
 from accelerate_checkpoint.model import read_files, save_weights
 from accelerate_checkpoint.progress import byte_bar
-from accelerate_checkpoint.shards import METADATA, SafeReader, read_metadata
+from accelerate_checkpoint.shards import METADATA, load_shards_into, read_metadata
 from accelerate_checkpoint.weights import checkpoint_files, load_state_dict
 from accelerate_core.plugin import CheckpointError
 
@@ -117,14 +116,8 @@ def _merge_distributed(directory: Path, target: Path, safe_serialization: bool) 
             if safe_serialization
             else {name: torch.empty_like(like, device="cpu") for name, like in empty.items()}
         )
-        try:
-            state = {f"{prefix}{name}": tensor for name, tensor in merged.items()}
-            reader = SafeReader(directory, metadata)
-            with warnings.catch_warnings():  # loading in a single process is intended
-                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                dcp.load(state, storage_reader=reader, planner=Counting(), no_dist=True)
-        except Exception as error:
-            raise CheckpointError(f"{directory} cannot be read: {error}") from error
+        state = {f"{prefix}{name}": tensor for name, tensor in merged.items()}
+        load_shards_into(state, directory, metadata, planner=Counting())
         if not safe_serialization:
             write_torch(path, merged)
             return

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from accelerate_core.plugin import CheckpointError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
+
+T = TypeVar("T")
 
 #: At most this many replicas write. More would not be faster, and each adds files and messages to rank 0.
 _WRITERS = 8
@@ -191,3 +193,30 @@ def any_rank_failed(failed: bool, group: dist.ProcessGroup | None = None) -> boo
     flag = torch.tensor([failed], dtype=torch.int32, device=collective_device(group))
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
+
+
+def run_together(job: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run a job on all ranks of a group. If it fails on any of them, raise the same error on all.
+
+    Args:
+        job: must not communicate, because the other ranks do not wait for one that has failed.
+
+    Raises:
+        CheckpointError: the first rank that failed, and why.
+    """
+    failure: Exception | None = None
+    try:
+        result = job()
+    except Exception as error:
+        failure = error
+    if any_rank_failed(failure is not None, group):
+        text = None
+        if failure is not None:
+            kind = "" if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: "
+            text = f"{kind}{failure}"
+        texts: list[str | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(texts, text, group=group)
+        rank, first = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+        several = len(set(texts)) > 1
+        raise CheckpointError(f"Rank {rank}: {first}" if several else first) from failure
+    return result

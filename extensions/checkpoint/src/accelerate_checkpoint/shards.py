@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
+import io
 import os
 import pickle
-from collections.abc import Iterator
+import warnings
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from accelerate_checkpoint.files import FileEntry, HashingFile
+from accelerate_checkpoint.files import FileEntry, HashingFile, first_line
 from accelerate_checkpoint.in_place import read_in_place
 from accelerate_checkpoint.on_demand import fetch_missing
 from accelerate_core.plugin import CheckpointError
@@ -82,16 +85,21 @@ def read_metadata(directory: Path) -> Metadata:
     return metadata
 
 
-def SafeReader(directory: Path, metadata: Metadata) -> FileSystemReader:
-    """Return a reader of tensors that uses the given metadata.
+def SafeReader(
+    directory: Path, metadata: Metadata, plain: Collection[str] = ()
+) -> FileSystemReader:
+    """Return a reader that uses the given metadata and runs no code from the files.
 
     If the directory is in a checkpoint from an object store, it fetches the files that this rank
     reads and that are not there yet. A backend that reads all its shards with this reader can set
     `shards_on_demand = True`, so that a machine only fetches the shards of its own ranks.
 
-    Only load tensors with it: torch would unpickle entries of bytes.
+    Args:
+        plain: names of values that are not tensors. Only these may be stored as bytes, which torch would
+            unpickle. They may hold plain data, as with torch's `weights_only`.
     """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.planner import LoadItemType
 
     class Reader(dcp.FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -99,13 +107,80 @@ def SafeReader(directory: Path, metadata: Metadata) -> FileSystemReader:
 
         def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
             places = metadata.storage_data or {}
+            is_bytes = [item.type == LoadItemType.BYTE_IO for item in plan.items]
+            for item in compress(plan.items, is_bytes):
+                if item.dest_index.fqn not in plain:
+                    raise CheckpointError(
+                        f"{directory / METADATA} declares {item.dest_index.fqn!r} as bytes, but it is a "
+                        "tensor. Bytes may contain code, so they are not read."
+                    )
             fetch_missing(
                 directory, {places[item.storage_index].relative_path for item in plan.items}
             )
             others = read_in_place(directory, places, plan.items, planner)
+            if plain:
+                planner = cast("LoadPlanner", PlainBytes(planner))
             return super().read_data(dataclasses.replace(plan, items=others), planner)
 
+    class PlainBytes:
+        """Passes everything on to a planner, after reading bytes as plain data."""
+
+        def __init__(self, planner: LoadPlanner) -> None:
+            self._planner = planner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._planner, name)
+
+        def load_bytes(self, item: Any, value: io.BytesIO) -> None:
+            content = torch.load(value, map_location="cpu", weights_only=True)
+            checked = io.BytesIO()
+            torch.save(content, checked)
+            checked.seek(0)
+            self._planner.load_bytes(item, checked)
+
     return Reader(directory)
+
+
+def load_shards_into(
+    state: dict[str, Any],
+    directory: Path,
+    metadata: Metadata,
+    *,
+    planner: LoadPlanner | None = None,
+    plain: Collection[str] = (),
+    no_dist: bool = True,
+) -> None:
+    """Read a directory of torch.distributed.checkpoint into a state dict, in place.
+
+    Args:
+        planner, no_dist: as for `torch.distributed.checkpoint.load`.
+        plain: see `SafeReader`.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or contains something else. Other exceptions of
+            torch, some of which `except Exception` does not catch, become this one.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    reader = SafeReader(directory, metadata, plain)
+    try:
+        with warnings.catch_warnings():
+            # Untrue where ranks plan for themselves, and intended in a single process.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.load(state, storage_reader=reader, planner=planner, no_dist=no_dist)
+    except CheckpointError:
+        raise
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"{directory} cannot be read: {_cause(error)}") from error
+
+
+def _cause(error: BaseException) -> str:
+    """Return what failed first, in one line. torch lists the tracebacks of all ranks."""
+    failures: dict[int, Any] = getattr(error, "failures", {})
+    for rank, (cause, _) in failures.items():
+        return f"rank {rank}: {first_line(cause)}"
+    return first_line(error)
 
 
 @contextmanager
