@@ -336,6 +336,41 @@ def test_batches_are_read_one_ahead_as_in_accelerate() -> None:
     assert done.returncode == 0, done.stderr
 
 
+ZERO_GRAD = """
+import warnings
+import accelerate_drop_in as d; d.install()
+import torch
+from accelerate import Accelerator
+
+def run(early):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(net.weight)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for x in (1.0, 10.0, 100.0, 1000.0):
+            with accelerator.accumulate(model):
+                if early:
+                    optimizer.zero_grad()
+                accelerator.backward(model(torch.tensor([[x]])).sum())
+                optimizer.step()
+                if not early:
+                    optimizer.zero_grad()
+    assert net.weight.item() == -555.5, net.weight
+    return [str(one.message) for one in seen if "zero_grad" in str(one.message)]
+
+assert run(False) == []
+said = run(True)
+assert len(said) == 1 and "differ from Accelerate" in said[0], said
+"""
+
+
+def test_zero_grad_that_keeps_micro_batches_is_one_warning() -> None:
+    done = forked(ZERO_GRAD)
+    assert done.returncode == 0, done.stderr
+
+
 CLEARML = """
 import accelerate_drop_in as d; d.install()
 import numpy, pandas, pytest

@@ -61,6 +61,14 @@ class GradientState(metaclass=_Current):
     backwards: int = field(default=0, init=False)
     #: The number of steps of prepared optimizers.
     steps: int = field(default=0, init=False)
+    #: The number of micro-batches that have begun.
+    micro_batches: int = field(default=0, init=False)
+    #: The number of backward passes before the current cycle, and before the current micro-batch (None
+    #: outside of `accumulate`).
+    cycle_start: int = field(default=0, init=False)
+    micro_batch_start: int | None = field(default=None, init=False)
+    #: Called when `zero_grad` keeps the gradients of earlier micro-batches; None for nothing.
+    gradients_kept: Callable[[GradientState], None] | None = field(default=None, init=False)
     #: Called with the loader before it reads a batch, and before its end; None for nothing.
     before_batch: Callable[[Any], None] | None = field(default=None, init=False)
     #: Called after each iteration of a loop over a loader; None for nothing.

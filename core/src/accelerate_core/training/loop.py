@@ -317,6 +317,10 @@ class MicroBatch:
         loop = self._loop
         state = loop.state
         first = state.sync_gradients
+        state.micro_batches += 1
+        state.micro_batch_start = state.backwards
+        if first:
+            state.cycle_start = state.backwards
         # Count one micro-batch and decide whether it ends the cycle.
         if state.sync_with_dataloader and state.end_of_dataloader:
             loop.step = 0
@@ -336,6 +340,7 @@ class MicroBatch:
 
     def __exit__(self, *error: Any) -> bool | None:
         loop = self._loop
+        loop.state.micro_batch_start = None
         for end in self._at_end:
             end()
         if loop.tokens.open and loop.state.sync_gradients:

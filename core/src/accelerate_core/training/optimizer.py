@@ -38,6 +38,8 @@ class OptimizerHooks(Protocol):
 class AcceleratedOptimizer(Optimizer):
     """An optimizer whose `step` and `zero_grad` do nothing inside an accumulation cycle.
 
+    Before the backward of a micro-batch, `zero_grad` only clears gradients from before the cycle.
+
     All other attributes come from the inner optimizer, `optimizer`.
 
     Args:
@@ -69,6 +71,13 @@ class AcceleratedOptimizer(Optimizer):
         #: The number of steps, and of backward passes before the last step.
         self.steps_taken = 0
         self.seen_backwards = 0
+        # Micro-batch of the last call of `zero_grad`, and the number of backward passes before it.
+        self._zeroed_in = 0
+        self._zeroed_at = 0
+        # The number of backward passes before the gradients were last cleared.
+        self._cleared_at = 0
+        # Whether `zero_grad` was called before the last backward whose micro-batch called `step`.
+        self._zeroes_first = False
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not set yet: unpickling, copying
@@ -122,17 +131,45 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, at the boundary of an accumulation cycle only.
+        """Clear gradients, but not those that an accumulation cycle still needs.
+
+        Before the backward of a micro-batch, only gradients from before the cycle are cleared. After it,
+        all gradients are cleared, but only in the last micro-batch of a cycle.
 
         Args:
             set_to_none: drop the gradients instead of filling them with zeros.
         """
-        if self.gradient_state.sync_gradients:
+        state = self.gradient_state
+        clears = state.sync_gradients
+        # In a micro-batch with several losses, the backward of another optimizer's loss may come first.
+        if state.micro_batch_start is not None and (
+            state.micro_batch_start == state.backwards
+            or (self._zeroes_first and self._zeroed_in != state.micro_batches)
+        ):
+            clears = self._clears_before_backward(state.micro_batch_start)
+        self._zeroed_in = state.micro_batches
+        self._zeroed_at = state.backwards
+        if clears:
+            self._cleared_at = state.backwards
             self._hooks.zero_grad(self.optimizer, set_to_none)
+
+    def _clears_before_backward(self, micro_batch_start: int) -> bool:
+        """Return whether `zero_grad` clears gradients when a micro-batch has not added to them yet."""
+        state = self.gradient_state
+        if micro_batch_start > state.cycle_start and self.seen_backwards < state.backwards:
+            # Earlier micro-batches of this cycle have gradients that no step has used.
+            if state.sync_gradients and state.gradients_kept is not None:
+                state.gradients_kept(state)
+            return False
+        return state.sync_gradients or self._cleared_at < state.cycle_start
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, at the boundary of an accumulation cycle only; return the result of the closure."""
-        if not self.gradient_state.sync_gradients:
+        state = self.gradient_state
+        self._zeroes_first = (
+            self._zeroed_in == state.micro_batches and self._zeroed_at < state.backwards
+        )
+        if not state.sync_gradients:
             return None
         result: list[Any] = []
         if closure is not None:
@@ -151,8 +188,8 @@ class AcceleratedOptimizer(Optimizer):
         if self._loss_scaler is not None:
             self._loss_scaler.note_step(self.optimizer)
         self.steps_taken += not self._was_skipped
-        self.seen_backwards = self.gradient_state.backwards
-        self.gradient_state.steps += 1
+        self.seen_backwards = state.backwards
+        state.steps += 1
         if self._after_step is not None:
             self._after_step(self)
         return result[-1] if result else None

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from accelerate_core import accelerator
+from accelerate_core import GradientState, accelerator
 from accelerate_core.data.loader import CoreLoader
 from accelerate_core.data.sources import IndexedSource, IndexIterator
 from accelerate_core.plugin import (
@@ -149,6 +149,8 @@ class Accelerator(accelerator.Accelerator):
         super().__init__(*_without_split_batches(args[:_FIRST], kwargs), **kwargs)
         vars(self)["_is_made"] = True
         self.dataloader_config = self.dataloader_config  # apply Accelerate's defaults
+        if self.is_main_process:
+            self.gradient_state.gradients_kept = _warn_of_kept_gradients
         for handler in self._setup.handlers.values():
             if type(handler).__name__ == "DistributedDataParallelKwargs":
                 self.ddp_handler = handler
@@ -255,6 +257,17 @@ class Accelerator(accelerator.Accelerator):
 
 
 Accelerator.__init__.__wrapped__ = accelerator.Accelerator.__init__  # type: ignore[attr-defined]
+
+
+def _warn_of_kept_gradients(state: GradientState) -> None:
+    """Warn once that a result differs from Accelerate's."""
+    state.gradients_kept = None
+    warn(
+        "optimizer.zero_grad() is called before backward in the last micro-batch of an accumulation "
+        "cycle. Accelerate would clear the gradients of all earlier micro-batches of the cycle. Here they "
+        "count, so losses differ from Accelerate's. To get the same results with both, call "
+        "optimizer.zero_grad() after optimizer.step().",
+    )
 
 
 def _refuse_split_layers(model: torch.nn.Module) -> None:

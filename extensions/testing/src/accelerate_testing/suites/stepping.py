@@ -201,6 +201,29 @@ def accumulation(ctx: CheckContext) -> str:
     return "3 steps of 2 micro-batches, and epochs of 3"
 
 
+@check("backend", hooks=STEP)
+def early_zero_grad(ctx: CheckContext) -> str:
+    """`zero_grad` before backward keeps a cycle's gradients, and after backward discards them."""
+    trainer = Trainer.begin(ctx, gradient_accumulation_steps=2)
+    mine, whole = trainer.batches(6)
+    discarded = 3  # the last micro-batch of the second cycle
+    for index, batch in enumerate(mine):
+        with trainer.accelerator.accumulate(trainer.model):
+            trainer.optimizer.zero_grad()
+            trainer.accelerator.backward(loss_of(trainer.model, batch))
+            if index == discarded:
+                trainer.optimizer.zero_grad()
+            else:
+                trainer.optimizer.step()
+    if not _reduces_sums(trainer):
+        return "not exact: no step fails"
+    weights = trainer.weights()
+    kept = (0, 1, 4, 5)
+    expected = trainer.reference([mine[one] for one in kept], [whole[one] for one in kept], 2)
+    ctx.close(weights, expected, "weights")
+    return "2 steps of 2 micro-batches, and a cycle that is discarded"
+
+
 def _reduces_sums(trainer: Trainer) -> bool:
     """Return whether ranks reduce the sum of a cycle's gradients, and not those of each micro-batch."""
     backend = trainer.accelerator.backend
