@@ -818,6 +818,7 @@ def owner_hooks() -> str:
         "from accelerate_core.contract.members import GradientReducer, PreparePlanView, Scheduler",
         "from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep",
         "from accelerate_core.contract.topology import Process, Topology",
+        "from accelerate_core.contract.trainable import TrainableChange",
         "from accelerate_core.contract.members import ReduceOp, Scope",
     ]
     collectives = [name for name in vars(TorchCollectives) if HOOKS.get(name) == "owner"]
@@ -908,6 +909,7 @@ _GROUPS = (
             "accelerate_core.contract.members",
             "accelerate_core.contract.schedule",
             "accelerate_core.contract.topology",
+            "accelerate_core.contract.trainable",
             "accelerate_core.accelerator",
             "accelerate_core.state",
         ),

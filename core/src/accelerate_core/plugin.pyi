@@ -64,6 +64,8 @@ from accelerate_core.contract.schedule import ScheduleStep as ScheduleStep
 from accelerate_core.contract.topology import Process as Process
 from accelerate_core.contract.topology import Topology as Topology
 from accelerate_core.contract.topology import read_topology as read_topology
+from accelerate_core.contract.trainable import TrainableChange as TrainableChange
+from accelerate_core.contract.trainable import shorten as shorten
 from accelerate_core.contract.view import AcceleratorView as AcceleratorView
 from accelerate_core.contract.view import PrecisionView as PrecisionView
 from accelerate_core.contract.view import RuntimeView as RuntimeView

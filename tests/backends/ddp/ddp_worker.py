@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -247,6 +248,262 @@ def settings_that_differ_between_ranks_are_rejected() -> None:
     message = "ddp.static_graph is False on rank 0, True on rank 1"
     with pytest.raises(ConfigurationError, match=message):
         Accelerator(cpu=True, kwargs_handlers=[handler], process_group_timeout=PG_TIMEOUT)
+
+
+# --- parameters that are frozen, unfrozen or added after prepare ---------------------------------
+
+#: What happens to a model before one of its micro-batches, by the number of the micro-batch.
+Schedule = dict[int, Callable[[nn.Module, Any], None]]
+
+
+def unfreeze(*names: str) -> Callable[[nn.Module, Any], None]:
+    return lambda net, _: [net.get_submodule(name).requires_grad_(True) for name in names] and None
+
+
+def freeze(*names: str) -> Callable[[nn.Module, Any], None]:
+    return lambda net, _: [net.get_submodule(name).requires_grad_(False) for name in names] and None
+
+
+def swap(net: nn.Module, _: Any) -> None:
+    for name in ("body", "spare"):
+        trains = next(net.get_submodule(name).parameters()).requires_grad
+        net.get_submodule(name).requires_grad_(not trains)
+
+
+def unfreeze_into_group(net: nn.Module, optimizer: Any) -> None:
+    unfreeze("body")(net, optimizer)
+    optimizer.add_param_group({"params": list(net.body.parameters()), "lr": 0.05})
+
+
+def add_adapter(net: nn.Module, optimizer: Any) -> None:
+    torch.manual_seed(1)
+    net.adapter = nn.Linear(32, 4)
+    net.head.register_forward_hook(lambda head, inputs, output: output + net.adapter(*inputs))
+    optimizer.add_param_group({"params": list(net.adapter.parameters())})
+
+
+def replace_head(net: nn.Module, optimizer: Any) -> None:
+    torch.manual_seed(2)
+    net.head = nn.Linear(32, 4)
+    optimizer.add_param_group({"params": list(net.head.parameters())})
+
+
+def train_with_changes(
+    schedule: Schedule, model: Any, optimizer: Any, cycle: int, step: Callable[..., None]
+) -> torch.Tensor:
+    """Train, and change the model before some of the micro-batches."""
+    net = model.module if isinstance(model, DistributedDataParallel) else model
+    for index, x in enumerate(data()):
+        schedule.get(index, lambda *_: None)(net, optimizer)
+        step(x, (index + 1) % cycle == 0)
+    return flat(net)
+
+
+def changes_by_hand(schedule: Schedule, frozen: tuple[str, ...], cycle: int) -> torch.Tensor:
+    """Average the gradients of all parameters that have one, before each step."""
+    net = Net()
+    freeze(*frozen)(net, None)
+    optimizer = torch.optim.SGD(_in_optimizer(net, schedule), lr=0.1)
+
+    def step(x: torch.Tensor, last: bool) -> None:
+        (net(x).square().mean() / cycle).backward()
+        if last:
+            for parameter in net.parameters():
+                if parameter.grad is not None:
+                    torch.distributed.all_reduce(parameter.grad)
+                    parameter.grad /= SIZE
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return train_with_changes(schedule, net, optimizer, cycle, step)
+
+
+def changes_by_library(
+    schedule: Schedule,
+    frozen: tuple[str, ...],
+    cycle: int,
+    *,
+    mixed_precision: str = "no",
+    dynamo_backend: str = "no",
+    compare: bool = True,
+    **options: Any,
+) -> torch.Tensor:
+    with Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=cycle,
+        mixed_precision=mixed_precision,
+        dynamo_backend=dynamo_backend,
+        kwargs_handlers=[DistributedDataParallelKwargs(**options)],
+        process_group_timeout=PG_TIMEOUT,
+    ) as accelerator:
+        net = Net()
+        freeze(*frozen)(net, None)
+        sgd = torch.optim.SGD(_in_optimizer(net, schedule), lr=0.1)
+        model, optimizer = accelerator.prepare(net, sgd)
+
+        def step(x: torch.Tensor, last: bool) -> None:
+            with accelerator.accumulate(model):
+                output = model(x)
+                if output.requires_grad:
+                    accelerator.backward(output.square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+        weights = train_with_changes(schedule, model, optimizer, cycle, step)
+        assert not compare or same_on_ranks(weights)
+        return weights
+
+
+def _in_optimizer(net: nn.Module, schedule: Schedule) -> list[nn.Parameter]:
+    late = unfreeze_into_group in schedule.values()
+    return [p for p in net.parameters() if p.requires_grad or not late]
+
+
+#: Name -> the schedule, and what is frozen when `prepare` is called.
+CHANGES: dict[str, tuple[Schedule, tuple[str, ...]]] = {
+    "unfrozen": ({2: unfreeze("body")}, ("body",)),
+    "one after the other": ({1: unfreeze("spare"), 3: unfreeze("body")}, ("body", "spare")),
+    "frozen": ({2: freeze("spare")}, ()),
+    "frozen inside a cycle": ({3: freeze("spare"), 5: unfreeze("spare")}, ()),
+    "exchanged in every step": (dict.fromkeys(range(STEPS * ACCUMULATION), swap), ("spare",)),
+    "added group": ({2: unfreeze_into_group}, ("body",)),
+    "added module": ({2: add_adapter}, ()),
+    "replaced module": ({4: replace_head}, ("spare",)),
+}
+
+
+@case
+def parameters_that_change_after_prepare_are_averaged() -> None:
+    for name, (schedule, frozen) in CHANGES.items():
+        for cycle in (1, ACCUMULATION):
+            with Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT):
+                expected = changes_by_hand(schedule, frozen, cycle)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                weights = changes_by_library(schedule, frozen, cycle)
+            assert torch.allclose(weights, expected, atol=1e-6), (name, cycle)
+
+
+#: Options under which a change is followed, and how far the weights may be from the exact ones.
+FOLLOWING: list[tuple[dict[str, Any], float]] = [
+    ({"find_unused_parameters": True}, 1e-6),
+    ({"gradient_as_bucket_view": True, "bucket_cap_mb": 1}, 1e-6),
+    ({"comm_hook": "fp16"}, 2e-3),
+    ({"comm_hook": "bf16"}, 1e-2),
+    ({"comm_wrapper": "bf16"}, 1e-2),
+    ({"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": 2}}, 1.0),
+    ({"mixed_precision": "bf16"}, 5e-2),
+    ({"mixed_precision": "fp16"}, 5e-2),
+]
+
+
+@case
+def options_stay_when_the_trained_parameters_change() -> None:
+    schedule, frozen = CHANGES["one after the other"]
+    with Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT):
+        expected = changes_by_hand(schedule, frozen, 1)
+    for options, tolerance in FOLLOWING:
+        weights = changes_by_library(schedule, frozen, 1, **options)
+        assert torch.allclose(weights, expected, atol=tolerance), options
+
+
+@case
+def model_that_is_frozen_in_every_second_step_keeps_its_reducer() -> None:
+    with Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT) as accelerator:
+        generator, judge = accelerator.prepare(nn.Linear(16, 16), nn.Linear(16, 1))
+        reducers = generator.reducer, judge.reducer
+        optimizers = accelerator.prepare(
+            torch.optim.SGD(generator.parameters(), lr=0.1),
+            torch.optim.SGD(judge.parameters(), lr=0.1),
+        )
+        for x in data():
+            judge.requires_grad_(True)
+            accelerator.backward(judge(generator(x).detach()).mean())
+            assert same_on_ranks(_gradients(judge))
+            optimizers[1].step()
+            judge.requires_grad_(False)
+            accelerator.backward(-judge(generator(x)).mean())
+            assert same_on_ranks(_gradients(generator))
+            optimizers[0].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        assert (generator.reducer, judge.reducer) == reducers
+        assert same_on_ranks(torch.cat([flat(generator), flat(judge)]))
+
+
+@case
+def change_that_ranks_make_differently_is_an_error() -> None:
+    def differently(net: nn.Module, optimizer: Any) -> None:
+        unfreeze("body" if RANK == 1 else "spare")(net, optimizer)
+
+    def other_values(net: nn.Module, optimizer: Any) -> None:
+        add_adapter(net, optimizer)
+        with torch.no_grad():
+            net.adapter.weight += RANK
+
+    for change, text in (
+        (differently, r"unfrozen: '(body|spare).*rank \d: unfrozen: '(body|spare)"),
+        (other_values, r"other values.*'adapter.weight'.*set_seed"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            changes_by_library({2: change}, ("body", "spare"), 1)
+
+
+@case
+def change_that_cannot_be_followed_is_an_error() -> None:
+    schedule = {2: unfreeze("body")}
+    for options, frozen, text in (
+        ({"static_graph": True}, ("body",), r"static_graph=True.*'body.0.weight'"),
+        ({}, ("body", "head", "spare"), r"Net required gradients.*'body.0.weight'.*Call prepare"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            changes_by_library(schedule, frozen, 1, **options)
+
+
+@case
+def parameter_of_no_prepared_model_is_a_warning() -> None:
+    with Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT) as accelerator:
+        net = Net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        scale = nn.Parameter(torch.ones(()))
+        for step, x in enumerate(data()[:3]):
+            if step == 1:
+                optimizer.add_param_group({"params": [scale]})
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                accelerator.backward((model(x) * scale).square().mean())
+            texts = [str(one.message) for one in caught]
+            assert len(texts) == (step == 1), texts
+            assert not texts or "1 parameter(s) of SGD" in texts[0]
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case
+def compiled_model_follows_changes() -> None:
+    schedule, frozen = CHANGES["unfrozen"]
+    with Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT):
+        expected = changes_by_hand(schedule, frozen, 1)
+    weights = changes_by_library(schedule, frozen, 1, dynamo_backend="eager")
+    assert torch.allclose(weights, expected, atol=1e-5)
+
+
+@case
+def change_on_one_rank_is_an_error_and_not_a_hang() -> None:
+    """This is the last case, because the other ranks don't notice, and their run cannot continue."""
+
+    def on_rank_1(net: nn.Module, optimizer: Any) -> None:
+        if RANK == 1:
+            unfreeze("body")(net, optimizer)
+
+    last = {STEPS * ACCUMULATION - 1: on_rank_1}
+    if RANK == 1:
+        with pytest.raises(
+            ConfigurationError, match=r"unfrozen: 'body.0.weight'.*rank 0: no change"
+        ):
+            changes_by_library(last, ("body",), 1, compare=False)
+    else:
+        changes_by_library(last, ("body",), 1, compare=False)
 
 
 def settings_come_from_outside_the_script() -> None:

@@ -216,6 +216,33 @@ def frozen_and_trained_parameters_can_be_in_one_unit() -> None:
 
 
 @case
+def layers_that_are_unfrozen_later_train_like_on_one_process() -> None:
+    """`layers.0` is sharded and `layers.1` is not. Both are frozen when `prepare` is called."""
+
+    def freeze(model: Any, frozen: bool) -> None:
+        model.layers[0].requires_grad_(not frozen)
+        model.layers[1].requires_grad_(not frozen)
+
+    plain = Tower()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    accelerator = fsdp(ignored_modules="layers.1")
+    model = Tower()
+    freeze(model, True)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for frozen in (True, False, True, False):
+        freeze(plain, frozen)
+        freeze(model, frozen)
+        steps(plain, sgd)
+        steps(model, optimizer, accelerator)
+        close(whole(model), plain.state_dict())
+    model.extra = nn.Linear(8, 8)
+    optimizer.add_param_group({"params": list(model.extra.parameters())})
+    with pytest.raises(ConfigurationError, match=r"'extra.weight'.*added after prepare"):
+        steps(model, optimizer, accelerator)
+    accelerator.end_training()
+
+
+@case
 def options_for_memory_do_not_change_weights() -> None:
     expected = reference(Tower(), torch.optim.AdamW, lr=0.01)
     options: list[dict[str, Any]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +22,20 @@ from accelerate_core.plugin import (
     GradientReducer,
     PrepareError,
     Request,
+    TrainableChange,
+    uncompiled,
 )
 from accelerate_ddp.hooks import register_reducer, wait_for_pending_hooks
 from accelerate_ddp.settings import DistributedDataParallelKwargs
+from accelerate_ddp.trainable import (
+    average_leftovers,
+    check_agreement,
+    rebuild_reducer,
+    refuse_change,
+)
+
+#: Numbers the backends of this process, in the same order on every rank.
+_numbers = itertools.count()
 
 
 class DDPBackend(Backend):
@@ -49,6 +61,7 @@ class DDPBackend(Backend):
         super().__init__(settings or DistributedDataParallelKwargs(), handlers)
         self._has_python_hook: bool = self.settings.has_comm_hook
         self._begun: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._number = next(_numbers)
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
@@ -119,6 +132,34 @@ class DDPBackend(Backend):
             )
         register_reducer(model, reducer)
         self._has_python_hook = True
+
+    def follow_trainable(
+        self, accelerator: AcceleratorView, change: TrainableChange, loss: torch.Tensor | None
+    ) -> bool:
+        """Give the model another reducer, for the parameters that require gradients now.
+
+        torch's reducer only averages parameters that required gradients when it was made, and waits for
+        all of them.
+
+        Raises:
+            ConfigurationError: the model isn't wrapped, the ranks disagree about the change, or an option
+                forbids it.
+        """
+        if accelerator.num_processes == 1:
+            return True
+        model = uncompiled(change.model)
+        refuse_change(model, change)
+        assert isinstance(model, DistributedDataParallel)
+        if not model.require_backward_grad_sync:
+            return False  # this backward reduces nothing
+        step = accelerator.gradient_state.backwards
+        key = f"{self._number}/{step}/{list(accelerator.models).index(change.model)}"
+        check_agreement(model, change, key)
+        average_leftovers(model, change)
+        if not any(parameter.requires_grad for parameter in model.module.parameters()):
+            return False  # torch has no reducer for nothing
+        rebuild_reducer(model, loss)
+        return True
 
     def unwrap_model(self, accelerator: AcceleratorView, model: torch.nn.Module) -> torch.nn.Module:
         """Return the wrapped module."""

@@ -30,7 +30,10 @@ from accelerate_core.plugin import (
     Request,
     RuntimeView,
     SetupView,
+    TrainableChange,
     listing,
+    shorten,
+    uncompiled,
 )
 from accelerate_fsdp2 import (
     accumulated,
@@ -381,6 +384,27 @@ class FSDP2Backend(Backend):
             ConfigurationError: gradients are also reduced over copies of the shards.
         """
         use_reducer(sizes_of(accelerator).dp_replicate_size or 1, model, reducer)
+
+    def follow_trainable(
+        self, accelerator: AcceleratorView, change: TrainableChange, loss: torch.Tensor | None
+    ) -> bool:
+        """Average unfrozen parameters that are not sharded. torch follows those that are.
+
+        Raises:
+            ConfigurationError: parameters were added, which no rank shards.
+        """
+        sharded = self._sharded_model(uncompiled(change.model))
+        if sharded is None or self._shard_mesh(accelerator).size() == 1:
+            return True
+        if change.added:
+            raise ConfigurationError(
+                f"{shorten(change.added)} of {type(change.model).__name__} were added after prepare(), so "
+                "they are not sharded and their gradients are not averaged. Add them before prepare(), "
+                "with requires_grad_(False) if they should train later."
+            )
+        late: list[Any] = [p for p in change.unfrozen.values() if not isinstance(p, DTensor)]
+        sharded.whole = list(dict.fromkeys([*sharded.whole, *late]))
+        return True
 
     def _methods(self, model: nn.Module) -> list[str]:
         asked = list(self.options.forward_methods or [])

@@ -233,6 +233,7 @@ class Accelerator(
             defers_sync=shares_gradients and self.hooks.is_overridden("no_sync"),
             models=objects.models,
             optimizers=objects.optimizers,
+            trainable=objects.trainable,
             scaler=loss_scaler,
             replaced=self._prepared.replaced_parameters,
         )

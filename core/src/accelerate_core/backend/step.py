@@ -6,7 +6,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -18,6 +18,7 @@ from accelerate_core.errors import ConfigurationError
 if TYPE_CHECKING:
     from accelerate_core.config.handlers import AutocastKwargs
     from accelerate_core.contract.members import GradientReducer
+    from accelerate_core.contract.trainable import TrainableChange
     from accelerate_core.contract.view import AcceleratorView
 
 
@@ -25,6 +26,8 @@ class StepHooks:
     """The owner hooks that are called in every step."""
 
     name: ClassVar[str]
+    reduces_gradients: ClassVar[Literal["backward", "step", "engine", "never"]]
+    owns: ClassVar[frozenset[str]] = frozenset()
 
     @owner
     def autocast(
@@ -78,6 +81,36 @@ class StepHooks:
             "backend that implements use_reducer, or disable the plugin that implements "
             "reduce_gradients (ACCELERATE_DISABLED_PLUGINS=NAME)."
         )
+
+    @owner
+    def follow_trainable(
+        self,
+        accelerator: AcceleratorView,
+        change: TrainableChange,
+        loss: torch.Tensor | None,
+    ) -> bool:
+        """Adapt to parameters that were frozen, unfrozen or added since `prepare` or the last such call.
+
+        Called before a backward that synchronises gradients, on the ranks that see a change. Return
+        whether the backend has adapted; if not, it is asked again before the next one. If the gradients
+        of `change.unfrozen` would not be combined, raise a `ConfigurationError` that names them.
+
+        * `change`: the prepared model, and the parameters by name.
+        * `loss`: the loss of the backward that follows; None if the backend runs forward as well.
+
+        Default: raise an error for unfrozen and added parameters if the backend has an engine or an
+        optimizer of its own, or combines gradients in `backward` on several ranks.
+        """
+        has_engine = self.reduces_gradients == "engine" or "optimizer" in self.owns
+        in_backward = self.reduces_gradients == "backward" and accelerator.num_processes > 1
+        if change.unfrozen and (has_engine or in_backward):
+            raise ConfigurationError(
+                f"Backend {self.name!r} only trains parameters that required gradients in prepare(), but "
+                f"some of {type(change.model).__name__} changed afterwards ({change}). Let all parameters "
+                "that will be trained require gradients when you call prepare(), and freeze them "
+                "afterwards, or choose another backend."
+            )
+        return True
 
     @owner
     def scale_gradients(

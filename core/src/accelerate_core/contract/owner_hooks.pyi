@@ -14,6 +14,7 @@ from accelerate_core.config.handlers import AutocastKwargs
 from accelerate_core.contract.members import GradientReducer, PreparePlanView, Scheduler
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.contract.topology import Process, Topology
+from accelerate_core.contract.trainable import TrainableChange
 from accelerate_core.contract.members import ReduceOp, Scope
 
 class CollectiveHooks(Protocol):
@@ -49,6 +50,8 @@ class OwnerHooks(CollectiveHooks, Protocol):
         """Run backward on a loss that is already divided by the accumulation steps and scaled."""
     def use_reducer(self, model: torch.nn.Module, reducer: GradientReducer) -> None:
         """Let a plugin's reducer average the gradients of a model that `prepare_model` returned."""
+    def follow_trainable(self, change: TrainableChange, loss: torch.Tensor | None) -> bool:
+        """Adapt to parameters that were frozen, unfrozen or added since `prepare` or the last such call."""
     def scale_gradients(self, models: Sequence[torch.nn.Module], factor: torch.Tensor) -> None:
         """Multiply the gradients of the models by a 0-d tensor."""
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:

@@ -42,6 +42,7 @@ from accelerate_core.training.loss_scaler import LossScaler
 from accelerate_core.training.metric import SharedMetric, StepArguments
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.scheduler import AcceleratedScheduler
+from accelerate_core.training.trainable import TrainableRecord
 
 
 @dataclass
@@ -78,11 +79,20 @@ class PreparedObjects:
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
     #: `DataLoaderShard`s, or loaders of a plugin's own class.
     loaders: list[Any] = field(default_factory=list)
+    #: Which parameters of the models are trained, if anything depends on it.
+    trainable: list[TrainableRecord] = field(default_factory=list)
 
     def clear(self) -> None:
         """Forget all of them, in place."""
-        for objects in (self.models, self.optimizers, self.schedulers, self.loaders):
-            objects.clear()
+        objects: tuple[list[Any], ...] = (
+            self.models,
+            self.optimizers,
+            self.schedulers,
+            self.loaders,
+            self.trainable,
+        )
+        for members in objects:
+            members.clear()
 
     def __contains__(self, obj: object) -> bool:
         """Return whether this very object was prepared."""
@@ -136,6 +146,13 @@ class Prepared:
 
     def __post_init__(self) -> None:
         self._step_listeners = self.shared_hooks.implementations("on_step_end")
+        # One process has no gradients to share, and without a scaler any dtype can be trained.
+        self._watches_trainable = (
+            self.process.num_processes > 1
+            or self.loss_scaler is not None
+            or self.backend.reduces_gradients == "engine"
+            or "optimizer" in self.backend.owns
+        )
 
     def forget(self) -> None:
         """Forget everything that was prepared."""
@@ -253,6 +270,9 @@ class Prepared:
         """Keep a prepared object for saving, unwrapping and `free_memory`."""
         if kind == "model" and not evaluation:
             self.objects.models.append(value)
+            if self._watches_trainable:
+                record = TrainableRecord(value, self.inner_model(value))
+                self.objects.trainable.append(record)
         elif kind == "optimizer":
             self.objects.optimizers.append(value)
         elif kind == "scheduler":

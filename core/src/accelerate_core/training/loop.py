@@ -13,12 +13,18 @@ from accelerate_core.config.handlers import AutocastKwargs
 from accelerate_core.contract.hooks import wrong_answer
 from accelerate_core.contract.members import BackendView, CommunicatorView
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.errors import ConfigurationError, warn
 from accelerate_core.plugins.manager import SharedHooks
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.loss_scaler import LossScaler
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.token_count import TokenCount
+from accelerate_core.training.trainable import (
+    TrainableRecord,
+    foreign_parameters,
+    refuse_half_weights,
+    requires_grad,
+)
 
 if TYPE_CHECKING:
     from accelerate_core.contract.owner_hooks import OwnerHooks
@@ -38,6 +44,7 @@ class TrainingLoop:
         defers_sync: whether there is something to skip in a backward under the backend's `no_sync`.
         models: the prepared models; the list grows.
         optimizers: the prepared optimizers; the list grows.
+        trainable: which parameters of the models are trained; the list grows.
         scaler: scales losses; None if they are not scaled.
         replaced: parameters that `prepare` replaced -> (prepared model, name).
     """
@@ -51,6 +58,7 @@ class TrainingLoop:
     defers_sync: bool
     models: Sequence[torch.nn.Module]
     optimizers: Sequence[AcceleratedOptimizer]
+    trainable: Sequence[TrainableRecord]
     scaler: LossScaler | None
     replaced: Mapping[torch.Tensor, tuple[Any, str]]
     #: Micro-batches seen in the current accumulation cycle.
@@ -58,9 +66,13 @@ class TrainingLoop:
     #: Whether `on_first_micro_batch` was called.
     watched: bool = field(default=False, init=False)
     _clipped: bool = field(default=False, init=False)
+    #: The number of parameters in the optimizers when they were last compared with the models.
+    _held: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         backend = self.backend
+        # An engine's own optimizer holds other tensors than the model.
+        self._counted_optimizers = () if "optimizer" in backend.owns else self.optimizers
         self._divides_loss = "accumulation" not in backend.owns
         refusal = None
         if not (self._divides_loss or backend.supports.get("num_items", False)):
@@ -113,7 +125,19 @@ class TrainingLoop:
         tokens, state = self.tokens, self.state
         if state.backwards < 2:
             self.shared_hooks.call_each("on_early_backward", loss=loss)
-        # The same as `_divided`, inlined because this runs in every step.
+        # `TrainableRecord.differs`, `_divided` and others are inlined, because this runs in every step.
+        grown = False
+        if self.trainable:
+            held = 0
+            for optimizer in self._counted_optimizers:
+                for group in optimizer.optimizer.param_groups:
+                    held += len(group["params"])
+            changed = grown = held != self._held
+            for record in self.trainable:
+                changed |= list(map(requires_grad, record.parameters)) != record.seen
+            if changed:
+                self._held = held
+                self._follow_trainable(loss)
         if tokens.open:
             loss = tokens.divided(loss)
         elif self._divides_loss and state.num_steps > 1:
@@ -128,8 +152,36 @@ class TrainingLoop:
             _check_loss(loss, kwargs)
             raise
         state.backwards += 1
+        if grown and self.distributed:
+            self._warn_about_foreign_parameters()
         if tokens.open:
             tokens.apply()
+
+    def _follow_trainable(self, loss: torch.Tensor | None) -> None:
+        """Let the backend adapt to parameters that were frozen, unfrozen or added after `prepare`."""
+        for record in self.trainable:
+            if not self.state.sync_gradients:
+                record.note()
+                continue
+            change = record.change()
+            if change is None:
+                continue
+            if self.scaler is not None:
+                refuse_half_weights(type(record.module).__name__, change.unfrozen)
+            if self.hooks.follow_trainable(change, loss):
+                record.accept()
+
+    def _warn_about_foreign_parameters(self) -> None:
+        for optimizer in self._counted_optimizers:
+            foreign = foreign_parameters(optimizer.optimizer, self.trainable)
+            if foreign:
+                shapes = ", ".join(str(tuple(parameter.shape)) for parameter in foreign[:3])
+                warn(
+                    f"{len(foreign)} parameter(s) of {type(optimizer.optimizer).__name__} have gradients "
+                    f"but belong to no prepared model (shapes: {shapes}), so each rank trains its own "
+                    "copy of them. Pass the module that holds them to prepare(), or make them part of a "
+                    "prepared model."
+                )
 
     def _divided(self, loss: torch.Tensor) -> torch.Tensor:
         if self.tokens.open:
@@ -223,6 +275,8 @@ class TrainingLoop:
     def train_step(self, batch: Any, model: torch.nn.Module | None = None) -> ScheduleResult:
         """Run forward and backward of one batch, on a backend that runs both itself."""
         self.update_scale()
+        if any(record.differs for record in self.trainable):
+            self._follow_trainable(None)
         result = self._run_schedule(model, batch, training=True)
         self.state.backwards += 1
         if self.tokens.open:
