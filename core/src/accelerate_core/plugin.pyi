@@ -5,8 +5,14 @@ from accelerate_core.backend import Backend as Backend
 from accelerate_core.backend.precision import Precision as Precision
 from accelerate_core.booleans import env_flag as env_flag
 from accelerate_core.booleans import parse_bool as parse_bool
+from accelerate_core.builtin.compiled import canonical_key as canonical_key
+from accelerate_core.builtin.compiled import compile_in_place as compile_in_place
 from accelerate_core.builtin.compiled import is_compiled_in_place as is_compiled_in_place
+from accelerate_core.builtin.compiled import is_torch_layer as is_torch_layer
 from accelerate_core.builtin.compiled import is_wrapped as is_wrapped
+from accelerate_core.builtin.compiled import key_matcher as key_matcher
+from accelerate_core.builtin.compiled import match_keys as match_keys
+from accelerate_core.builtin.compiled import plain_keys as plain_keys
 from accelerate_core.builtin.compiled import uncompiled as uncompiled
 from accelerate_core.builtin.console import console as console
 from accelerate_core.builtin.memory import clear_device_cache as clear_device_cache

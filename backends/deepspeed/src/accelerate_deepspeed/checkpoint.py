@@ -20,7 +20,9 @@ from accelerate_core.plugin import (
     CheckpointError,
     ConfigurationError,
     did_you_mean,
+    key_matcher,
     listing,
+    match_keys,
 )
 from accelerate_deepspeed.checkpoint_files import beside_the_optimizer, check_file, read_file
 from accelerate_deepspeed.zero import GatheredParameters
@@ -108,14 +110,16 @@ def load(accelerator: AcceleratorView, directory: Path, options: Mapping[str, An
         if here["stage"] == saved["stage"] == 0 or here.items() <= saved.items():
             _load_engine(model, directory, tag, arguments)
         else:
-            with _universal(accelerator, directory, tag, here, saved) as folder:
+            module = accelerator.unwrap_model(model)
+            with _universal(accelerator, directory, tag, here, saved, module) as folder:
                 model._config.load_universal_checkpoint = True
                 try:
                     _load_engine(model, folder, tag, arguments)
                 finally:
                     model._config.load_universal_checkpoint = False
                 # The universal format only contains parameters that the optimizer has.
-                _load_others(accelerator, model, beside_the_optimizer(directory / tag))
+                others = beside_the_optimizer(directory / tag)
+                _load_others(accelerator, model, match_keys(others, module.state_dict().keys()))
 
 
 def _trains(model: Any) -> bool:
@@ -164,7 +168,7 @@ def _load_others(
 
 
 def _load_engine(engine: Any, directory: Path, tag: str, arguments: Mapping[str, Any]) -> None:
-    with _checkpoint_engine(engine):
+    with _checkpoint_engine(engine, engine.module):
         path, _ = engine.load_checkpoint(str(directory), tag=tag, **arguments)
     if path is None:
         raise CheckpointError(f"DeepSpeed did not find the checkpoint {directory / tag}.")
@@ -177,8 +181,13 @@ def _universal(
     tag: str,
     here: Mapping[str, int],
     saved: Mapping[str, int],
+    module: torch.nn.Module,
 ) -> Iterator[Path]:
     """A context in which a temporary copy of the checkpoint exists in the universal format.
+
+    Args:
+        here, saved: the layouts of this engine and of the one that saved the checkpoint.
+        module: the engine's module, which names the parameters.
 
     Raises:
         CheckpointError: the stages are not compatible, or the conversion failed.
@@ -202,6 +211,7 @@ def _universal(
     if accelerator.is_main_process:
         try:
             to_universal(directory / tag, folder / tag)
+            _rename_folders(folder / tag / "zero", module)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
     failure = accelerator.communicator.broadcast_object(failure)
@@ -215,6 +225,14 @@ def _universal(
     finally:
         if accelerator.is_main_process:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _rename_folders(zero: Path, module: torch.nn.Module) -> None:
+    """Rename the folders of parameters to the names of this run, see `_renamed`."""
+    match = key_matcher([name for name, _ in module.named_parameters(remove_duplicate=False)])
+    for folder in list(zero.iterdir()) if zero.is_dir() else ():
+        if match(folder.name) != folder.name:
+            folder.rename(zero / match(folder.name))
 
 
 def to_universal(source: Path, target: Path, workers: int = 1) -> None:
@@ -247,12 +265,32 @@ def to_universal(source: Path, target: Path, workers: int = 1) -> None:
         ds_to_universal.main(arguments)
 
 
+def _renamed(state: Any, module: torch.nn.Module) -> Any:
+    """Give the weights in an engine's file the names that they have in a module.
+
+    Names in older checkpoints contain `_orig_mod` for modules that were compiled before `prepare`.
+    """
+    if not isinstance(state, dict):
+        return state
+    names = module.state_dict().keys()
+    match = key_matcher(names)
+    for key in ("module", "frozen_param_shapes", "frozen_param_fragments"):
+        if isinstance(state.get(key), dict):
+            state[key] = type(state[key])(match_keys(state[key], names))
+    if isinstance(state.get("buffer_names"), list):
+        state["buffer_names"] = [match(name) for name in state["buffer_names"]]
+    return state
+
+
 @contextmanager
-def _checkpoint_engine(engine: Any) -> Iterator[Any]:
+def _checkpoint_engine(engine: Any, module: torch.nn.Module | None = None) -> Iterator[Any]:
     """A context in which an engine reads and writes files safely.
 
     If writing fails, the error is kept until the end, so that no other rank hangs. Reading only
     unpickles classes on the allow-list.
+
+    Args:
+        module: the module to load, for checkpoints in which its weights have other names.
     """
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
@@ -279,7 +317,8 @@ def _checkpoint_engine(engine: Any) -> Iterator[Any]:
                 self.failure = self.failure or error
 
         def load(self, path: str, map_location: Any = None) -> Any:
-            return read_file(path, "cpu" if map_location is None else map_location)
+            state = read_file(path, "cpu" if map_location is None else map_location)
+            return state if module is None else _renamed(state, module)
 
     before = engine.checkpoint_engine
     engine.checkpoint_engine = Files()

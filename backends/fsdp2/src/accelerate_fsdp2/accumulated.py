@@ -23,7 +23,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from accelerate_core.plugin import CheckpointError
+from accelerate_core.plugin import CheckpointError, key_matcher
 from accelerate_fsdp2.gradients import local, unreduced
 
 _SHARDED = "sharded"
@@ -87,12 +87,14 @@ def write(
     _make_unsharded_parameters(model, groups)
     named = dict(model.named_parameters(remove_duplicate=False))
     gathered = _gathered(model, groups)
+    match = key_matcher({**named, **gathered}, model)
     by_parameter = {id(one.sharded_param): one for one in gathered.values()}
     for key, value in gradients.items():
         kind, name = key.split(":", 1)
         if kind == _PLACEMENTS:
             continue
         placements = gradients.get(f"{_PLACEMENTS}:{name}")
+        name = match(name)
         if kind == _WHOLE:
             parameter = gathered.get(name) or by_parameter[id(named[name])]
             value = value.to(local(parameter.sharded_param).device)

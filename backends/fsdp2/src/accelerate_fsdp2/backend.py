@@ -32,6 +32,7 @@ from accelerate_core.plugin import (
     SetupView,
     TrainableChange,
     listing,
+    plain_keys,
     shorten,
     uncompiled,
 )
@@ -641,7 +642,7 @@ class FSDP2Backend(Backend):
         scales = scale_names(inner)  # the checkpointer has restored them
         own = states.plain_state(accelerator, model)
         own = {name: value for name, value in own.items() if name not in scales}
-        states.load_full_model(own, state, config, strict, type(inner).__name__)
+        states.load_full_model(own, plain_keys(inner, state), config, strict, type(inner).__name__)
 
     def optimizer_state(self, accelerator: AcceleratorView, optimizer: Any) -> dict[str, Any]:
         """Return the whole state on rank 0, and an empty one on other ranks."""

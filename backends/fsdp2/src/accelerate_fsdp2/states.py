@@ -29,9 +29,17 @@ from accelerate_checkpoint import (
     restore_quantized,
     run_together,
     save_sharded,
+    shard_name_matcher,
+    with_names,
     writes_shard,
 )
-from accelerate_core.plugin import AcceleratorView, CheckpointError, ParallelismConfig, listing
+from accelerate_core.plugin import (
+    AcceleratorView,
+    CheckpointError,
+    ParallelismConfig,
+    listing,
+    plain_keys,
+)
 from accelerate_fsdp2.gradients import local
 from accelerate_fsdp2.weights import cut, local_part, whole
 
@@ -119,18 +127,20 @@ def _read(
             f"{directory.parent} is not a sharded checkpoint of FSDP2. Load it with "
             "FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')."
         )
-    metadata = read_metadata(directory)
-    stored = metadata.state_dict_metadata
     tensors = _model_tensors(plain_states)
+    states = _optimizer_states(models, optimizers)
+    match = shard_name_matcher([*tensors, *(name for state in states for name in state.full_names)])
+    metadata = with_names(read_metadata(directory), match)
+    stored = metadata.state_dict_metadata
     _compare(directory, tensors, stored, strict)
     tensors = {name: tensor for name, tensor in tensors.items() if name in stored}
     try:
         plain = json.loads((directory / _PLAIN).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{directory / _PLAIN} cannot be read: {error}") from error
-    states = _optimizer_states(models, optimizers)
     buffers = []
     for state in states:
+        state.rename(plain[state.number], match)
         buffers.append(state.allocate(stored, directory))
         state.compare(plain[state.number], directory)
         tensors |= buffers[-1]
@@ -170,9 +180,13 @@ def _optimizer_states(models: list[nn.Module], optimizers: list[Any]) -> list[_O
     names = {
         id(parameter): f"{number}.{name}"
         for number, model in enumerate(models)
-        for name, parameter in reversed(list(model.named_parameters(remove_duplicate=False)))
+        for name, parameter in reversed(list(_named_parameters(model).items()))
     }
     return [_OptimizerState(*numbered, names) for numbered in enumerate(optimizers)]
+
+
+def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return plain_keys(model, dict(model.named_parameters(remove_duplicate=False)))
 
 
 class _OptimizerState:
@@ -192,6 +206,21 @@ class _OptimizerState:
         #: The name of each parameter, and the names in each group.
         self._names = {parameter: names[id(parameter)] for parameter in _parameters(optimizer)}
         self._groups = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
+
+    @property
+    def full_names(self) -> list[str]:
+        """The names of the parameters in the checkpoint, to which the keys of their state are added."""
+        return [self._prefix + name for name in self._names.values()]
+
+    def rename(self, plain: Any, match: Callable[[str], str]) -> None:
+        """Replace the names in the plain data by those of this run."""
+
+        def matched(name: str) -> str:
+            return match(self._prefix + name).removeprefix(self._prefix)
+
+        for group in plain["groups"]:
+            group["params"] = [matched(name) for name in group["params"]]
+        plain["values"] = {matched(name): values for name, values in plain["values"].items()}
 
     def take_apart(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Add the state's tensors to `tensors`, and return the rest as plain data."""
@@ -433,8 +462,8 @@ def shard_state(
 def plain_state(accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
     """Return a model's shards as plain tensors, without a precision's subclass, sharing memory."""
     inner = accelerator.unwrap_model(model)
-    plain: dict[str, Any] = accelerator.precision.plain_state(inner, inner.state_dict())
-    return plain
+    plain = accelerator.precision.plain_state(inner, inner.state_dict())
+    return plain_keys(inner, plain)
 
 
 def unwrapped(

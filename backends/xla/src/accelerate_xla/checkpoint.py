@@ -20,6 +20,8 @@ from accelerate_checkpoint import (
     TensorShardWriter,
     load_shards_into,
     read_metadata,
+    shard_name_matcher,
+    with_names,
 )
 from accelerate_core.plugin import AcceleratorView, CheckpointError
 from accelerate_xla.library import imported
@@ -154,7 +156,12 @@ def load(
         CheckpointError: the checkpoint does not match the models and optimizers, which are then
             unchanged; or a file cannot be read.
     """
-    metadata = read_metadata(directory)
+    names = {
+        f"model.{number}.{name}"
+        for number, model in enumerate(accelerator.models)
+        for name in accelerator.unwrap_model(model).state_dict()
+    }
+    metadata = with_names(read_metadata(directory), shard_name_matcher(names))
     stored = metadata.state_dict_metadata
     try:
         plain = json.loads((directory / _PLAIN).read_text())

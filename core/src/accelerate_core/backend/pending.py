@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from accelerate_core.builtin.compiled import match_keys, plain_keys
 from accelerate_core.contract.hooks import owner
 
 if TYPE_CHECKING:
@@ -33,10 +34,10 @@ class PendingGradientHooks:
         Default: return the `grad` of each of these parameters, by parameter name.
         """
         wanted = {id(parameter) for parameter in parameters}
-        named = accelerator.unwrap_model(model).named_parameters()
+        inner = accelerator.unwrap_model(model)
         return {
             name: parameter.grad
-            for name, parameter in named
+            for name, parameter in plain_keys(inner, dict(inner.named_parameters())).items()
             if parameter.grad is not None and id(parameter) in wanted
         }
 
@@ -57,8 +58,9 @@ class PendingGradientHooks:
         Default: add each value to the `grad` of the parameter with that name.
         """
         inner = accelerator.unwrap_model(model)
-        for name, gradient in gradients.items():
-            parameter = inner.get_parameter(name)
+        parameters = dict(inner.named_parameters(remove_duplicate=False))
+        for name, gradient in match_keys(gradients, parameters, inner).items():
+            parameter = parameters[name]
             value = gradient.to(parameter.device)
             if factor is not None:
                 value = value * factor

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate_core.builtin.compiled import canonical_key
+from accelerate_core.builtin.compiled import Compiler, plain_keys
 from accelerate_core.contract.members import ObjectKind
 from accelerate_core.errors import PrepareError, warn
 
@@ -25,6 +25,8 @@ class Entry:
     on_device: bool = True
     evaluation_mode: bool = False
     done: bool = False
+    #: Name -> compiler of the modules that the script compiled, which are compiled in place (models only).
+    compilers: dict[str, Compiler] = field(default_factory=dict)
     #: Names of the trainable parameters before any stage (models only).
     trainable: frozenset[str] = frozenset()
     #: Names that shared one parameter before any stage.
@@ -264,9 +266,10 @@ class PreparePlan:
             self._verify_model(entry, held, tell)
 
     def _verify_model(self, entry: Entry, held: set[int], tell: bool) -> None:
+        model = self.unwrap(entry.value)
         missing = [
-            canonical_key(name)
-            for name, parameter in self.unwrap(entry.value).named_parameters()
+            name
+            for name, parameter in plain_keys(model, dict(model.named_parameters())).items()
             if parameter.requires_grad and id(parameter) not in held
         ]
         held_before = {id(parameter) for one in self._groups for parameter in one.before}
@@ -296,7 +299,4 @@ class PreparePlan:
 
 def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return all parameters by the name the user's own model gives them, tied ones by each name."""
-    return {
-        canonical_key(name): parameter
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    return plain_keys(model, dict(model.named_parameters(remove_duplicate=False)))

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate_core.backend import Backend
 from accelerate_core.backend.precision import Precision
 from accelerate_core.booleans import env_flag
-from accelerate_core.builtin.compiled import strip_compiled, uncompiled
+from accelerate_core.builtin.compiled import plain_keys, strip_compiled, uncompiled
 from accelerate_core.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -370,8 +370,8 @@ class Prepared:
         """Return the full state dict of a prepared model."""
         if not unwrap:
             return dict(model.state_dict())
-        state = self.hooks.consolidate(model)
-        return self.precision.plain_state(self.inner_model(model), state)
+        inner = self.inner_model(model)
+        return plain_keys(inner, self.precision.plain_state(inner, self.hooks.consolidate(model)))
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None

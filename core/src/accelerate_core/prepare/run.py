@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelerate_core.backend.precision import Precision
-from accelerate_core.builtin.compiled import uncompiled
-from accelerate_core.errors import PrepareError
+from accelerate_core.builtin.compiled import compile_in_place, is_compiled_in_place, take_compilers
+from accelerate_core.errors import PrepareError, warn
 from accelerate_core.prepare.classify import check_preparable, classify
 from accelerate_core.prepare.plan import Entry, PreparePlan
 from accelerate_core.prepare.prepared import Prepared
@@ -32,6 +32,9 @@ def prepare(
     hooks, backend = prepared.hooks, prepared.backend
     plan = _classify(prepared, objects, device_placement, evaluation_mode)
     plan.each("model", lambda model, _: hooks.make_model(model))
+    for entry in plan.of_kind("model"):
+        # Before names are recorded: `torch.compile` adds `_orig_mod` to them.
+        entry.value, entry.compilers = take_compilers(entry.value)
     plan.record([wrapper.optimizer for wrapper in prepared.objects.optimizers])
     for entry in plan.of_kind("model"):
         entry.value = _stages(prepared, entry)
@@ -92,7 +95,7 @@ def _stages(prepared: Prepared, entry: Entry) -> torch.nn.Module:
     """Run the stages that come before the backend wraps the model."""
     backend = prepared.backend
     prepared.verify_placeable(entry.value)
-    model = uncompiled(entry.value)
+    model: torch.nn.Module = entry.value
     places = getattr(model, "hf_device_map", {}).values()  # a device map has placed it
     # torch cannot replace sharded or quantized weights. A model on its device does not have to move.
     on = {one.device for one in (*model.parameters(), *model.buffers())}
@@ -101,22 +104,24 @@ def _stages(prepared: Prepared, entry: Entry) -> torch.nn.Module:
         model = model.to(prepared.process.device)
     for stage in ("convert", "tensor_parallel", "activation_checkpointing"):
         model = prepared.shared_hooks.run_stage(stage, model)
-    if model is not entry.value and uncompiled(entry.value) is model:
-        # The user compiled it already, so it is compiled in place with the same compiler.
-        model.compile(**_compile_options(entry.value))
+    _compile_again(model, entry)
     if backend.compile_at == "before":
         model = prepared.shared_hooks.run_stage("compile", model)
     prepared.mix_precision(model)
     return model
 
 
-def _compile_options(optimized: Any) -> dict[str, Any]:
-    context = getattr(optimized, "dynamo_ctx", None)
-    callback = getattr(context, "callback", None)
-    backend = getattr(callback, "_torchdynamo_orig_backend", None) or getattr(
-        callback, "_torchdynamo_orig_callable", None
-    )
-    return {"backend": backend} if backend is not None else {}
+def _compile_again(model: torch.nn.Module, entry: Entry) -> None:
+    """Compile in place what the script had compiled, with the same compiler and its options."""
+    modules = dict(model.named_modules()) if entry.compilers else {}
+    for name, compiler in entry.compilers.items():
+        if name not in modules:
+            warn(
+                f"The script compiled {name!r} of {type(model).__name__}, but the prepared model has no "
+                "module with that name, so this part is not compiled."
+            )
+        elif not is_compiled_in_place(modules[name]):
+            compile_in_place(modules[name], compiler)
 
 
 def _point_schedulers(plan: PreparePlan) -> None:

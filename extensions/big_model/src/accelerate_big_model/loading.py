@@ -45,7 +45,13 @@ from accelerate_checkpoint import (
     iter_state_dict,
     load_shards,
 )
-from accelerate_core.plugin import CheckpointError, ConfigurationError, did_you_mean
+from accelerate_core.plugin import (
+    CheckpointError,
+    ConfigurationError,
+    did_you_mean,
+    key_matcher,
+    match_keys,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +73,7 @@ class _Loader:
     def __post_init__(self) -> None:
         self.tensors = dict(named_module_tensors(self.model, recurse=True, remove_duplicate=False))
         self.tied = find_tied_parameters(self.model)
+        self.match = key_matcher(self.tensors, self.model)
 
     def read(self, path: Path) -> Iterator[int]:
         """Load all tensors of a file into the model, and yield the bytes of each one when it is done."""
@@ -89,16 +96,18 @@ class _Loader:
         """Load a weight under its own name and under every name that is tied to it.
 
         Args:
+            name: its name in the file.
             about: a tensor with the weight's shape and dtype.
         """
-        if name not in self.tensors:
+        own = self.match(name)
+        if own not in self.tensors:
             self.unexpected.append(name)
             return
-        old = self.tensors[name]
+        old = self.tensors[own]
         dtype = self._dtype(name, about, old)
         stored = ""
-        group = next((group for group in self.tied if name in group), [])
-        for twin in dict.fromkeys([name, *group]):
+        group = next((group for group in self.tied if own in group), [])
+        for twin in dict.fromkeys([own, *group]):
             if twin in self.loaded:
                 continue
             device = device_of(twin, self.device_map)
@@ -336,7 +345,8 @@ def _load_into_shards(model: nn.Module, checkpoint: str | Path, strict: bool) ->
     state = {name: one for name, one in named if isinstance(one, torch.Tensor)}
     files = checkpoint_files(from_hub(checkpoint))
     with byte_bar("Loading weights", sum(file.stat().st_size for file in files)) as advance:
-        loaded = load_shards({name: one.detach() for name, one in state.items()}, files, advance)
+        tensors = {name: one.detach() for name, one in state.items()}
+        loaded = load_shards(tensors, files, advance, model)
     present = {id(state[name]) for name in loaded.names}  # the files have one name of tied weights
     missing = [name for name, one in state.items() if id(one) not in present]
     _report_names(sorted(missing), loaded.unexpected, checkpoint, strict)
@@ -395,10 +405,11 @@ def _load_from_rank0(
                 for file in checkpoint_files(from_hub(checkpoint))
                 for k, v in iter_state_dict(file)
             }
+            names = model.state_dict().keys()
+            found = match_keys(found, names, model)
             for group in tied:
                 known = [name for name in group if name in found]
                 found |= {name: found[known[0]] for name in group if known and name not in found}
-            names = model.state_dict().keys()
             missing, unexpected = sorted(names - found.keys()), sorted(found.keys() - names)
             _report_names(missing, unexpected, checkpoint, strict)
             for name, tensor in found.items():

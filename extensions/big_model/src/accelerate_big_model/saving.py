@@ -10,7 +10,7 @@ from torch import nn
 from accelerate_big_model.offload import MAPPED, OffloadedWeightsLoader, mapped_key, whole_map
 from accelerate_big_model.tensors import joined, offload_hook
 from accelerate_checkpoint import checkpoint_files
-from accelerate_core.plugin import ConfigurationError
+from accelerate_core.plugin import ConfigurationError, plain_keys
 
 
 class OffloadedState:
@@ -49,6 +49,10 @@ class OffloadedState:
                 f"{', '.join(empty[:10])} cannot be saved: they are on the meta device, and no hook "
                 "can load their data. Load a checkpoint first."
             )
+
+        # Files have the names of the model without `torch.compile`.
+        self.tensors = plain_keys(model, self.tensors)
+        self._on_disk = plain_keys(model, self._on_disk)
 
     def _find(self, full: str, weights: object, key: str) -> None:
         if isinstance(weights, OffloadedWeightsLoader) and weights.on_disk(key):

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from accelerate_checkpoint.shards import SafeReader as SafeReader
     from accelerate_checkpoint.shards import load_shards_into as load_shards_into
     from accelerate_checkpoint.shards import read_metadata as read_metadata
+    from accelerate_checkpoint.shards import shard_name_matcher as shard_name_matcher
+    from accelerate_checkpoint.shards import with_names as with_names
     from accelerate_checkpoint.storage import Storage as Storage
     from accelerate_checkpoint.storage import is_save as is_save
     from accelerate_checkpoint.storage import join as join
@@ -92,6 +94,8 @@ _EXPORTS = {
         "SafeReader",
         "load_shards_into",
         "read_metadata",
+        "shard_name_matcher",
+        "with_names",
     ),
     "accelerate_checkpoint.storage": ("Storage", "is_save", "join"),
     "accelerate_checkpoint.training_state": ("TrainingState",),

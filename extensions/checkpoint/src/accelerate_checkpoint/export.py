@@ -24,7 +24,7 @@ from accelerate_checkpoint.manifest import MARK
 from accelerate_checkpoint.model import publish
 from accelerate_checkpoint.training_state import TrainingState
 from accelerate_checkpoint.weights import shard_state_dict
-from accelerate_core.plugin import CheckpointError
+from accelerate_core.plugin import CheckpointError, plain_keys
 
 
 def save_in_parallel(
@@ -96,12 +96,13 @@ def _weights(state: TrainingState, model: torch.nn.Module) -> dict[str, torch.Te
     inner = state.inner(model)
     seen: set[int] = set()
     names = []
-    for name, value in inner.state_dict(keep_vars=True).items():
+    held = plain_keys(inner, inner.state_dict(keep_vars=True))
+    for name, value in held.items():
         if id(value) not in seen:
             names.append(name)
         seen.add(id(value))
     plain = state.plain_model_state(model)
-    if plain.keys() != inner.state_dict().keys():
+    if plain.keys() != held.keys():
         return None
     found = {name: plain[name] for name in names}
     for value in found.values():

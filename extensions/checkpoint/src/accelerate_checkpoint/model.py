@@ -25,7 +25,7 @@ from accelerate_checkpoint.weights import (
     load_state_dict,
     shard_state_dict,
 )
-from accelerate_core.plugin import CheckpointError
+from accelerate_core.plugin import CheckpointError, canonical_key, match_keys
 
 T = TypeVar("T")
 
@@ -175,18 +175,22 @@ def read_files(paths: Iterable[Path], read: Callable[[Path], Mapping[str, T]]) -
     return found
 
 
-#: Prefixes that wrappers add to names. Accelerate saves the wrapped model's state dict.
-_PREFIXES = ("module.", "_orig_mod.")
+#: The prefix that torch's parallel wrappers add to names. Accelerate saves the wrapped model's state dict.
+_PREFIX = "module."
 
 
 def _fit(found: dict[str, T], into: torch.nn.Module) -> dict[str, T]:
-    """Remove prefixes of wrappers from the names, and add the missing names of tied weights."""
+    """Give weights the names that they have in `into`, including each name of tied weights."""
     own = as_plain_tensors(into.state_dict(keep_vars=True))
+    found = match_keys(found, own, into)
+    # `_orig_mod.` may also come before `module.`, so look for the latter in the plain names.
     while found and not any(name in own for name in found):
-        prefix = next((p for p in _PREFIXES if all(n.startswith(p) for n in found)), None)
-        if prefix is None:
+        plain = {canonical_key(name): value for name, value in found.items()}
+        if not all(name.startswith(_PREFIX) for name in plain):
             break
-        found = {name.removeprefix(prefix): value for name, value in found.items()}
+        found = match_keys(
+            {n.removeprefix(_PREFIX): value for n, value in plain.items()}, own, into
+        )
     places = {
         name: _place(tensor) for name, tensor in own.items() if isinstance(tensor, torch.Tensor)
     }

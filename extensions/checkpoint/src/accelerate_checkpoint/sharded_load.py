@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from accelerate_checkpoint.export import has_fixed_place
 from accelerate_checkpoint.weights import load_state_dict
-from accelerate_core.plugin import CheckpointError
+from accelerate_core.plugin import CheckpointError, key_matcher
 
 #: Returns a part of a whole tensor, given the range in each dimension.
 Part = Callable[[tuple[slice, ...]], torch.Tensor]
@@ -40,6 +40,7 @@ def load_shards(
     state: Mapping[str, Any],
     paths: Iterable[Path],
     progress: Callable[[int], None] | None = None,
+    model: torch.nn.Module | None = None,
 ) -> LoadedShards:
     """Copy this rank's parts of the tensors in files into a state dict, in place. Nothing is sent.
 
@@ -47,13 +48,16 @@ def load_shards(
         state: the state dict of the model, whose tensors share the model's memory.
         paths: the weight files. Others than safetensors are mapped into memory.
         progress: called with the number of bytes since the last call.
+        model: the model, if parts of it may be compiled.
 
     Raises:
         CheckpointError: a tensor has another shape in the files, or the model's is on the meta device.
     """
     loaded = LoadedShards()
+    match = key_matcher(state, model)
     for path in paths:
-        for name, shape, part in _tensors(path):
+        for stored, shape, part in _tensors(path):
+            name = match(stored)
             target = state.get(name)
             if not isinstance(target, torch.Tensor):
                 loaded.unexpected.append(name)

@@ -9,7 +9,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import compress
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from accelerate_checkpoint.files import FileEntry, HashingFile, first_line
 from accelerate_checkpoint.in_place import read_in_place
 from accelerate_checkpoint.on_demand import fetch_missing
-from accelerate_core.plugin import CheckpointError
+from accelerate_core.plugin import CheckpointError, key_matcher
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import (
@@ -83,6 +83,42 @@ def read_metadata(directory: Path) -> Metadata:
             f"{path} is damaged, or not metadata of torch.distributed.checkpoint: {error}"
         ) from error
     return metadata
+
+
+def shard_name_matcher(names: Collection[str]) -> Callable[[str], str]:
+    """Return a function from a name in a checkpoint to the name in this run.
+
+    Names in older checkpoints contain `_orig_mod` for modules that were compiled before `prepare`.
+
+    Args:
+        names: those of the weights, and those of the parameters in each optimizer.
+    """
+    match = key_matcher(names)
+
+    def matched(name: str) -> str:
+        if match(name) != name or name in names:
+            return match(name)
+        parameter, _, key = name.rpartition(".")  # a tensor in the state of a parameter
+        return f"{match(parameter)}.{key}" if parameter else name
+
+    return matched
+
+
+def with_names(metadata: Metadata, match: Callable[[str], str]) -> Metadata:
+    """Return the metadata of a checkpoint with the names that `match` returns."""
+    entries = metadata.state_dict_metadata
+    names = {name: match(name) for name in entries}
+    if all(name == new for name, new in names.items()):
+        return metadata
+    storage = {
+        dataclasses.replace(index, fqn=names.get(index.fqn, index.fqn)): place
+        for index, place in metadata.storage_data.items()
+    }
+    return dataclasses.replace(
+        metadata,
+        state_dict_metadata={names[name]: entry for name, entry in entries.items()},
+        storage_data=storage,
+    )
 
 
 def SafeReader(

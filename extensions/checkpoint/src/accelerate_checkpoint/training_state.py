@@ -24,6 +24,7 @@ from accelerate_core.plugin import (
     ProjectConfiguration,
     RunParts,
     SharedHooksView,
+    plain_keys,
 )
 
 #: Key in a rank's state for everything that Accelerate does not save.
@@ -188,14 +189,15 @@ class TrainingState:
     def model_state(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return a model's state dict from the backend."""
         undo_packing(self.inner(model))
-        state = self._hooks.model_state(model)
-        return self._precision.plain_state(self.inner(model), state)
+        inner = self.inner(model)
+        state = self._precision.plain_state(inner, self._hooks.model_state(model))
+        return plain_keys(inner, state)
 
     def plain_model_state(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return the state dict that this rank holds, with shards, as plain tensors of the model."""
         inner = self.inner(model)
         undo_packing(inner)
-        return self._precision.plain_state(inner, inner.state_dict())
+        return plain_keys(inner, self._precision.plain_state(inner, inner.state_dict()))
 
     def contributors(self) -> list[Contributor]:
         """Return the plugins with `on_save` or `on_load`, sorted by name."""

@@ -1,23 +1,21 @@
 """Compile models in place, without changing their class or the keys of their state dict.
 
 torch's own `module.compile()` silently skips modules whose `forward` is defined in torch, such as
-`Sequential` and `TransformerEncoderLayer`. `_compile_in_place` compiles these, too.
+`Sequential` and `TransformerEncoderLayer`. `compile_in_place` of the core compiles these, too.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import types
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from accelerate_compile.recognise import is_compiled_module, is_torch_layer, within_wrappers
+from accelerate_compile.recognise import is_compiled_module, within_wrappers
 from accelerate_core.plugin import (
     AcceleratorView,
     Claim,
@@ -25,9 +23,11 @@ from accelerate_core.plugin import (
     Request,
     Sources,
     TorchDynamoPlugin,
+    compile_in_place,
     did_you_mean,
     hookimpl,
     is_compiled_in_place,
+    is_torch_layer,
     is_wrapped,
     listing,
     resolve_compiler,
@@ -37,7 +37,6 @@ from accelerate_core.plugin import (
 __all__ = ["TorchCompiler", "compile_model", "compile_regions"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_CALLS: weakref.WeakKeyDictionary[type, types.CodeType] = weakref.WeakKeyDictionary()
 
 
 class TorchCompiler:
@@ -78,7 +77,7 @@ def compile_model(model: nn.Module, dynamo: TorchDynamoPlugin) -> nn.Module:
     keywords = _compile_arguments(dynamo)
     if dynamo.use_regional_compilation:
         return compile_regions(model, **keywords)
-    _compile_in_place(within_wrappers(model), keywords)
+    compile_in_place(within_wrappers(model), functools.partial(torch.compile, **keywords))
     return model
 
 
@@ -100,14 +99,15 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         model = compile_regions(model, backend="inductor", fullgraph=True)
     """
     root = within_wrappers(module)
+    compiler = functools.partial(torch.compile, **compile_kwargs)
     blocks = list(_repeated_blocks(root))
     if not blocks:
-        _compile_in_place(root, compile_kwargs)
+        compile_in_place(root, compiler)
         return module
     regions = {id(block) for block in blocks}
     for part in _regions(root, regions):
         if not (is_wrapped(part) or is_compiled_in_place(part)):
-            _compile_in_place(part, compile_kwargs)
+            compile_in_place(part, compiler)
     return module
 
 
@@ -161,34 +161,6 @@ def _takes(backend: str, argument: str) -> bool:
     return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-# --- one module ---------------------------------------------------------------------------------
-
-
-def _compile_in_place(module: nn.Module, keywords: dict[str, Any]) -> None:
-    if not is_torch_layer(module):
-        # Not `module.compile`, because the class may define a different method of that name.
-        nn.Module.compile(module, **keywords)
-        return
-    # The compiler starts no graph in a file of torch, but it follows calls into one. So the call
-    # starts in a function outside of torch. The module is an argument of that function rather than
-    # a closure variable, because torch 2.8 would compile a graph for each closure.
-    compiled = torch.compile(_outside_call(module), **keywords)
-    module._compiled_call_impl = functools.partial(compiled, module)
-
-
-def _outside_call(module: nn.Module) -> Callable[..., Any]:
-    def compiled_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    # torch keeps a limited number of graphs per code object. With one code object per class,
-    # instances share graphs, and classes don't use up each other's limit.
-    kind = type(module)
-    if kind not in _CALLS:
-        _CALLS[kind] = compiled_call.__code__.replace(co_name=f"{kind.__name__}_call")
-    compiled_call.__code__ = _CALLS[kind]
-    return compiled_call
-
-
 # --- regions ------------------------------------------------------------------------------------
 
 
@@ -214,7 +186,7 @@ def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 def _regions(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
     """Yield the blocks, and the largest other parts that are worth compiling."""
-    if id(module) in blocks or is_wrapped(module):
+    if id(module) in blocks or is_wrapped(module) or is_compiled_in_place(module):
         yield module
         return
     # ModuleList and ModuleDict are never called themselves.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from accelerate_core.plugin import is_compiled_in_place, is_wrapped
+from accelerate_core.plugin import is_compiled_in_place, is_torch_layer, is_wrapped
 
 
 def is_compiled_module(module: object) -> bool:
@@ -14,11 +14,6 @@ def is_compiled_module(module: object) -> bool:
         or is_compiled_in_place(module)
         or is_compiled_in_place(within_wrappers(module))
     )
-
-
-def is_torch_layer(module: nn.Module) -> bool:
-    """Return whether a module uses the `forward` of a layer in `torch.nn`."""
-    return _forward_module(module).startswith("torch.nn.modules.")
 
 
 def within_wrappers(module: nn.Module) -> nn.Module:
