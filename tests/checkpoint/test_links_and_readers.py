@@ -271,3 +271,38 @@ def test_reader_and_writer_do_not_disturb_each_other(tmp_path: Path, kind: str) 
         writer.communicate()
     folder = tmp_path / "checkpoints" if kind == "numbered" else tmp_path
     assert not [name for name in os.listdir(folder) if name.startswith(".")]
+
+
+LAST_SAVE = """
+import gc, resource, sys, torch
+from accelerate_core import Accelerator
+end, folder = sys.argv[1:]
+accelerator = Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Linear(512, 512))
+limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))
+accelerator.save_state(folder, blocking=False)
+if end == "collected":
+    del accelerator, model
+    gc.collect()
+elif end == "waited":
+    try:
+        accelerator.wait_for_checkpoint()
+    except Exception as error:
+        print("caught", error)
+elif end == "raised":
+    raise ValueError("mine")
+"""
+
+
+@pytest.mark.parametrize("end", ["exit", "collected", "waited", "raised"])
+def test_failure_of_the_last_background_save_is_shown(tmp_path: Path, end: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", LAST_SAVE, end, str(tmp_path / "state")],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert run.returncode == (0 if end == "waited" else 1), run.stderr
+    shown = run.stdout if end == "waited" else run.stderr
+    assert shown.count("Earlier checkpoints are unchanged") == 1
+    assert "model.safetensors" in shown
+    assert not (tmp_path / "state").exists()

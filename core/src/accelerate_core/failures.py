@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.metadata
+import logging
+import os
 import sys
 from collections.abc import Iterable
 
@@ -11,6 +14,7 @@ from collections.abc import Iterable
 AT_START = "accelerate_core.at_start"
 
 _started = False
+_failed = False
 
 
 def report_uncaught(points: Iterable[importlib.metadata.EntryPoint] | None = None) -> None:
@@ -37,3 +41,23 @@ def is_failure(error: BaseException | None) -> bool:
     if error is None or isinstance(error, (StopIteration, GeneratorExit)):
         return False
     return error.code not in (None, False, 0) if isinstance(error, SystemExit) else True
+
+
+def fail_at_exit(error: BaseException) -> None:
+    """Show an error that nothing can raise any more, and let this process exit with status 1.
+
+    Use it for what fails while Python exits, or in an object that was deleted.
+    """
+    global _failed
+    _failed = True
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+@atexit.register  # when the core is imported, so it runs after what other parts of a run register
+def _exit_as_failed() -> None:
+    if not _failed:
+        return
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)  # an exception would only be printed here

@@ -122,6 +122,7 @@ from accelerate_core.errors import nearest as nearest
 from accelerate_core.errors import of_the_user as of_the_user
 from accelerate_core.errors import warn as warn
 from accelerate_core.errors import without_credentials as without_credentials
+from accelerate_core.failures import fail_at_exit as fail_at_exit
 from accelerate_core.failures import is_failure as is_failure
 from accelerate_core.plugins.catalog import pip_command as pip_command
 from accelerate_core.plugins.devices import DevicePlugin as DevicePlugin

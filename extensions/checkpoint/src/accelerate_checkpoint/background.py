@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import mmap
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core.plugin import map_leaves
+from accelerate_core.plugin import fail_at_exit, map_leaves
 
 
 class Background:
@@ -41,6 +42,7 @@ class Background:
                 self._failure = error
 
         self._thread = threading.Thread(target=work, name="save_state")
+        _running.add(self)
         self._thread.start()
 
     def wait(self) -> None:
@@ -48,9 +50,31 @@ class Background:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
+        _running.discard(self)
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+
+#: The saves whose results nothing has asked for.
+_running: set[Background] = set()
+
+
+def show_failure(background: Background) -> None:
+    """Wait for the current save. If it failed and nothing else has raised its error, show it.
+
+    The process then exits with status 1.
+    """
+    try:
+        background.wait()
+    except BaseException as error:
+        fail_at_exit(error)
+
+
+@atexit.register
+def _show_failures() -> None:
+    for background in list(_running):
+        show_failure(background)
 
 
 class Staging:

@@ -11,6 +11,7 @@ import os
 import secrets
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate_checkpoint.background import Background
+from accelerate_checkpoint.background import Background, show_failure
 from accelerate_checkpoint.draft import (
     Draft,
     PublishFailure,
@@ -104,6 +105,8 @@ class DirectoryCheckpointer:
         self._signals = read_signals(signals)
         #: The save that runs in the background.
         self.background = Background()
+        # If this object is deleted, nothing else can raise the error of its last save.
+        weakref.finalize(self, show_failure, self.background)
         self._preemption: Preemption | None = None
 
     def attach(self, run: RunParts) -> None:
