@@ -32,6 +32,7 @@ from accelerate_core.distributed.collectives import (
 )
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.torch_collectives import TorchCollectives, bind_collectives
+from accelerate_core.distributed.tree import map_leaves
 from accelerate_core.errors import DistributedOperationException
 from accelerate_drop_in.verbs import broadcast_object_list, copy_tensor_to_devices
 
@@ -97,13 +98,8 @@ COMPLEX = [torch.complex64, torch.complex128]
 DTYPES = [*FLOATS, *INTEGERS, *FLOAT8, *COMPLEX, torch.bool]
 
 
-#: Shapes are compared in the first call of each collective. With this set, all are past that call.
-VERIFIED = frozenset({"gather", "gather_uneven", "reduce", "broadcast", "pad_across_processes"})
-
-
 def counted(comm: Communicator, **more: Any) -> tuple[Communicator, list[str]]:
     hooks = Counting(comm.hooks)
-    more = {"verified": set(VERIFIED), **more}
     again = Communicator(rank=comm.rank, size=comm.size, device=comm.device, hooks=hooks, **more)
     return again, hooks.calls
 
@@ -303,7 +299,7 @@ def gather_accepts_empty_structures(comm: Communicator) -> None:
     watched, calls = counted(comm)
     assert gather({}, watched) == {}
     assert gather([], watched) == []
-    assert calls == []
+    assert calls == ["gather"] * 2  # other ranks may have tensors
     same(gather(torch.zeros(0, 3), comm), torch.zeros(0, 3))
 
 
@@ -430,8 +426,10 @@ def reduce_results_do_not_share_memory(comm: Communicator) -> None:
 def broadcast_sends_any_structure_in_one_collective(comm: Communicator) -> None:
     watched, calls = counted(comm)
     tree = Batch({str(dtype): sample(comm.rank, dtype, 3) for dtype in DTYPES})
+    broadcast(torch.ones(1), comm=watched)  # so that messages are bytes from now on
+    calls.clear()
     result = broadcast(tree, from_process=1, comm=watched)
-    assert calls == ["broadcast"]
+    assert calls == ["reduce"]  # in which the other ranks contribute zeros
     assert type(result) is Batch
     for dtype in DTYPES:
         same(result[str(dtype)], sample(1, dtype, 3))
@@ -503,6 +501,27 @@ def tensors_are_padded_along_several_dimensions(comm: Communicator) -> None:
 
 
 @case
+def tensors_can_be_padded_along_one_dimension_after_the_other(comm: Communicator) -> None:
+    own = torch.full((comm.rank + 1, comm.rank + 2), 5)
+    for first in (0, 1):
+        padded = pad_across_processes(own, first, -1, comm=comm)
+        padded = pad_across_processes(padded, 1 - first, -1, comm=comm)
+        expected = torch.full((comm.size, comm.size + 1), -1)
+        expected[: comm.rank + 1, : comm.rank + 2] = 5
+        same(padded, expected)
+    # Padding does not need equal dtypes or numbers of dimensions.
+    mixed = torch.ones(*[comm.rank + 1] * (1 + comm.rank % 2), dtype=FLOATS[comm.rank % 2])
+    assert len(pad_across_processes(mixed, comm=comm)) == comm.size
+    scalar_or_vector = torch.ones(()) if comm.rank else torch.ones(1)
+    refused(
+        "pad_across_processes",
+        lambda: pad_across_processes(scalar_or_vector, comm=comm),
+        "process 0: [1] float32",
+        "process 1: [] float32",
+    )
+
+
+@case
 def padding_keeps_gradients_and_warns_about_nested_tensors(comm: Communicator) -> None:
     weight = torch.ones(comm.rank + 1, requires_grad=True)
     pad_across_processes(weight, comm=comm).sum().backward()
@@ -547,46 +566,195 @@ def list_of_objects_is_broadcast_in_place(comm: Communicator) -> None:
         broadcast_object_list(longer, comm=comm)
 
 
-# --- shapes that differ ---------------------------------------------------------------------------
+# --- structures that differ -----------------------------------------------------------------------
+
+
+def refused(verb: str, call: Callable[[], Any], *texts: str) -> None:
+    with pytest.raises(DistributedOperationException) as caught:
+        call()
+    message = str(caught.value)
+    assert message.startswith(f"{verb}: "), message
+    missing = [text for text in texts if text not in message]
+    assert not missing, (missing, message)
+
+
+VERBS: dict[str, Callable[[Any, Communicator], Any]] = {
+    "gather": gather,
+    "gather_uneven": gather_uneven,
+    "reduce": lambda tree, comm: reduce(tree, comm=comm),
+    "broadcast": lambda tree, comm: broadcast(tree, 1, comm=comm),
+    "pad_across_processes": lambda tree, comm: pad_across_processes(tree, comm=comm),
+}
+ONE = torch.ones(1)
+#: What the ranks before the last one and the last one pass.
+MISMATCHES: dict[str, tuple[Any, Any]] = {
+    "keys": ({"loss": ONE, "a": ONE}, {"loss": ONE, "b": ONE}),
+    "missing key": ({"loss": ONE, "a": ONE}, {"loss": ONE}),
+    "other keys that are not strings": ({1: ONE, 2: ONE}, {1: ONE, 3: ONE}),
+    "nested keys": ([{"x": {"y": ONE}}], [{"x": {"z": ONE}}]),
+    "no tensor": ({"a": ONE}, {}),
+    "tuple lengths": ((ONE, ONE), (ONE,)),
+    "named tuple and dict": (Pair(ONE, ONE), {"first": ONE, "second": ONE}),
+    "dataclasses": (Scores(ONE, {}, ONE), Frozen(ONE)),
+    "tensor and container": (ONE, [ONE]),
+    "None": (ONE, None),
+    "None in a dict": ({"a": ONE, "b": ONE}, {"a": ONE, "b": None}),
+    "sparse": (torch.eye(2), torch.eye(2).to_sparse()),
+}
+#: Padding is possible with these.
+DTYPES_AND_SHAPES: dict[str, tuple[Any, Any]] = {
+    "bytes": (torch.ones(2, dtype=torch.float64), torch.ones(4)),
+    "floats and integers": (ONE, torch.ones(1, dtype=torch.int32)),
+    "halves": (ONE.half(), ONE.bfloat16()),
+    "float8": (torch.ones(2).to(FLOAT8[0]), torch.ones(2).to(FLOAT8[1])),
+    "complex": (torch.ones(1, dtype=torch.complex64), torch.ones(1, dtype=torch.float64)),
+    "bool": (torch.ones(3, dtype=torch.bool), torch.ones(3, dtype=torch.uint8)),
+    "transposed": (torch.ones(2, 3), torch.ones(3, 2)),
+    "scalar": (torch.tensor(1.0), torch.ones(1, 1)),
+    "large dtypes": (torch.ones(2**18), torch.ones(2**18, dtype=torch.int32)),
+    "one is large": ({"x": ONE}, {"x": torch.ones(2**19, 2)}),
+    "empty": ({"x": torch.ones(0, 2)}, {"x": torch.ones(0, 3)}),
+}
+LENGTHS: dict[str, tuple[Any, Any]] = {
+    "lengths": (torch.ones(2), torch.ones(3)),
+    "lengths of bytes": ([torch.ones(5, dtype=torch.int8)], [torch.ones(3, dtype=torch.int8)]),
+    "one is empty": (torch.ones(0), torch.ones(2)),
+    "large lengths": (torch.ones(3 * 2**18), torch.ones(3 * 2**18 + 1)),
+    "both large": ((torch.ones(2**16), ONE), (torch.ones(2**15), ONE)),
+}
 
 
 @case
-def first_call_of_each_collective_compares_shapes(comm: Communicator) -> None:
-    watched, calls = counted(comm, verified=set())
-    uneven = torch.zeros(2, comm.rank + 1)
-    verbs: dict[str, Callable[[Any], Any]] = {
-        "gather": lambda tree: gather(tree, watched),
-        "gather_uneven": lambda tree: gather_uneven(tree, watched),
-        "reduce": lambda tree: reduce(tree, comm=watched),
-        "broadcast": lambda tree: broadcast(tree, comm=watched),
-        "pad_across_processes": lambda tree: pad_across_processes(tree, comm=watched),
+def mismatches_are_noticed_at_any_call_on_all_ranks(comm: Communicator) -> None:
+    for verb, call in VERBS.items():
+        cases = dict(MISMATCHES)
+        if verb != "pad_across_processes":
+            cases |= DTYPES_AND_SHAPES
+        if verb not in ("pad_across_processes", "gather_uneven"):
+            cases |= LENGTHS
+        watched, calls = counted(comm)
+        for number, (name, trees) in enumerate(cases.items()):
+            for valid in (torch.ones(2, number), {"b": ONE.double(), "a": torch.ones(4000)})[
+                : number % 3
+            ]:
+                call(valid, watched)  # so that the mismatch is not the first call
+            calls.clear()
+            differs = comm.rank == comm.size - 1
+            for _ in range(2):
+                refused(verb, lambda: call(trees[differs], watched), "process 0: ", "process 1: ")  # noqa: B023
+            assert len(calls) == 4, (verb, name, calls)  # one message, and the exchange of reports
+    same(gather(torch.tensor([comm.rank]), comm), torch.arange(comm.size))
+
+
+@case
+def mismatches_in_reductions_of_any_dtype_and_operation_are_noticed(comm: Communicator) -> None:
+    for dtype in DTYPES:
+        for op in ("sum", "mean", "max", "min"):
+            if dtype.is_complex and op in ("max", "min"):
+                continue
+            watched, _ = counted(comm)
+            reduce(torch.ones(2, 2).to(dtype), op, comm=watched)
+            tree = torch.ones(2 + comm.rank // (comm.size - 1), 2).to(dtype)
+            refused("reduce", lambda: reduce(tree, op, comm=watched), "[2, 2]", "[3, 2]")  # noqa: B023
+            reduce(torch.ones(2, 2).to(dtype), op, comm=watched)
+
+
+@case
+def different_operations_and_verbs_are_noticed(comm: Communicator) -> None:
+    tree = {"x": ONE}
+    last = comm.rank == comm.size - 1
+    op = "max" if last else "sum"
+    refused("reduce", lambda: reduce(tree, op, comm=comm), "reduce(sum) of ['x']", "reduce(max) of")
+    src = 1 if last else 0
+    call = lambda: broadcast(tree, src, comm=comm)  # noqa: E731
+    refused("broadcast", call, "broadcast(from_process=0) of", "broadcast(from_process=1) of")
+    dim = 1 if last else 0
+    call = lambda: pad_across_processes(torch.ones(2, 2), dim, comm=comm)  # noqa: E731
+    refused("pad_across_processes", call, "(dim=[0]) of [2, 2]", "(dim=[1]) of [2, 2]")
+    verb = "gather_uneven" if last else "gather"
+    refused(verb, lambda: VERBS[verb](tree, comm), "gather of ['x']", "gather_uneven of ['x']")
+
+
+@case
+def mappings_are_matched_by_their_keys(comm: Communicator) -> None:
+    keys = ["loss", "acc", "b", "a"]
+    order = keys[comm.rank % 3 :] + keys[: comm.rank % 3]
+    values = {key: torch.tensor([10.0 * number]) for number, key in enumerate(keys)}
+    inner = Batch((key, values[key] + comm.rank) for key in order)
+    tree = {"outer": [inner], "alone": torch.tensor(comm.rank)}
+    if comm.rank:
+        tree = dict(reversed(tree.items()))
+    ranks = torch.arange(comm.size)
+    results: dict[str, Callable[[Any], Any]] = {
+        "gather": lambda value: value + ranks,
+        "gather_uneven": lambda value: value + ranks,
+        "reduce": lambda value: value * comm.size + ranks.sum(),
+        "broadcast": lambda value: value + 1,
+        "pad_across_processes": lambda value: value + comm.rank,
     }
-    for verb, call in verbs.items():
-        for _ in range(2):  # a failed call does not count as the first one
-            with pytest.raises(DistributedOperationException) as caught:
-                call(uneven)
-            text = str(caught.value)
-            assert text.startswith(f"{verb}: "), text
-            for rank in range(comm.size):
-                assert f"process {rank}: [2, {rank + 1}] float32" in text, text
-            assert ("pad_across_processes" in text) == (verb in ("gather", "pad_across_processes"))
-        calls.clear()
-        for _ in range(3):
-            call(torch.zeros(2, 2))
-        comparisons = calls.count("reduce") - (3 if verb == "reduce" else 0)
-        assert comparisons == 1, (verb, calls)
-        assert "gather_object" not in calls  # it would grow with the number of ranks
+    for verb, expected in results.items():
+        result = VERBS[verb](map_leaves(torch.clone, tree), comm)
+        assert list(result) == list(tree), verb
+        assert type(result["outer"][0]) is Batch
+        assert list(result["outer"][0]) == order, verb
+        for key, value in result["outer"][0].items():
+            same(value, expected(values[key]))
+    by_number = {1 + comm.rank % 2: ONE, 2 - comm.rank % 2: ONE}
+    refused("gather", lambda: gather(by_number, comm), "[1] [1] float32, [2] [1]")
 
 
 @case
-def shapes_are_compared_at_every_call_if_they_are_sent_anyway(comm: Communicator) -> None:
+def calls_in_a_loop_need_one_collective_each(comm: Communicator) -> None:
     watched, calls = counted(comm)
-    uneven = {"ids": torch.zeros(comm.rank + 1, comm.rank + 2)}
-    for call in (gather_uneven, lambda tree, comm: pad_across_processes(tree, comm=comm)):
-        with pytest.raises(DistributedOperationException, match=r"process 1: \['ids'\] \[2, 3\]"):
-            call(uneven, watched)
-        assert calls == ["gather", "gather_object"]
+    logits = torch.ones(64, 500)  # larger than a padded message
+
+    def loop(size: int) -> None:
+        gather(torch.ones(()), watched)
+        gather((logits, torch.ones(64)), watched)
+        gather(logits, watched)
+        gather(torch.ones(8, size), watched)  # e.g. texts of varying lengths
+        reduce(torch.ones(()), "mean", comm=watched)
+        reduce({"a": ONE, "n": torch.tensor(3)}, comm=watched)
+        reduce(torch.ones(300_000), comm=watched)
+        pad_across_processes(torch.ones(2, size), 1, comm=watched)
+        broadcast(torch.ones(size), comm=watched)
+
+    for size in (1, 400, 7, 900, 32):
         calls.clear()
+        loop(size)
+    assert calls == ["gather"] * 4 + ["reduce"] * 4 + ["gather", "reduce"]
+
+
+@case
+def large_messages_of_varying_sizes_follow_a_small_one(comm: Communicator) -> None:
+    watched, calls = counted(comm)
+    for size in (2**19, 1, 2**19 + 3, 2**18, 2**20):
+        calls.clear()
+        same(gather(torch.ones(size), watched), torch.ones(size * comm.size))
+        pair = gather([torch.ones(size), ONE], watched)
+        same(pair[0], torch.ones(size * comm.size))
+        same(reduce(torch.ones(size), comm=watched), torch.full((size,), float(comm.size)))
+        sent = torch.full((size,), float(comm.rank))
+        same(broadcast(sent, 1, comm=watched), torch.ones(size))
+        assert len(calls) <= 8
+
+
+@case
+def digests_of_the_calls_are_equal_on_all_ranks(comm: Communicator) -> None:
+    watched, _ = counted(comm)
+    assert watched.structure_digest == 0
+    gather({"a": ONE}, watched)
+    first = watched.structure_digest
+    gather({"b": ONE}, watched)
+    assert len({0, first, watched.structure_digest}) == 3
+    assert comm.gather_object(watched.structure_digest) == [watched.structure_digest] * comm.size
+
+
+@case
+def long_reports_show_what_differs(comm: Communicator) -> None:
+    tree = {f"layer{i}": ONE for i in range(20)}
+    tree["layer7"] = torch.ones(1 + comm.rank)
+    refused("gather", lambda: gather(tree, comm), "['layer7'] [2] float32, and 19 equal ones")
 
 
 # --- debug ----------------------------------------------------------------------------------------
@@ -597,19 +765,9 @@ def debug_mode_names_the_collective_and_every_shape(comm: Communicator) -> None:
     watched, _ = counted(comm, debug=True)
     uneven = {"x": torch.zeros(2, comm.rank + 1), "y": [torch.tensor(True)]}
     lines = [f"process {r}: ['x'] [2, {r + 1}] float32, ['y'][0] [] bool" for r in (0, 1)]
-    verbs: dict[str, Callable[[Any], Any]] = {
-        "gather": lambda tree: gather(tree, watched),
-        "gather_uneven": lambda tree: gather_uneven(tree, watched),
-        "reduce": lambda tree: reduce(tree, comm=watched),
-        "broadcast": lambda tree: broadcast(tree, comm=watched),
-        "pad_across_processes": lambda tree: pad_across_processes(tree, comm=watched),
-    }
-    for verb, call in verbs.items():
-        with pytest.raises(DistributedOperationException) as caught:
-            call(uneven)
-        text = str(caught.value)
-        assert text.startswith(f"{verb}: "), text
-        assert all(line in text for line in lines), text
+    for verb, call in VERBS.items():
+        if verb != "pad_across_processes":
+            refused(verb, lambda: call(uneven, watched), *lines)  # noqa: B023
     mixed: list[Any] = [torch.ones(1, dtype=torch.float32 if comm.rank else torch.float64)]
     for tree in (mixed, [torch.ones(1)] * (comm.rank + 1), torch.ones(1) if comm.rank else "x"):
         with pytest.raises(DistributedOperationException):

@@ -166,8 +166,8 @@ class TrackerError(AccelerateError, RuntimeError):
 class DistributedOperationException(AccelerateError, RuntimeError):
     """Ranks called a collective with incompatible data.
 
-    Cause: shapes, dtypes or structures differ between ranks. The first call of each collective compares
-    them. With `launch --debug` or `ACCELERATE_DEBUG_MODE=1`, every call does.
+    Cause: shapes, dtypes or structures differ between ranks. Every call compares them. On an accelerator,
+    the error may come a few calls later, unless you use `launch --debug` or `ACCELERATE_DEBUG_MODE=1`.
     Fix: the message shows the data of each rank. Pad it first (`pad_across_processes`), or use
     `gather_for_metrics`, which drops samples that were repeated to fill the last batch.
     """

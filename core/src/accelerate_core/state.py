@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from accelerate_core.config.enums import DistributedType
 from accelerate_core.distributed import process as runtimes
+from accelerate_core.distributed.checked_messages import MessageHistory
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.torch_collectives import TorchCollectives, bind_collectives
 from accelerate_core.errors import (
@@ -40,13 +41,15 @@ def current_communicator() -> Communicator:
     if user is not None:
         return cast(Communicator, user.communicator)
     runtime = runtimes.current_runtime()
+    if runtime.history is None:
+        runtime.history = MessageHistory()
     return Communicator(
         rank=runtime.process_index,
         size=runtime.num_processes,
         device=runtime.device,
         hooks=bind_collectives(TorchCollectives()),
         debug=runtime.debug,
-        verified=runtime.verified,
+        history=runtime.history,
     )
 
 

@@ -256,7 +256,8 @@ class Replicated(Backend):
         healed = replica.counts.heals > heals
         if self._local is not None:
             self._local.keep(accelerator.models)
-        if rewinds or healed or (changed and replica.place != expected):
+        # After a failure, a new replica may have taken the place of another one.
+        if failed or healed or (changed and replica.place != expected):
             accelerator.reshare()
         if changed or failed:
             self._log(accelerator)

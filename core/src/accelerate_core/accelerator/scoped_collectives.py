@@ -13,6 +13,7 @@ from accelerate_core.contract.hooks import wrong_answer
 from accelerate_core.contract.members import Scope
 from accelerate_core.data.batch import gather_samples
 from accelerate_core.distributed import collectives, tree
+from accelerate_core.distributed.checked_messages import MessageHistory
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.plugins.manager import BoundHooks
 from accelerate_core.prepare.prepared import PrepareOptions
@@ -47,6 +48,7 @@ class Collectives:
         """Ask the backend again for the sizes of the data and the loss scope."""
         for comm in (self.data, self.loss):
             comm.rank, comm.size = self.shard(comm.scope)
+            comm.history = MessageHistory()  # new ranks have none
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate each tensor of a nested structure over the ranks, along dimension 0."""
@@ -62,6 +64,8 @@ class Collectives:
         if not real and comm.size == 1 and self.state.end_of_dataloader:
             real = max(self.state.remainder, 0)  # a short last batch, in case it was repeated
         if as_objects:
+            if not use_gather_object:
+                collectives.check_objects(comm)
             return gather_samples(input_data, real, whole, comm)
         if comm.size > 1 and not self.options.dataloader_config.even_batches:
             # Sizes may differ at any step, because ranks reach their last batch at different steps.

@@ -1,29 +1,27 @@
 """Collectives on nested structures of tensors (gather, reduce, broadcast, ...) and on objects.
 
 Gathering sends bytes, so one collective is enough for a whole structure. Reductions need one collective
-per dtype. On one process nothing is sent or copied, except that `reduce` returns a copy.
+per dtype. A digest of the structure travels with the tensors (`checked_messages`): if structures differ, all
+ranks raise `DistributedOperationException`. On one process nothing is sent or copied, except that `reduce`
+returns a copy.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, cast, get_args
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast, get_args
 
 import torch
 
+from accelerate_core.distributed import checked_messages as messages
+from accelerate_core.distributed.checked_messages import Call, Form
 from accelerate_core.distributed.communicator import Communicator
-from accelerate_core.distributed.packing import layout_of, pack, unpack, unpack_rows
+from accelerate_core.distributed.packing import aligned, layout_of, pack, unpack, unpack_rows
+from accelerate_core.distributed.structure import Rule, read, restore, rows
 from accelerate_core.distributed.torch_collectives import ReduceOp
-from accelerate_core.distributed.tree import TensorInformation, flatten, iterate_leaves, unflatten
-from accelerate_core.errors import (
-    ConfigurationError,
-    DistributedOperationException,
-    did_you_mean,
-    listing,
-    warn,
-)
+from accelerate_core.distributed.tree import TensorInformation
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
 
 
 class CannotPadNestedTensorWarning(UserWarning):
@@ -44,26 +42,22 @@ def gather(tree: Any, comm: Communicator) -> Any:
     """
     if comm.size == 1:
         if not isinstance(tree, torch.Tensor):
-            _check_alone(tree)
+            _warn_about_leaves(tree)
         return tree
-    verify("gather", tree, comm)
-    tensors = _tensors("gather", tree)
-    if not tensors:
-        return tree
-    return unflatten(tree, _gather_equal(tensors, comm))
+    leaves, key = read(tree)
+    call = Call(comm, "gather", key)
+    problem = _problem("gather", leaves, key)
+    if problem is not None:
+        messages.gather(call, [])
+        raise problem
+    return restore(tree, unpack_rows(*messages.gather(call, leaves)))
 
 
-def _check_alone(tree: Any) -> None:
+def _warn_about_leaves(tree: Any) -> None:
     """Warn if the tree has a leaf that several processes could not gather."""
-    try:
-        _tensors("gather", tree)
-    except TypeError as error:
-        warn(f"{error} One process returns it unchanged, but several raise this error.")
-
-
-def _gather_equal(tensors: list[torch.Tensor], comm: Communicator) -> list[torch.Tensor]:
-    layout = layout_of(tensors)
-    return unpack_rows(comm.gather(pack(tensors, layout, comm.device)), layout, comm.size)
+    problem = _problem("gather", *read(tree))
+    if problem is not None:
+        warn(f"{problem} One process returns it unchanged, but several raise this error.")
 
 
 def gather_uneven(tree: Any, comm: Communicator) -> Any:
@@ -77,48 +71,43 @@ def gather_uneven(tree: Any, comm: Communicator) -> Any:
     """
     if comm.size == 1:
         return tree
-    verify("gather_uneven", tree, comm, free_dim=(0,))
-    tensors = _tensors("gather_uneven", tree)
-    if not tensors:
+    leaves, key = read(tree)
+    call = Call(comm, "gather_uneven", key, Rule(free_dims=(0,)))
+    problem = _problem("gather_uneven", leaves, key)
+    if problem is not None:
+        messages.gather(call, [])
+        raise problem
+    if not leaves:
+        messages.gather(call, [])
         return tree
-    own = [len(leaf) if leaf.ndim else 1 for leaf in tensors]
-    lengths = _gather_sizes("gather_uneven", tree, own, comm, free_dim=(0,))
-    if all(row == lengths[0] for row in lengths):
-        return unflatten(tree, _gather_equal(tensors, comm))
-
+    lengths = _gather_numbers(call, [len(leaf) if leaf.ndim else 1 for leaf in leaves])
     layouts = [
         layout_of(
             TensorInformation(torch.Size([count, *leaf.shape[1:]]), leaf.dtype)
-            for leaf, count in zip(tensors, row, strict=True)
+            for leaf, count in zip(leaves, row, strict=True)
         )
         for row in lengths
     ]
     longest = max(layout.total for layout in layouts)
+    if all(row == lengths[0] for row in lengths):
+        table = comm.gather(pack(leaves, layouts[0], comm.device)).view(comm.size, longest)
+        return restore(tree, unpack_rows(aligned(table, layouts[0].alignment), layouts[0]))
+
     buffer = torch.empty(longest, dtype=torch.uint8, device=comm.device)
-    mine = layouts[comm.rank]
-    buffer[: mine.total] = pack(tensors, mine, comm.device)
-    rows = comm.gather(buffer).view(comm.size, longest)
-    parts = [unpack(rows[rank], layout) for rank, layout in enumerate(layouts)]
-    return unflatten(tree, [torch.cat(pieces) for pieces in zip(*parts, strict=True)])
+    layout = layouts[comm.rank]
+    buffer[: layout.total] = pack(leaves, layout, comm.device)
+    table = comm.gather(buffer).view(comm.size, longest)
+    parts = [unpack(row, layout) for row, layout in zip(table, layouts, strict=True)]
+    return restore(tree, [torch.cat(pieces) for pieces in zip(*parts, strict=True)])
 
 
-def _gather_sizes(
-    verb: str, tree: Any, sizes: list[int], comm: Communicator, free_dim: Sequence[int]
-) -> list[list[int]]:
-    """Return the sizes of every rank, one row per rank.
-
-    The same collective carries a checksum of everything that must be equal, so this check is free.
-
-    Raises:
-        DistributedOperationException: something other than the sizes differs. Raised on every rank.
-    """
-    rows = [_row(path, leaf, free_dim) for path, leaf in iterate_leaves(tree)]
-    fixed = repr([has_to_be_equal for _, has_to_be_equal in rows])
-    own = torch.tensor([*sizes, zlib.crc32(fixed.encode())], device=comm.device)
-    table: list[list[int]] = comm.gather(own).view(comm.size, len(own)).tolist()
-    if any(row[-1] != table[0][-1] for row in table):
-        _refuse(verb, rows, comm)
-    return [row[:-1] for row in table]
+def _gather_numbers(call: Call, numbers: list[int]) -> list[list[int]]:
+    """Return the numbers of every rank, one row per rank, after checking the call."""
+    sent = torch.tensor(numbers, dtype=torch.int64, device=call.comm.device)
+    table, layout = messages.gather(call, [sent], to_host=True)
+    (rows_of_numbers,) = unpack_rows(table, layout)
+    gathered: list[list[int]] = rows_of_numbers.view(call.comm.size, len(numbers)).tolist()
+    return gathered
 
 
 _REDUCTIONS = (*get_args(ReduceOp), "none")
@@ -157,10 +146,21 @@ def reduce(tree: Any, reduction: str = "sum", scale: float = 1.0, *, comm: Commu
     if reduction == "none":
         return tree
     op = cast(ReduceOp, reduction)
-    verify("reduce", tree, comm)
-    tensors = _tensors("reduce", tree)
-    reduced = _reduce_all(tensors, op, comm) if comm.size > 1 else _reduce_alone(tensors, op)
-    return unflatten(tree, [leaf * scale for leaf in reduced] if scale != 1.0 else reduced)
+    leaves, key = read(tree)
+    problem = _problem("reduce", leaves, key)
+    if problem is None and op in ("max", "min") and any(leaf.is_complex() for leaf in leaves):
+        problem = TypeError(f"reduce() cannot take the {op} of complex numbers.")
+    if comm.size > 1:
+        call = Call(comm, f"reduce({op})", key)
+        if problem is not None:
+            messages.reduce(call, {})
+            raise problem
+        reduced = _reduce_all(leaves, op, call)
+    elif problem is not None:
+        raise problem
+    else:
+        reduced = _reduce_alone(leaves, op)
+    return restore(tree, [leaf * scale for leaf in reduced] if scale != 1.0 else reduced)
 
 
 def _reduce_alone(tensors: list[torch.Tensor], op: ReduceOp) -> list[torch.Tensor]:
@@ -174,25 +174,21 @@ def _reduce_alone(tensors: list[torch.Tensor], op: ReduceOp) -> list[torch.Tenso
     ]
 
 
-def _reduce_all(
-    tensors: list[torch.Tensor], op: ReduceOp, comm: Communicator
-) -> list[torch.Tensor]:
-    groups: dict[tuple[torch.dtype, ReduceOp], list[int]] = defaultdict(list)
-    flat = []
+def _reduce_all(tensors: list[torch.Tensor], op: ReduceOp, call: Call) -> list[torch.Tensor]:
+    members: dict[Form, list[int]] = defaultdict(list)
+    flat: dict[Form, list[torch.Tensor]] = defaultdict(list)
     for index, leaf in enumerate(tensors):
-        values, group_op = _encoded(leaf.detach().to(comm.device), op)
-        flat.append(values)
-        groups[values.dtype, group_op].append(index)
+        values, form_op = _encoded(leaf.detach().to(call.comm.device), op)
+        members[values.dtype, form_op].append(index)
+        flat[values.dtype, form_op].append(values)
 
     reduced: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
-    for (_, group_op), members in groups.items():
-        joined = torch.cat([flat[index] for index in members])
-        total = comm.reduce(joined, group_op, overwrite=True)
-        pieces = torch.split(total, [flat[index].numel() for index in members])
-        for index, piece in zip(members, pieces, strict=True):
+    for form, total in messages.reduce(call, flat).items():
+        pieces = torch.split(total, [len(values) for values in flat[form]])
+        for index, piece in zip(members[form], pieces, strict=True):
             # Don't share memory between results, because some file formats refuse it.
-            own = piece.clone() if len(members) > 1 else piece
-            reduced[index] = _decoded(own, tensors[index], op)
+            result = piece.clone() if len(pieces) > 1 else piece
+            reduced[index] = _decoded(result, tensors[index], op)
     return reduced
 
 
@@ -200,8 +196,6 @@ def _encoded(leaf: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, ReduceOp]:
     """Return the flattened leaf in a dtype that groups can reduce, and the operation to use."""
     flat = leaf.reshape(-1)
     if leaf.is_complex():
-        if op in ("max", "min"):
-            raise TypeError(f"reduce() cannot take the {op} of complex numbers.")
         return torch.view_as_real(flat.resolve_conj()).reshape(-1), op
     if leaf.is_floating_point():
         return (flat if leaf.dtype.itemsize > 1 else flat.to(torch.float32)), op
@@ -237,16 +231,17 @@ def broadcast(tree: Any, from_process: int = 0, *, comm: Communicator) -> Any:
             f"broadcast() received from_process={from_process}; with {comm.size} processes, it must "
             f"be from 0 to {comm.size - 1}."
         )
-    verify("broadcast", tree, comm)
-    tensors = _tensors("broadcast", tree)
-    if not tensors:
-        return tree
-    layout = layout_of(tensors)
-    received = unpack(comm.broadcast(pack(tensors, layout, comm.device), from_process), layout)
+    leaves, key = read(tree)
+    call = Call(comm, f"broadcast(from_process={from_process})", key)
+    problem = _problem("broadcast", leaves, key)
+    if problem is not None:
+        messages.reduce(call, {})
+        raise problem
+    received = unpack(*messages.broadcast(call, leaves, from_process))
     if comm.rank == from_process:
-        return unflatten(tree, [leaf.to(comm.device) for leaf in tensors])
-    pairs = zip(tensors, received, strict=True)
-    return unflatten(tree, [_write_into(leaf, value) for leaf, value in pairs])
+        return restore(tree, [leaf.to(comm.device) for leaf in leaves])
+    pairs = zip(leaves, received, strict=True)
+    return restore(tree, [_write_into(leaf, value) for leaf, value in pairs])
 
 
 def _write_into(leaf: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -282,26 +277,28 @@ def pad_across_processes(
     if comm.size == 1:
         return tree
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    verify("pad_across_processes", tree, comm, free_dim=dims)
-    leaves = _tensors("pad_across_processes", tree, dense=False)
+    leaves, key = read(tree)
+    call = Call(comm, f"pad_across_processes(dim={list(dims)})", key, Rule(dims, lengths=False))
+    problem = _problem("pad_across_processes", leaves, key, dense=False)
+    if problem is not None:
+        messages.gather(call, [])
+        raise problem
     if any(leaf.is_nested for leaf in leaves):
         warn(
             "A nested tensor cannot be padded across processes, so it is unchanged. Convert it "
             "with to_padded_tensor first.",
             CannotPadNestedTensorWarning,
         )
-    concerned = [[each for each in dims if _has_dim(leaf, each)] for leaf in leaves]
-    own = [leaf.shape[at] for leaf, its in zip(leaves, concerned, strict=True) for at in its]
-    if not own:
-        return tree
-    rows = _gather_sizes("pad_across_processes", tree, own, comm, free_dim=dims)
-    longest = (max(column) for column in zip(*rows, strict=True))
+    padded_dims = [[each for each in dims if _has_dim(leaf, each)] for leaf in leaves]
+    pairs = list(zip(leaves, padded_dims, strict=True))
+    lengths = _gather_numbers(call, [leaf.shape[at] for leaf, its_dims in pairs for at in its_dims])
+    longest = (max(column) for column in zip(*lengths, strict=True))
     padded = []
-    for leaf, its in zip(leaves, concerned, strict=True):
-        for at in its:
+    for leaf, its_dims in pairs:
+        for at in its_dims:
             leaf = _pad(leaf, at, next(longest), pad_index, pad_first)
         padded.append(leaf)
-    return unflatten(tree, padded)
+    return restore(tree, padded)
 
 
 def _has_dim(leaf: torch.Tensor, dim: int) -> bool:
@@ -344,75 +341,31 @@ def _is_series(obj: Any) -> bool:
     return isinstance(obj, Iterable) and not is_scalar
 
 
-def _tensors(verb: str, tree: Any, *, dense: bool = True) -> list[torch.Tensor]:
-    """Return the leaves of a tree, which must all be tensors."""
-    leaves = flatten(tree)
+def check_objects(comm: Communicator) -> None:
+    """Raise an error on all ranks unless all call this, and none a collective on tensors instead."""
+    if comm.size > 1:
+        messages.gather(Call(comm, "gather_for_metrics", "not only tensors"), [])
+
+
+def _problem(
+    verb: str, leaves: list[Any], key: Hashable, *, dense: bool = True
+) -> TypeError | None:
+    """Return an error if a leaf is not a tensor, or not a dense one."""
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
-            raise TypeError(
+            return TypeError(
                 f"{verb} takes tensors in nested lists, tuples, mappings and dataclasses, not "
-                f"a {type(leaf).__name__}{_at(tree, index)}. For other objects use gather_object "
+                f"a {type(leaf).__name__}{_at(key, index)}. For other objects use gather_object "
                 f"or broadcast_object_list."
             )
         if dense and (leaf.layout is not torch.strided or leaf.is_nested):
-            raise TypeError(
-                f"{verb} takes dense tensors, but the tensor{_at(tree, index)} is not dense (layout "
+            return TypeError(
+                f"{verb} takes dense tensors, but the tensor{_at(key, index)} is not dense (layout "
                 f"{leaf.layout}). Convert it with to_dense or to_padded_tensor first."
             )
-    return leaves
+    return None
 
 
-def _at(tree: Any, index: int) -> str:
-    path, _ = list(iterate_leaves(tree))[index]
+def _at(key: Hashable, index: int) -> str:
+    path, _ = list(rows(key))[index]
     return f" at {path}" if path else ""
-
-
-# --- the check of shapes ----------------------------------------------------------------------
-
-_ADVICE = {
-    "gather": "Pad the tensors to one shape with pad_across_processes, or use gather_object.",
-    "gather_uneven": "Only dimension 0 may differ between the processes.",
-    "pad_across_processes": "Only the padded dimension may differ between the processes.",
-}
-_DEFAULT_ADVICE = "Structures, shapes and dtypes must be equal on all processes."
-
-
-def _row(path: str, leaf: Any, free_dim: Sequence[int]) -> tuple[str, tuple[Any, ...]]:
-    """Return a description of a leaf, and the properties that must be equal on all ranks."""
-    if not isinstance(leaf, torch.Tensor):
-        kind = type(leaf).__name__
-        return f"{path} <{kind}>", (path, kind)
-    dtype = str(leaf.dtype).removeprefix("torch.")
-    free = {dim % leaf.ndim for dim in free_dim if -leaf.ndim <= dim < leaf.ndim}
-    fixed = [-1 if dim in free else length for dim, length in enumerate(leaf.shape)]
-    return f"{path} {list(leaf.shape)} {dtype}", (path, fixed, dtype)
-
-
-def verify(verb: str, tree: Any, comm: Communicator, free_dim: Sequence[int] = ()) -> None:
-    """Raise `DistributedOperationException` on every rank if the trees don't match.
-
-    With unequal sizes, a process group may hang or abort the process without a Python error. So digests of
-    the trees are compared first: at the first call of each verb, which finds most mistakes, and at every
-    call if `comm.debug` is set.
-
-    Args:
-        free_dim: the dimensions whose lengths may differ.
-    """
-    if comm.size == 1 or (verb in comm.verified and not comm.debug):
-        return
-    rows = [_row(path, leaf, free_dim) for path, leaf in iterate_leaves(tree)]
-    if not comm.all_equal([fixed for _, fixed in rows]):
-        _refuse(verb, rows, comm)
-    comm.verified.add(verb)
-
-
-def _refuse(verb: str, rows: list[tuple[str, tuple[Any, ...]]], comm: Communicator) -> NoReturn:
-    reports = comm.gather_object(rows)
-    lines = "\n".join(
-        f"  - process {rank}: {', '.join(text.strip() for text, _ in report) or 'no tensor'}"
-        for rank, report in enumerate(reports)
-    )
-    raise DistributedOperationException(
-        f"{verb}: the processes passed tensors that do not match.\n{lines}\n"
-        f"{_ADVICE.get(verb, _DEFAULT_ADVICE)}"
-    )

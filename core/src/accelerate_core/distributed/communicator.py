@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate_core.contract.members import ReduceOp, Scope
+from accelerate_core.distributed.checked_messages import MessageHistory
 from accelerate_core.distributed.torch_collectives import TorchCollectives, bind_collectives
 from accelerate_core.errors import PluginError
 
@@ -34,10 +35,9 @@ class Communicator:
         device: the device that the tensors of a collective must be on.
         hooks: the owner hooks of an Accelerator, or `bind_collectives(TorchCollectives())`.
         scope: which processes take part, "world" by default.
-        debug: compare the shapes on all ranks before each collective on nested structures, and raise an
-            error if they differ. This costs an additional collective each time. Without it, shapes are
-            compared before the first collective of each kind.
-        verified: the kinds of collectives on nested structures that have been compared.
+        debug: compare the structures on all ranks before each collective on nested structures. This costs
+            an additional collective each time, and shows a mismatch at once on accelerators, too.
+        history: what collectives on nested structures have sent, from which the next message follows.
         backend: the backend's name, for errors about values that its hooks return.
         new_group: creates a process group for tensors in host memory, from world ranks (None means
             all). May return None if the backend has no such groups.
@@ -52,11 +52,16 @@ class Communicator:
     hooks: CollectiveHooks = field(repr=False)
     scope: Scope = "world"
     debug: bool = False
-    verified: set[str] = field(default_factory=set, repr=False)
+    history: MessageHistory = field(default_factory=MessageHistory, repr=False)
     backend: str = ""
     new_group: Callable[[Sequence[int] | None], dist.ProcessGroup | None] | None = field(
         default=None, repr=False
     )
+
+    @property
+    def structure_digest(self) -> int:
+        """A digest of all structures that were passed to collectives so far, which is equal on all ranks."""
+        return self.history.digest
 
     def gather(self, t: torch.Tensor) -> torch.Tensor:
         """Concatenate the tensors of shape [k] of all ranks to [size * k]. k is equal on all ranks."""

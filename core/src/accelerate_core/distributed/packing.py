@@ -76,12 +76,19 @@ def pack(tensors: Sequence[torch.Tensor], layout: Layout, device: torch.device) 
 
     A single contiguous tensor is not copied; the buffer shares its memory.
     """
+    pieces = bytes_of(tensors, layout, device)
     if len(tensors) == 1:
-        return _bytes(tensors[0], device)
-    pieces = [_bytes(tensors[index], device) for run in layout.order for index in run]
-    if layout.gap:
+        return pieces[0]
+    if layout.gap or not pieces:
         pieces.append(torch.zeros(layout.gap, dtype=torch.uint8, device=device))
     return torch.cat(pieces)
+
+
+def bytes_of(
+    tensors: Sequence[torch.Tensor], layout: Layout, device: torch.device
+) -> list[torch.Tensor]:
+    """Return the bytes of each tensor, in the order of the layout."""
+    return [_bytes(tensors[index], device) for run in layout.order for index in run]
 
 
 def _bytes(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -96,20 +103,20 @@ def _bytes(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def unpack(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """Return the tensors in a buffer, as views of the buffer."""
-    buffer = _aligned(buffer, layout)
+    buffer = aligned(buffer, layout.alignment)
     return [
         buffer[segment.start : segment.stop].view(segment.dtype).view(segment.shape)
         for segment in layout.segments
     ]
 
 
-def unpack_rows(buffer: torch.Tensor, layout: Layout, rows: int) -> list[torch.Tensor]:
-    """Unpack `rows` consecutive buffers of equal layout, and join their tensors on dimension 0.
+def unpack_rows(table: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """Join the tensors in the rows of a table of bytes on dimension 0.
 
-    0-d tensors become one tensor of shape [rows]. Each result has its own memory, unless the layout
-    has only one tensor.
+    Rows may be longer than the layout. 0-d tensors become one tensor with an element for each row. Each
+    result has its own memory, unless the layout has only one tensor.
     """
-    table = _aligned(buffer, layout).view(rows, layout.total)
+    count = len(table)
     segments = layout.segments
     joined: list[torch.Tensor] = [table] * len(segments)
     for run in layout.order:
@@ -117,13 +124,15 @@ def unpack_rows(buffer: torch.Tensor, layout: Layout, rows: int) -> list[torch.T
         first, last = segments[run[0]].start, segments[run[-1]].stop
         # An empty view has arbitrary strides, so it cannot be viewed as a wider dtype.
         bare = first == last or table.numel() == 0
-        values = table.new_empty(rows, 0, dtype=dtype) if bare else table[:, first:last].view(dtype)
+        values = (
+            table.new_empty(count, 0, dtype=dtype) if bare else table[:, first:last].view(dtype)
+        )
         if len(run) == 1:
-            joined[run[0]] = values.reshape(_joined(segments[run[0]].shape, rows))
+            joined[run[0]] = values.reshape(_joined(segments[run[0]].shape, count))
             continue
         sizes = [(segments[index].stop - segments[index].start) // dtype.itemsize for index in run]
         for index, piece in zip(run, values.split_with_sizes(sizes, 1), strict=True):
-            joined[index] = piece.reshape(_joined(segments[index].shape, rows))
+            joined[index] = piece.reshape(_joined(segments[index].shape, count))
     return joined
 
 
@@ -131,6 +140,7 @@ def _joined(shape: torch.Size, rows: int) -> tuple[int, ...]:
     return (rows * shape[0], *shape[1:]) if shape else (rows,)
 
 
-def _aligned(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
+def aligned(buffer: torch.Tensor, alignment: int) -> torch.Tensor:
+    """Return the buffer, or a copy if its memory doesn't have the alignment."""
     # A backend may return a slice of a larger tensor, at any offset.
-    return buffer.clone() if buffer.storage_offset() % layout.alignment else buffer
+    return buffer.clone() if buffer.storage_offset() % alignment else buffer

@@ -43,8 +43,8 @@ class Runtime(Process):
     #: The number of Accelerators that have started but not ended, including deleted ones. Unlike `users`,
     #: it does not depend on when the garbage collector runs, which differs between ranks.
     unended: int = 0
-    #: The `verified` set of communicators that are created without an Accelerator.
-    verified: set[str] = field(default_factory=set)
+    #: The history of communicators that are created without an Accelerator.
+    history: Any = None
     #: Numbers the comparisons of this group. A group that user code started keeps its store and its
     #: contents, so its numbers continue for the whole process.
     comparisons: Iterator[int] = field(default_factory=lambda: _comparisons)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from accelerate_core import Accelerator
 from accelerate_core.distributed.collectives import broadcast
+from accelerate_core.errors import DistributedOperationException
 from accelerate_testing.checks import check
 from accelerate_testing.context import CheckContext, raised
 
@@ -98,6 +99,10 @@ def collectives(ctx: CheckContext) -> str:
     padded = accelerator.pad_across_processes(torch.ones(index + 1, device=device))
     ctx.equal(padded.shape[0], count, "length after padding")
     ctx.equal(float(padded.sum()), index + 1.0, "sum after padding with zeros")
+    if device.type == "cpu":  # on other devices, the error may come later
+        uneven = partial(accelerator.gather, torch.ones(index + 1, device=device))
+        refused = raised(DistributedOperationException, uneven) is not None
+        ctx.equal(refused, count > 1, "whether gather refuses tensors of different lengths")
     return "gather, reduce, broadcast, pad"
 
 
