@@ -1,4 +1,4 @@
-"""DeepSpeed on two ranks. The cases are in the workers in this folder."""
+"""DeepSpeed on one rank and on two. The cases are in the workers in this folder."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ import pytest
 from support import case_names, check_case, run_workers
 
 HERE = Path(__file__).parent
+#: Worker -> numbers of ranks.
+WORKERS = {
+    "deepspeed_worker.py": (2,),
+    "deepspeed_half_worker.py": (2,),
+    "deepspeed_parity_worker.py": (2,),
+    "deepspeed_frozen_worker.py": (1, 2),
+}
 CASES = [
-    (worker, case)
-    for worker in ("deepspeed_worker.py", "deepspeed_half_worker.py", "deepspeed_parity_worker.py")
+    pytest.param(worker, ranks, case, id=f"{case}-{ranks}" if ranks != 2 else case)
+    for worker, sizes in WORKERS.items()
+    for ranks in sizes
     for case in case_names(HERE / worker)
 ]
 
@@ -23,11 +31,11 @@ def runs():
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("worker", "case"), CASES, ids=[case for _, case in CASES])
-def test_case(runs, worker, case):
-    if worker not in runs:
+@pytest.mark.parametrize(("worker", "ranks", "case"), CASES)
+def test_case(runs, worker, ranks, case):
+    if (worker, ranks) not in runs:
         environment = {"OMP_NUM_THREADS": "1"}
-        runs[worker] = run_workers(
-            HERE / worker, 2, timeout=300, env=environment, more=("deepspeed",)
+        runs[worker, ranks] = run_workers(
+            HERE / worker, ranks, timeout=300, env=environment, more=("deepspeed",)
         )
-    check_case(runs[worker], case)
+    check_case(runs[worker, ranks], case)

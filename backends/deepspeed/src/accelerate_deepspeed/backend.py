@@ -42,6 +42,7 @@ from accelerate_deepspeed.make_engines import (
     Job,
     assign,
     check_storage,
+    has_parameters,
     make_engine,
     micro_batch,
     trains_something,
@@ -327,22 +328,22 @@ class DeepSpeedBackend(Backend):
             engine = make_engine(accelerator, self._deepspeed, self.plugin, job, sizes, groups)
             if accelerator.dynamo_plugin.enabled:
                 _compile(engine, accelerator.dynamo_plugin)
-            if engine.optimizer is not None and hasattr(engine, "basic_optimizer"):
-                self.engines.add(engine, self.plugin)
+            self.engines.add(engine, self.plugin)
 
     def _needs_engine(self, accelerator: AcceleratorView, job: Job) -> bool:
         model, config = job.model.value, self.plugin.hf_ds_config
         if isinstance(model, self._deepspeed.DeepSpeedEngine):
             raise PrepareError("The model is already a DeepSpeedEngine. Pass its .module instead.")
         to_train = trains_something(model) and not job.model.evaluation_mode
-        if job.optimizer is not None or config.is_zero3() or (to_train and config.has("optimizer")):
+        if job.optimizer is not None or (to_train and config.has("optimizer")):
             return True
         if to_train:
             accelerator.warn_once(
                 f"{type(model).__name__} was prepared without an optimizer, so DeepSpeed does not "
                 "train it. Pass both in the same call: prepare(model, optimizer)."
             )
-        return False
+        # Stage 3 shards all models, but DeepSpeed can't make an engine of one without parameters.
+        return config.is_zero3() and has_parameters(model)
 
     def _sizes(self, accelerator: AcceleratorView, plan: Any) -> automatic.RunSizes:
         _, count = accelerator.hooks.data_shard()

@@ -30,6 +30,7 @@ from accelerate_deepspeed.zero import GatheredParameters
 _SAVE_OPTIONS = ("exclude_frozen_parameters",)
 _LOAD_OPTIONS = ("strict", "load_module_strict", "load_optimizer_states", "load_module_only")
 _NOTE = "engines.json"
+_WRITE_ERRORS = (OSError, RuntimeError)  # torch.save raises RuntimeError for a full disk
 
 
 def _engines(accelerator: AcceleratorView) -> Sequence[Any]:
@@ -62,7 +63,10 @@ def save(accelerator: AcceleratorView, directory: Path, options: Mapping[str, An
         if not _trains(model):
             state = whole_state(accelerator, model)
             if accelerator.is_main_process:
-                torch.save(state, directory / f"model_{index}.pt")
+                try:
+                    torch.save(state, directory / f"model_{index}.pt")
+                except _WRITE_ERRORS as error:
+                    failure = failure or error
             continue
         with _checkpoint_engine(model) as files:
             model.save_checkpoint(
@@ -148,8 +152,7 @@ def _load_plain(accelerator: AcceleratorView, model: Any, state: Any, strict: bo
     module = accelerator.unwrap_model(model)
     parameters = list(module.parameters())
     with GatheredParameters(parameters, modifier_rank=0):
-        if accelerator.is_main_process or not any(hasattr(p, "ds_id") for p in parameters):
-            module.load_state_dict(state, strict=strict)
+        module.load_state_dict(state, strict=strict)  # on all ranks, because each has its buffers
 
 
 @torch.no_grad()
@@ -310,10 +313,7 @@ def _checkpoint_engine(engine: Any, module: torch.nn.Module | None = None) -> It
         def _try(self, act: Callable[[], None]) -> None:
             try:
                 act()
-            except (
-                OSError,
-                RuntimeError,
-            ) as error:  # torch.save raises RuntimeError for a full disk
+            except _WRITE_ERRORS as error:
                 self.failure = self.failure or error
 
         def load(self, path: str, map_location: Any = None) -> Any:

@@ -307,24 +307,33 @@ class TrainedEngine:
 
 
 class Engines:
-    """All engines of one Accelerator that train, found by model, optimizer or loss."""
+    """All engines of one Accelerator. Those that train are found by model, optimizer or loss."""
 
     def __init__(self) -> None:
         # Weak references, so that an engine is freed with its model.
         self._engines: list[weakref.ref[Any]] = []
+        #: Engines that don't train. Stage 3 has them for frozen models.
+        self._frozen: list[weakref.ref[Any]] = []
         #: Id of a parameter -> its engine. Only used if there are several engines.
         self._owners: dict[int, weakref.ref[Any]] = {}
 
     def add(self, engine: Any, plugin: DeepSpeedPlugin) -> None:
-        """Add an engine that trains."""
-        engine.accelerate_trained = TrainedEngine(engine, plugin)
+        """Add an engine. It trains if it has an optimizer."""
         reference = weakref.ref(engine)
+        if engine.basic_optimizer is None:
+            # Gradients may flow through a frozen model, but DeepSpeed refuses every backward through
+            # an engine without an optimizer, and would divide the gradients by the accumulation.
+            engine.__dict__["_backward_prologue"] = _nothing
+            engine.__dict__["_backward_prologue_per_tensor"] = _unchanged
+            self._frozen.append(reference)
+            return
+        engine.accelerate_trained = TrainedEngine(engine, plugin)
         self._engines.append(reference)
         self._owners.update({id(p): reference for p in engine.module.parameters()})
 
     @property
     def trained(self) -> list[TrainedEngine]:
-        """The engines that still exist, in the order of their creation."""
+        """The engines that still exist and train, in the order of their creation."""
         found = []
         for reference in self._engines:  # runs in every step that clips, so it's not a generator
             engine = reference()
@@ -343,18 +352,18 @@ class Engines:
     def end(self) -> None:
         """Remove the engines' hooks, which keep the models alive.
 
-        Models can still be used and unwrapped after that, but not trained.
+        Models can be unwrapped after that, but not trained. With stage 3, they can't be used either,
+        because the hooks gather their parameters.
         """
         for one in self.trained:
-            if one.closed:
-                continue
-            one.closed = True
-            engine = one.engine
-            engine.destroy()
-            offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
-            # With stage 3, DeepSpeed never removes the first module from this list of running ones.
-            stack: list[Any] = getattr(offload, "FWD_MODULE_STACK", [])
-            stack[:] = [module for module in stack if module is not engine.module]
+            if not one.closed:
+                one.closed = True
+                _close(one.engine)
+        for reference in self._frozen:
+            engine = reference()
+            if engine is not None:
+                _close(engine)
+        self._frozen.clear()
 
     def of(self, held: Any) -> TrainedEngine | None:
         """Return the engine of a prepared model, its module or its optimizer."""
@@ -438,12 +447,35 @@ def use_smallest_scale(engines: Sequence[TrainedEngine]) -> None:
         one.engine.optimizer.loss_scale = scale
 
 
+def _close(engine: Any) -> None:
+    """Destroy an engine, and remove what stage 3 keeps of its model in global variables."""
+    engine.destroy()
+    offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
+    # DeepSpeed never removes the first module from this list of running ones.
+    stack: list[Any] = getattr(offload, "FWD_MODULE_STACK", [])
+    stack[:] = [module for module in stack if module is not engine.module]
+    _forget_released(getattr(offload, "PartitionedParameterCoordinator", None))
+
+
+def _forget_released(coordinator: Any) -> None:
+    """Clear the cache in which a method of stage 3 keeps every model that has run a backward.
+
+    The cache is inside a wrapper without attributes, so it's found among the variables that the
+    wrapper uses. Engines that still train compute its values again.
+    """
+    method = getattr(coordinator, "_PartitionedParameterCoordinator__params_to_release", None)
+    cells = getattr(method, "__closure__", None) or ()
+    for function in (method, *(cell.cell_contents for cell in cells)):
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
 def _unchanged(grad: Any) -> Any:
     return grad
 
 
 def _nothing() -> None:
-    """Replace a method whose work has already been done."""
+    """Replace a method that has nothing to do, or whose work has already been done."""
 
 
 class _set:

@@ -124,6 +124,11 @@ def trains_something(model: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
+def has_parameters(model: nn.Module) -> bool:
+    """Return whether a model has parameters, trainable or not."""
+    return any(True for _ in model.parameters())
+
+
 def check_storage(model: nn.Module) -> None:
     """Check that parameters are contiguous, because DeepSpeed broadcasts them as bytes.
 
@@ -152,7 +157,8 @@ def make_engine(
     config.provenance = dict(plugin.hf_ds_config.provenance)
     model: nn.Module = job.model.value
     optimizer = job.optimizer.value if job.optimizer is not None else None
-    if optimizer is None and config.has("optimizer") and not trains_something(model):
+    trains = trains_something(model) and not job.model.evaluation_mode
+    if optimizer is None and config.has("optimizer") and not trains:
         config.del_config_sub_tree("optimizer")
     scheduler = job.schedulers[0].value if job.schedulers else None
     automatic.resolve_batches(config, run)
