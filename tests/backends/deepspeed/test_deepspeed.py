@@ -14,6 +14,7 @@ WORKERS = {
     "deepspeed_half_worker.py": (2,),
     "deepspeed_parity_worker.py": (2,),
     "deepspeed_frozen_worker.py": (1, 2),
+    "deepspeed_layers_worker.py": (2,),
 }
 CASES = [
     pytest.param(worker, ranks, case, id=f"{case}-{ranks}" if ranks != 2 else case)

@@ -38,6 +38,7 @@ from accelerate_deepspeed.engines import (
     TrainedEngine,
     use_smallest_scale,
 )
+from accelerate_deepspeed.layer_order import LayerOrder
 from accelerate_deepspeed.make_engines import (
     Job,
     assign,
@@ -329,6 +330,9 @@ class DeepSpeedBackend(Backend):
             if accelerator.dynamo_plugin.enabled:
                 _compile(engine, accelerator.dynamo_plugin)
             self.engines.add(engine, self.plugin)
+            if engine.zero_optimization_partition_weights() and accelerator.num_processes > 1:
+                offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+                LayerOrder(accelerator, offload, engine.module)
 
     def _needs_engine(self, accelerator: AcceleratorView, job: Job) -> bool:
         model, config = job.model.value, self.plugin.hf_ds_config
