@@ -151,6 +151,34 @@ def test_env_lists_versions_and_active_plugins_only() -> None:
     assert "accelerate-core plugins --all" in said
 
 
+def test_env_lists_all_distributions_with_entry_points_for_the_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also third-party ones, those that export names only, and a disabled plugin."""
+    infos = {
+        "else_tracker": "[accelerate_core.trackers]\nelse = else_tracker:Tracker\n",
+        "Names_Only": "[accelerate_core.exports]\nName = names_only:Name\n",
+        "accelerate_bare": "",
+        "unrelated": "[console_scripts]\nrun = unrelated:main\n",
+    }
+    for name, points in infos.items():
+        folder = tmp_path / f"{name}-1.5.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+        (folder / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("ACCELERATE_DISABLED_PLUGINS", "wandb")
+    said = json.loads(CliRunner().invoke(cli, ["env", "--json"]).output)["versions"]
+    for name in ("else-tracker", "names-only", "accelerate-bare"):
+        assert said[name] == "1.5", name
+    assert "unrelated" not in said
+    for name in ("accelerate-dispatch", "accelerate-drop-in", "accelerate-wandb"):
+        assert name in said
+    assert re.search(
+        r"^ accelerate-dispatch +\d", CliRunner().invoke(cli, ["env"]).output, re.MULTILINE
+    )
+
+
 def test_env_and_config_show_print_values_in_config_file_notation() -> None:
     for arguments in (["env"], ["config", "show"]):
         words = CliRunner().invoke(cli, arguments).output.split()

@@ -72,13 +72,23 @@ def environment_report(
 
 def _versions() -> dict[str, str]:
     made = {"python": platform.python_version(), "platform": platform.platform()}
-    plugins = sorted({one.distribution for one in installed().plugins} - {"accelerate-core"})
-    for name in (*_DISTRIBUTIONS, *plugins):
+    for name in dict.fromkeys((*_DISTRIBUTIONS, *sorted(_plugin_distributions()))):
         try:
             made[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             made[name] = "not installed"
     return made
+
+
+def _plugin_distributions() -> set[str]:
+    """Return the distributions with entry points for the core, and all that are named like ours."""
+    found = set()
+    for dist in metadata.distributions():
+        name = (dist.name or "").lower().replace("_", "-")
+        declares = any(point.group.startswith("accelerate_core.") for point in dist.entry_points)
+        if declares or name == "accelerate" or name.startswith("accelerate-"):
+            found.add(name)
+    return found
 
 
 def _devices() -> dict[str, Any]:
