@@ -30,6 +30,7 @@ from accelerate_core.plugin import (
     listing,
 )
 from accelerate_megatron import checkpoint, library, models
+from accelerate_megatron.alternatives import alternative
 from accelerate_megatron.data import IndexedLoader, MegatronLMDummyDataLoader, place_loaders
 from accelerate_megatron.engine import Engine, build_optimizer
 from accelerate_megatron.make_models import (
@@ -163,17 +164,18 @@ class MegatronBackend(Backend):
             ConfigurationError: the CPU was requested although there is a CUDA device, or the sizes
                 don't match the number of ranks.
         """
+        instead = partial(alternative, accelerator.parallelism_config, self.sizes, "cpu")
         if accelerator.device.type == "cpu" and torch.cuda.is_available():
             raise ConfigurationError(
                 "megatron-core only supports CUDA devices, but the CPU was requested. Leave cpu=True "
-                "out, or use backend='fsdp2'."
+                f"out, or {instead()}."
             )
         check_sizes(self.plugin, self.sizes, accelerator.num_processes)
         seed = torch.tensor(torch.initial_seed() % 2**31, device=accelerator.device)
         torch.distributed.broadcast(seed, 0)  # tensor parallel ranks need the same seed
         self._seed = int(seed)
         attention = self.plugin.attention_backend
-        library.start(self.sizes, self._seed, accelerator.group_timeout, attention)
+        library.start(self.sizes, self._seed, accelerator.group_timeout, attention, instead=instead)
         self._step = own_step(accelerator, self.plugin)
 
     def on_free(self, accelerator: AcceleratorView) -> None:

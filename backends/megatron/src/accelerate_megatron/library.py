@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -38,19 +39,31 @@ def imported(name: str) -> Any:
     return module
 
 
-def start(sizes: Sizes, seed: int, timeout: timedelta | None, attention: str | None = None) -> None:
+def start(
+    sizes: Sizes,
+    seed: int,
+    timeout: timedelta | None,
+    attention: str | None = None,
+    *,
+    instead: Callable[[], str] = lambda: "use another backend",
+) -> None:
     """Create megatron's groups and random generators, which all Accelerators of a process share.
+
+    Args:
+        instead: returns what to do without a CUDA device, for the error message.
 
     Raises:
         RuntimeConflictError: another Accelerator created them with other sizes.
         ConfigurationError: other code created them, or there is no CUDA device.
     """
-    process_global("megatron.parallel_state", sizes, lambda: _start(sizes, seed, timeout), _end)
+    process_global(
+        "megatron.parallel_state", sizes, lambda: _start(sizes, seed, timeout, instead), _end
+    )
     if attention is not None:  # megatron sets environment variables for Transformer Engine
         process_global("megatron.attention_backend", attention, _variables, _restore)
 
 
-def _start(sizes: Sizes, seed: int, timeout: timedelta | None) -> Any:
+def _start(sizes: Sizes, seed: int, timeout: timedelta | None, instead: Callable[[], str]) -> Any:
     state = imported("parallel_state")
     if state.model_parallel_is_initialized():
         raise ConfigurationError(
@@ -61,8 +74,8 @@ def _start(sizes: Sizes, seed: int, timeout: timedelta | None) -> Any:
         torch.cuda.current_device()
     except (AssertionError, RuntimeError) as error:
         raise ConfigurationError(
-            f"megatron-core needs a CUDA device, but torch found none ({error}). Without one, use "
-            "backend='fsdp2', which also supports tensor parallelism."
+            f"megatron-core needs a CUDA device, but torch found none ({error}). Without one, "
+            f"{instead()}."
         ) from None
     routing = imported("transformer.moe.moe_utils")
     if not hasattr(routing, "te_general_gemm"):

@@ -347,10 +347,18 @@ class MegatronLMPlugin(BackendSettings):
         _check_other(self.other_megatron_args or {})
         if (cp := self.context_parallel_size or 1) > 1:
             raise ConfigurationError(
-                f"context_parallel_size={cp} is not supported, not even with Transformer Engine. Use "
-                f"backend='fsdp2' with ParallelismConfig(cp_size={cp}) or sp_size={cp}, or 'deepspeed' "
-                f"with sp_size={cp}."
+                f"context_parallel_size={cp} is not supported, not even with Transformer Engine. "
+                f"{self._instead_of_context_parallel(cp)}"
             )
+
+    def _instead_of_context_parallel(self, cp: int) -> str:
+        """Return a sentence about backends that accept all that is requested."""
+        sizes = self.sizes()
+        if sizes.pp > 1 or sizes.ep > 1:
+            return "No other backend supports it with a pipeline or experts on several ranks."
+        tp = f", tp_size={sizes.tp}" if sizes.tp > 1 else ""
+        text = f"Use backend='fsdp2' with ParallelismConfig(cp_size={cp}{tp}) or sp_size={cp}"
+        return f"{text}." if tp else f"{text}, or 'deepspeed' with sp_size={cp}."
 
     def _resolve_attention(self) -> None:
         given = self.attention_backend
