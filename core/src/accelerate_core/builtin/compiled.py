@@ -139,7 +139,7 @@ def key_matcher(names: Collection[str], model: nn.Module | None = None) -> Calla
         if name in by_plain:
             return by_plain[name]
         canonical = canonical_key(name)
-        # A name without the prefix is no other name of a module that is really called `_orig_mod`.
+        # A name without the prefix does not belong to a module that is really called `_orig_mod`.
         return name if canonical == name else by_canonical.get(canonical, name)
 
     return match

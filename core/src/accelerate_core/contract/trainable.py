@@ -1,4 +1,4 @@
-"""What a backend is told about parameters that were frozen, unfrozen or added after `prepare`."""
+"""The facts that a backend gets about parameters that were frozen, unfrozen or added after `prepare`."""
 
 from __future__ import annotations
 

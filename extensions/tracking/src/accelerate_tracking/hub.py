@@ -475,7 +475,7 @@ class TrackerHub(MediaVerbs):
 def _plain_names(runs: Any) -> dict[str, str]:
     """Return the runs of a checkpoint whose ids are single names, and warn about the others.
 
-    A tracker may use the id as the name of a directory, and whoever wrote the checkpoint must not choose
+    A tracker may use the id as the name of a directory, and the author of a checkpoint must not choose
     where this run writes.
     """
     if not isinstance(runs, Mapping):
