@@ -13,7 +13,6 @@ from support import run_workers
 from torch.utils.data import DataLoader
 
 from accelerate_core import Accelerator
-from accelerate_core.errors import PrepareError
 
 STEPS = 6
 
@@ -149,10 +148,14 @@ def test_discarding_the_results_of_prepare_is_warned_about() -> None:
     ("wrong", "shown"),
     [("model", "'model'"), (3, "3"), (2.5, "2.5"), (torch.nn.Linear, "the class Linear")],
 )
-def test_prepare_refuses_what_cannot_be_prepared(wrong: Any, shown: str) -> None:
+def test_prepare_warns_about_what_cannot_be_prepared(wrong: Any, shown: str) -> None:
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(PrepareError, match=f"takes models, .* argument 2 is {shown}"):
-        accelerator.prepare(torch.nn.Linear(1, 1), wrong)
+
+    def script() -> None:
+        assert accelerator.prepare(torch.nn.Linear(1, 1), wrong)[1] is wrong
+
+    (text,) = warnings_of(script)
+    assert f"argument 2 is {shown}, which is returned unchanged" in text
 
 
 def test_prepare_warns_about_a_list_and_returns_other_objects_unchanged() -> None:

@@ -41,23 +41,21 @@ def classify(obj: Any, ask_plugins: Callable[[Any], Iterable[str]] | None = None
 
 
 def check_preparable(obj: Any, position: int) -> None:
-    """Refuse objects that cannot be prepared and were probably passed by mistake.
+    """Warn about objects that cannot be prepared and were probably passed by mistake.
 
-    A list, tuple or dict of objects to prepare causes a warning.
+    These are numbers, strings, classes, and a list, tuple or dict of objects to prepare.
 
     Args:
         obj: the object.
         position: the position of the argument, from 1.
-
-    Raises:
-        PrepareError: the object is a number, a string or a class.
     """
     if isinstance(obj, type | str | bytes | int | float | complex):
         what = f"the class {obj.__name__}" if isinstance(obj, type) else f"{obj!r}"
-        raise PrepareError(
+        warn(
             f"prepare() takes models, optimizers, schedulers and data loaders; argument {position} is "
-            f"{what}."
+            f"{what}, which is returned unchanged."
         )
+        return
     inner = obj.values() if isinstance(obj, dict) else obj
     if isinstance(obj, dict | list | tuple) and any(classify(one) != "other" for one in inner):
         warn(
