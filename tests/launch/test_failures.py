@@ -67,6 +67,55 @@ def test_invalid_setting_under_launch_shows_one_traceback_without_internal_frame
     assert "train.py" in said
 
 
+ATTRIBUTES = """
+import torch
+from accelerate_core import Accelerator
+from accelerate_launch.attribute_hint import add_attribute_hint
+
+class Net(torch.nn.Linear):
+    size = 3
+    def predict(self):
+        return self.absent
+
+accelerator = Accelerator(cpu=True)
+model, other = accelerator.prepare(Net(1, 1), torch.nn.Linear(1, 1))
+assert not hasattr(model, "predict")
+
+def notes(read):
+    try:
+        read()
+    except Exception as error:
+        add_attribute_hint(error)
+        add_attribute_hint(error)
+        found = error.__cause__ or error
+        return [note for note in getattr(found, "__notes__", []) if "unwrap_model" in note]
+
+def chained():
+    try:
+        model.predict()
+    except AttributeError as error:
+        raise RuntimeError("no prediction") from error
+
+assert len(notes(lambda: model.size)) == 1
+assert len(notes(lambda: torch.compile(model).size)) == 1
+assert len(notes(chained)) == 1
+assert notes(lambda: model.nothing) == []
+assert notes(lambda: other.predict) == []
+assert notes(lambda: accelerator.unwrap_model(model).predict()) == []
+assert notes(lambda: "text".predict) == []
+model.predict()
+"""
+
+
+@pytest.mark.dist
+def test_missing_attribute_of_a_wrapped_model_names_unwrap_model(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ATTRIBUTES)
+    done = run_cli("launch", "--cpu", "--num_processes", "2", "train.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "AttributeError: 'DistributedDataParallel' object has no" in done.stderr, done.stderr
+    assert done.stderr.count("use accelerator.unwrap_model(model).predict") == 1
+
+
 def record(folder: Path, rank: int, error: Exception, left: bool) -> ProcessFailure:
     file = folder / str(rank) / "error.json"
     file.parent.mkdir()

@@ -19,6 +19,7 @@ from accelerate_core.plugin import (
     listing,
 )
 from accelerate_launch import uncaught
+from accelerate_launch.attribute_hint import add_attribute_hint
 from accelerate_launch.functions import patch_environment
 from accelerate_launch.plan import COUNTED, LOOPBACK, LaunchPlan, Target
 from accelerate_launch.planning import asks_launchers, refuse_nesting
@@ -53,6 +54,7 @@ class PrepareForLaunch:
             try:
                 return self.launcher(*args)
             except Exception as error:
+                add_attribute_hint(error)
                 uncaught.wait_for_culprit(error)
                 raise
 

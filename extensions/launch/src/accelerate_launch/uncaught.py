@@ -30,6 +30,7 @@ from accelerate_core.plugin import (
     of_the_user,
     parse_bool,
 )
+from accelerate_launch.attribute_hint import add_attribute_hint
 
 #: Holds the agent's process ID. Ranks that see it let the agent print their tracebacks.
 AGENT_VARIABLE = "ACCELERATE_AGENT_PID"
@@ -90,6 +91,7 @@ def install() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         shorten(error)
+        add_attribute_hint(error)
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if file and not isinstance(error, KeyboardInterrupt):
             # Wait before printing: the launcher stops an echo meanwhile, so it is never printed.
