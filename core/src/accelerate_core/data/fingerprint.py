@@ -34,4 +34,9 @@ def digest_of_order(entries: Iterable[Any]) -> int:
         left -= len(entry) if isinstance(entry, (list, tuple)) else 1
         if left <= 0:
             break
-    return int(hashlib.blake2b(repr(compared).encode(), digest_size=7).hexdigest(), 16)
+    return digest_of(compared)
+
+
+def digest_of(value: Any) -> int:
+    """Return a digest of the `repr` of a value."""
+    return int(hashlib.blake2b(repr(value).encode(), digest_size=7).hexdigest(), 16)

@@ -377,7 +377,9 @@ class CoreLoader(DataLoader[Any]):
         generator = self.synchronized_generator
         kept_workers = position.kept_workers
         draw = position.order is not None and position.loader_state is None
-        order = position.order or OrderState.capture(generator)
+        source = self._source
+        draws = source.stream.draws if isinstance(source, IndexedSource) else None
+        order = position.order or OrderState.capture(generator, draws)
         position.owner = owner
         position.ended = False
         position.order = order
@@ -387,7 +389,7 @@ class CoreLoader(DataLoader[Any]):
                 # In the resumed run these workers were reused, and drew no seed.
                 stack.enter_context(swapped(self.base, "generator", torch.Generator()))
             if draw:
-                stack.enter_context(order.replayed(generator))
+                stack.enter_context(order.replayed(generator, draws))
                 if generator is not None and order.generator is None:
                     draw_as_one(order_sampler(self), generator, drawn_before=not kept_workers)
             return self._source.start(position.batches, draw, position.loader_state)

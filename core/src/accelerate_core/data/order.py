@@ -213,6 +213,12 @@ def cursor_over(sampler: Any) -> Cursor:
     return _Stream(iter(sampler)) if draw is None else Cursor(draw(sampler))
 
 
+def order_is_known(plan: Any) -> bool:
+    """Return whether a sampler or batch sampler has the order of one of the samplers above."""
+    sampler = plan.sampler if is_plain(plan) else plan
+    return getattr(type(sampler), "__iter__", None) in _DRAWS
+
+
 def is_plain(batch_sampler: Any) -> bool:
     """Return whether a batch sampler just groups the indices of its sampler by `batch_size`."""
     return (

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from accelerate_core.data.shared_draws import GlobalStates, SharedDraws
 from accelerate_core.errors import ConfigurationError
 
 VERSION = 1
@@ -20,27 +21,37 @@ class OrderState:
 
     torch_rng: torch.Tensor
     generator: torch.Tensor | None = None
+    #: The states of the other generators that a custom sampler may draw from.
+    draws: str | None = None
 
     @classmethod
-    def capture(cls, generator: torch.Generator | None) -> OrderState:
+    def capture(cls, generator: torch.Generator | None, draws: SharedDraws | None) -> OrderState:
         """Copy the current states."""
-        return cls(torch.get_rng_state(), None if generator is None else generator.get_state())
+        return cls(
+            torch.get_rng_state(),
+            None if generator is None else generator.get_state(),
+            None if draws is None else draws.state(),
+        )
 
     @contextmanager
-    def replayed(self, generator: torch.Generator | None) -> Iterator[None]:
-        """Draw from these states inside the block, then restore the global generator.
+    def replayed(
+        self, generator: torch.Generator | None, draws: SharedDraws | None
+    ) -> Iterator[None]:
+        """Draw from these states inside the block, then restore the global generators.
 
-        The user's own generator is not restored: after the draws it is in the state that it had in
-        the run that is resumed.
+        The user's own generators are not restored: after the draws they are in the state that they
+        had in the run that is resumed.
         """
-        before = torch.get_rng_state()
+        before = GlobalStates.capture()
         torch.set_rng_state(self.torch_rng)
+        if draws is not None and self.draws is not None:
+            draws.load_state(self.draws)
         if generator is not None and self.generator is not None:
             generator.set_state(self.generator)
         try:
             yield
         finally:
-            torch.set_rng_state(before)
+            before.restore()
 
 
 @dataclass
@@ -116,7 +127,7 @@ class Position:
         self.loader_state = state.get("loader")
         self.kept_workers = bool(state.get("has_workers", False))
         if "torch_rng" in state:
-            self.order = OrderState(state["torch_rng"], state.get("generator"))
+            self.order = OrderState(state["torch_rng"], state.get("generator"), state.get("draws"))
 
     def is_at(self, state: dict[str, Any], batch_size: int | None) -> bool:
         """Whether a state describes this position in the same order."""

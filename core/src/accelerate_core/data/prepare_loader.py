@@ -13,12 +13,12 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
 )
 
+from accelerate_core.data.dataset_check import check_same_data
 from accelerate_core.data.loader import (
     CoreLoader,
     DataLoaderDispatcher,
@@ -26,10 +26,11 @@ from accelerate_core.data.loader import (
     LoaderOptions,
     check_fixed_batch,
 )
-from accelerate_core.data.order import SeedableRandomSampler, order_sampler
+from accelerate_core.data.order import SeedableRandomSampler, order_is_known, order_sampler
 from accelerate_core.data.resumable import swapped
 from accelerate_core.data.rng import RankedWorkerInit, check_rng_types, share_from_main
 from accelerate_core.data.shard import BatchSamplerShard, ItemShard, IterableDatasetShard
+from accelerate_core.data.shared_draws import SharedDraws
 from accelerate_core.data.sources import BatchSource, IndexedSource, IndexStream, ReadSource
 from accelerate_core.data.steps import StepReader, check_split
 from accelerate_core.distributed.communicator import Communicator
@@ -67,7 +68,8 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
         raise ConfigurationError(
             f"A {type(loader).__name__} is not a data loader, because it cannot be iterated."
         )
-    if _is_sharded_already(loader, options.num_processes):
+    is_sharded = _is_sharded_already(loader, options.num_processes)
+    if is_sharded:
         options = replace(options, num_processes=1, process_index=0)
     config = options.config
     count = options.num_processes
@@ -83,6 +85,10 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
     sampler = order_sampler(base)
     if make_dispatched is None and (count > 1 or order_comm is not None):
         _give_generator(base, sampler, order_comm)
+        if isinstance(order_sampler(loader), SeedableRandomSampler):  # the user's own
+            sampler.initial_seed = _same_seed(sampler.initial_seed, order_comm)
+    if make_dispatched is None and count > 1 and order_comm is not None:
+        check_same_data(getattr(base, "dataset", None), order_comm)
     batch_size = _batch_size(base)
     if config.split_batches and count > 1 and (batch_size is not None or _has_batch_sampler(base)):
         check_split(batch_size, count)
@@ -107,7 +113,8 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
         init = RankedWorkerInit(index * workers, base.worker_init_fn)
         _replace(base, worker_init_fn=init)
     if isinstance(source, IndexedSource):
-        _keep_beginning(source.stream.plan, order_comm)
+        alike = None if is_sharded else order_comm
+        _share_order(source.stream, alike, alike is None or "generator" in rng_types)
         _replace(view, **{_order_name(view): source.stream.plan})
     return DataLoaderShard(base, source, view, loader, options, batch_size)
 
@@ -124,9 +131,7 @@ def reshare(loader: CoreLoader, index: int, count: int) -> None:
             f"The data of {loader!r} cannot be split across a different number of ranks. Use a "
             "torch DataLoader with a map-style dataset, without dispatch_batches and without a loader plugin."
         )
-    plan = old.stream.plan
-    if isinstance(plan, BatchSamplerShard):
-        plan = plan.batch_sampler.sampler if isinstance(plan, ItemShard) else plan.batch_sampler
+    plan = _users_plan(old.stream.plan)
     options = replace(loader.options, num_processes=count, process_index=index)
     steps = StepReader(
         count, options.config.split_batches, loader.even_batches, _drops_last(loader)
@@ -140,10 +145,27 @@ def reshare(loader: CoreLoader, index: int, count: int) -> None:
     loader.read_on(source, options)
 
 
-def _keep_beginning(plan: Any, comm: Communicator | None) -> None:
-    """Let a shard keep what ranks compare: two steps, which are read before the first batch is returned."""
+def _share_order(stream: IndexStream, comm: Communicator | None, is_synchronized: bool) -> None:
+    """Let all ranks read rank 0's order, and keep what they compare.
+
+    Two steps are kept; they are read before the first batch is returned in any case.
+
+    Args:
+        is_synchronized: whether rank 0 shares the sampler's generator at the start of every iteration.
+    """
+    plan = stream.plan
     if isinstance(plan, BatchSamplerShard) and comm is not None:
         plan.kept_steps = 2
+    sampler = _users_plan(plan)
+    if not (is_synchronized and order_is_known(sampler)):
+        stream.draws = SharedDraws(sampler, comm)
+
+
+def _users_plan(plan: Any) -> Any:
+    """Return the sampler or batch sampler that the user's loader has."""
+    if not isinstance(plan, BatchSamplerShard):
+        return plan
+    return plan.batch_sampler.sampler if isinstance(plan, ItemShard) else plan.batch_sampler
 
 
 def _order_comm(options: LoaderOptions) -> Communicator | None:
@@ -241,12 +263,13 @@ def _batch_size(loader: Any) -> int | None:
 
 
 def _is_sharded_already(loader: Any, count: int) -> bool:
-    sampler = order_sampler(loader)
-    if count == 1 or not isinstance(sampler, DistributedSampler) or sampler.num_replicas != count:
+    samplers = [order_sampler(loader), getattr(loader, "batch_sampler", None)]
+    divides = (getattr(sampler, "num_replicas", None) == count for sampler in samplers)
+    if count == 1 or not any(divides):
         return False
     logger.warning(
-        "The loader has a DistributedSampler over %d ranks, so it is used unchanged. Without one, "
-        "ranks read in the order of a single process, and metrics can be exact.",
+        "The loader's sampler is a DistributedSampler, or similar, over %d ranks, so it is used "
+        "unchanged. Without one, ranks read in the order of a single process, and metrics can be exact.",
         count,
     )
     return True

@@ -14,6 +14,7 @@ from accelerate_core.data.fingerprint import digest_of_order
 from accelerate_core.data.order import Wrapper, iterate_from
 from accelerate_core.data.resumable import ResumableReader
 from accelerate_core.data.shard import ItemShard, IterableDatasetShard
+from accelerate_core.data.shared_draws import SharedDraws
 from accelerate_core.data.steps import NOTHING, Item, Read, Step, StepReader, steps_of
 
 _END: Any = object()
@@ -29,6 +30,7 @@ class IndexStream(Wrapper):
         start: where the next iteration begins, in batches of the single-process loader.
         head: how many batches from the start of the epoch are yielded first; padding needs them.
         iterator: the class of iterators.
+        draws: the generators of a custom sampler; None if the order is known.
     """
 
     own_names = ("plan", "state_dict", "load_state_dict")
@@ -39,12 +41,13 @@ class IndexStream(Wrapper):
         self.head = 0
         self.iterator: type[IndexIterator] = IndexIterator
         self.latest: IndexIterator | None = None
+        self.draws: SharedDraws | None = None
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def __iter__(self) -> IndexIterator:
-        self.latest = self.iterator(self.plan, self.start, self.head)
+        self.latest = self.iterator(self.plan, self.start, self.head, self.draws)
         return self.latest
 
 
@@ -60,8 +63,9 @@ class IndexIterator(Iterator[Any]):
         exhausted: whether no batch is left.
     """
 
-    def __init__(self, plan: Any, start: int, head: int) -> None:
+    def __init__(self, plan: Any, start: int, head: int, draws: SharedDraws | None = None) -> None:
         self.plan = plan
+        self.draws = draws
         self.start = start
         self.head = head
         self.count = 0
@@ -81,13 +85,23 @@ class IndexIterator(Iterator[Any]):
     def draw(self) -> None:
         """Draw the order now, and move to the start."""
         if self._batches is None:
-            if hasattr(type(self.plan), "iterate"):
-                self._batches = iter(self.plan.iterate(self.start))
-            else:
-                self._batches = iterate_from(self.plan, self.start, self.head)
+            shared = self.draws is not None and self.draws.comm is not None
+            batches = self._read_plan() if shared else self._open_plan()
+            self._batches = batches if self.draws is None else self.draws.batches(batches)
             self._next = next(self._batches, _END)
             self.exhausted = self._next is _END
             self._beginning = getattr(self.plan, "beginning", [])
+            if self.draws is not None:
+                self.draws.check(self.order_digest)
+
+    def _open_plan(self) -> Iterator[Any]:
+        if hasattr(type(self.plan), "iterate"):
+            return iter(self.plan.iterate(self.start))
+        return iterate_from(self.plan, self.start, self.head)
+
+    def _read_plan(self) -> Iterator[Any]:
+        """Open the plan when the first batch is requested, because `iter` may draw the order."""
+        yield from self._open_plan()
 
     def __next__(self) -> Any:
         if self._batches is None:
