@@ -1,7 +1,7 @@
 """Notice that ranks which read by index hold their samples in different orders.
 
 Attributes that differ between ranks are common (caches, paths, noise, synthetic data), so a difference
-alone is no evidence. It is one if the same entries are in another order, if the ranks chose different
+alone proves nothing. It is an error if the same entries are in another order, if the ranks chose different
 samples of a larger set, or if the numbers of samples differ.
 """
 
