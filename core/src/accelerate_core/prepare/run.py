@@ -13,8 +13,9 @@ from accelerate_core.backend.precision import Precision
 from accelerate_core.builtin.compiled import compile_in_place, is_compiled_in_place, take_compilers
 from accelerate_core.errors import PrepareError, warn
 from accelerate_core.prepare.classify import check_preparable, classify
-from accelerate_core.prepare.plan import Entry, PreparePlan
+from accelerate_core.prepare.plan import Entry, PreparePlan, named_parameters
 from accelerate_core.prepare.prepared import Prepared
+from accelerate_core.training.trainable import refuse_half_weights
 
 
 def prepare(
@@ -44,6 +45,7 @@ def prepare(
     if type(prepared.precision).prepare is not Precision.prepare:
         prepared.prepare_precision(plan)
         plan.reconcile(prepared.objects.models, tell=False)
+    _check_trained_dtypes(prepared, plan)
     hooks.prepare(plan)
     if "optimizer" not in backend.owns:
         plan.reconcile(prepared.objects.models, tell=True)
@@ -89,6 +91,20 @@ def _classify(
         entry = Entry(kind, obj, obj, default if moved is None else moved, evaluation_mode, done)
         entries.append(entry)
     return PreparePlan(entries, prepared.inner_model, prepared.replaced_parameters)
+
+
+def _check_trained_dtypes(prepared: Prepared, plan: PreparePlan) -> None:
+    """Refuse optimizers that would get fp16 gradients, if losses are scaled."""
+    if prepared.loss_scaler is None or not prepared.loss_scaler.enabled:
+        return
+    models = [*prepared.objects.models, *plan.values("model")]
+    names = {
+        id(parameter): name
+        for model in models
+        for name, parameter in named_parameters(prepared.inner_model(model)).items()
+    }
+    for optimizer in plan.values("optimizer"):
+        refuse_half_weights(optimizer, names)
 
 
 def _stages(prepared: Prepared, entry: Entry) -> torch.nn.Module:

@@ -166,8 +166,10 @@ class TrainingLoop:
             change = record.change()
             if change is None:
                 continue
-            if self.scaler is not None:
-                refuse_half_weights(type(record.module).__name__, change.unfrozen)
+            if self.scaler is not None and self.scaler.enabled:
+                names = {id(parameter): name for name, parameter in change.unfrozen.items()}
+                for optimizer in self.optimizers:
+                    refuse_half_weights(optimizer.optimizer, names)
             if self.hooks.follow_trainable(change, loss):
                 record.accept()
 

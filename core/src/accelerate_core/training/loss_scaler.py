@@ -32,6 +32,11 @@ class LossScaler:
     #: Ids of the optimizers that stepped since the last update.
     stepped: set[int] = field(default_factory=set, init=False)
 
+    @property
+    def enabled(self) -> bool:
+        """Whether losses are scaled."""
+        return self.scaler.is_enabled()
+
     def unscale(self, optimizers: Sequence[Any]) -> None:
         """Unscale the gradients of inner optimizers, each once per step."""
         for one in optimizers:

@@ -88,25 +88,29 @@ def _trained(names: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
     return {id(p): p for p in names.values() if p.requires_grad}
 
 
-def refuse_half_weights(kind: str, parameters: Mapping[str, torch.Tensor]) -> None:
+def refuse_half_weights(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
     """Refuse to train fp16 weights under a gradient scaler, which cannot unscale fp16 gradients.
 
     Args:
-        kind: the model's class.
-        parameters: its trainable parameters by name.
+        optimizer: an optimizer of torch.
+        names: id of a parameter -> its name.
 
     Raises:
-        ConfigurationError: names some of them, and says what to do.
+        ConfigurationError: names some of the parameters, and says what to do.
     """
-    halves = {name: p for name, p in parameters.items() if p.dtype is torch.float16}
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        return  # a fused optimizer unscales by itself, in any dtype
+    held = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    halves = [p for p in held if p.dtype is torch.float16 and p.requires_grad]
     if halves:
+        labels = [names.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in halves]
         raise ConfigurationError(
-            f"mixed_precision='fp16' trains fp32 weights and scales the loss, but {len(halves)} trainable "
-            f"parameter(s) of {kind} are stored in torch.float16: {shorten(halves)}. Their gradients would "
-            "overflow, and torch cannot unscale them. Convert the model with model.float(), or load it "
-            "with torch_dtype=torch.float32, and call this again. If these weights should not train, call "
-            "requires_grad_(False) on them; frozen fp16 weights are fine. To keep trainable weights in 16 "
-            "bits, use bfloat16 weights and mixed_precision='bf16'."
+            f"{type(optimizer).__name__} would train {len(halves)} parameter(s) that are stored in "
+            f"torch.float16: {shorten(labels)}. mixed_precision='fp16' scales the loss, and gradients in "
+            "torch.float16 cannot be unscaled. It computes in fp16 by itself, so keep the weights in "
+            "fp32: call model.float(), or load them with torch_dtype=torch.float32, before prepare(). "
+            "Frozen weights may stay in fp16: call requires_grad_(False) on them. To train weights that "
+            "are stored in 16 bits, use bfloat16 weights and mixed_precision='bf16'."
         )
 
 

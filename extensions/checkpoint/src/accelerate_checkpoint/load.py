@@ -207,22 +207,43 @@ def check_fits(state: TrainingState, source: Source) -> None:
         "registered": len(state.registered),
     }
     there = {what: saved.get(what, count) for what, count in have.items()}
-    fewer = [f"{there[w]} {w} (not {count})" for w, count in have.items() if there[w] < count]
-    more = [f"{there[w] - count} {w}" for w, count in have.items() if there[w] > count]
-    if fewer:
+    if any(there[what] < count for what, count in have.items()):
         raise CheckpointError(
-            f"{source.place} does not fit this run: it holds only {', '.join(fewer)}. Prepare and "
-            "register the same objects in the same order as when it was saved."
+            f"{source.place} does not fit this run: {_compared(there, have)}. Prepare and register the "
+            "same objects in the same order as when it was saved."
         )
     names = [f"{files.GRADIENTS}_{rank}.bin" for rank in range(source.saved_by)]
     if any(map(source.has, names)):
         mesh = source.facts.get("mesh")
         state.check_gradients_fit(source.place, source.saved_by, mesh)
-    if more:
+    if any(there[what] > count for what, count in have.items()):
         state.warn_once(
-            f"{source.place} holds {' and '.join(more)} more than this run has prepared or "
-            "registered. They are not loaded."
+            f"{source.place} has more than this run: {_compared(there, have)}. The first ones are loaded, "
+            "in the order of prepare() and register_for_checkpointing(), and the rest is ignored. To load "
+            "everything, prepare and register the same objects as when it was saved."
         )
+
+
+#: What users call the objects that a manifest counts, for one and for several.
+_KINDS = {
+    "models": ("model", "models"),
+    "optimizers": ("optimizer", "optimizers"),
+    "schedulers": ("scheduler", "schedulers"),
+    "registered": (
+        "object passed to register_for_checkpointing",
+        "objects passed to register_for_checkpointing",
+    ),
+}
+
+
+def _compared(saved: Mapping[str, int], have: Mapping[str, int]) -> str:
+    """Return how many objects of each kind were saved and how many this run has, where they differ."""
+    parts = []
+    for what, count in have.items():
+        if saved[what] != count:
+            kind = _KINDS[what][saved[what] != 1]
+            parts.append(f"it was saved with {saved[what]} {kind}, and this run has {count}")
+    return "; ".join(parts)
 
 
 @dataclass
