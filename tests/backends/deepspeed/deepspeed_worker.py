@@ -99,6 +99,30 @@ def zero_grad_drops_unused_gradients() -> None:
 
 
 @case
+def parameters_that_are_unfrozen_after_prepare_are_refused() -> None:
+    """DeepSpeed's optimizer holds copies of the parameters that required gradients."""
+    for stage in range(4):
+        accelerator = speed({"train_micro_batch_size_per_gpu": 2}, zero_stage=stage)
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            torch.nn.Linear(3, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        )
+        net[0].requires_grad_(False)
+        trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(trained, lr=0.1))
+        inner, x = accelerator.unwrap_model(model), torch.ones(2, 3) * (RANK + 1)
+        for frozen in (False, True, False):
+            inner[1].requires_grad_(not frozen)
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        inner[0].requires_grad_(True)
+        with pytest.raises(ConfigurationError, match=r"unfrozen: '0\.weight', '0\.bias'.*prepare"):
+            accelerator.backward(model(x).sum())
+        accelerator.end_training()
+
+
+@case
 def accumulation_with_uneven_last_batches_matches_ddp() -> None:
     rows = 10 * SIZE + 3  # the last batches are short, and end a cycle of three early
     generator = torch.Generator().manual_seed(3)

@@ -98,8 +98,8 @@ class StepHooks:
         * `change`: the prepared model, and the parameters by name.
         * `loss`: the loss of the backward that follows; None if the backend runs forward as well.
 
-        Default: raise an error for unfrozen and added parameters if the backend has an engine or an
-        optimizer of its own, or combines gradients in `backward` on several ranks.
+        Default: return False. Raise an error for unfrozen and added parameters if the backend has an
+        engine or an optimizer of its own, or combines gradients in `backward` on several ranks.
         """
         has_engine = self.reduces_gradients == "engine" or "optimizer" in self.owns
         in_backward = self.reduces_gradients == "backward" and accelerator.num_processes > 1
@@ -110,7 +110,7 @@ class StepHooks:
                 "that will be trained require gradients when you call prepare(), and freeze them "
                 "afterwards, or choose another backend."
             )
-        return True
+        return False
 
     @owner
     def scale_gradients(
