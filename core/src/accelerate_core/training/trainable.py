@@ -32,6 +32,7 @@ class TrainableRecord:
     seen: list[bool] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._names: dict[str, torch.Tensor] = {}
         self._names = self._read()
         self._passing: dict[int, torch.Tensor] = {}
         self.accept()
@@ -76,6 +77,10 @@ class TrainableRecord:
         names: dict[str, torch.Tensor] = {
             canonical_key(name): parameter for name, parameter in self.module.named_parameters()
         }
+        # Between forward and backward, a module may hold whole parameters in place of sharded ones.
+        for name, earlier in self._names.items():
+            if hasattr(earlier, "device_mesh") and name in names:
+                names[name] = earlier
         # A subclass such as a quantized weight may answer in Python, which would cost a call for each
         # parameter in every step.
         plain = torch._C._disabled_torch_function_impl
