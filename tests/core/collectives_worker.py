@@ -14,7 +14,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from accelerate_core.distributed.collectives import (
     broadcast,
+    check_objects,
     gather,
     gather_object,
     gather_uneven,
@@ -673,6 +674,16 @@ def different_operations_and_verbs_are_noticed(comm: Communicator) -> None:
     refused("pad_across_processes", call, "(dim=[0]) of [2, 2]", "(dim=[1]) of [2, 2]")
     verb = "gather_uneven" if last else "gather"
     refused(verb, lambda: VERBS[verb](tree, comm), "gather of ['x']", "gather_uneven of ['x']")
+
+
+@case
+def objects_instead_of_tensors_on_some_ranks_are_noticed(comm: Communicator) -> None:
+    """`gather_for_metrics` gathers a structure with other objects than tensors in another way."""
+    gather(ONE, comm)
+    last = comm.rank == comm.size - 1
+    verb = "gather_for_metrics" if last else "gather"
+    call = partial(check_objects, comm) if last else partial(gather, ONE, comm)
+    refused(verb, call, "gather of [1] float32", "gather_for_metrics of <not only tensors>")
 
 
 @case
