@@ -287,6 +287,26 @@ def test_schedulers_step_once_per_accumulation_cycle_and_forward_metrics():
         assert rates == pytest.approx([0.01, 0.01, 0.01, 0.001])
 
 
+def test_functions_are_called_once_after_a_chosen_step():
+    net, optimizer, _, _ = make()
+    with Accelerator(**CPU) as accelerator:
+        model, optimizer = accelerator.prepare(net, optimizer)
+        seen = []
+
+        def again(stepped):
+            seen.append(stepped.steps_taken)
+            stepped.call_after_step(stepped.steps_taken + 2, again)
+
+        optimizer.call_after_step(2, again)
+        optimizer.call_after_step(2, lambda stepped: seen.append("once"))
+        for step in range(5):
+            if step == 4:  # this step has passed
+                optimizer.call_after_step(1, lambda stepped: seen.append("late"))
+            accelerator.backward(model(torch.ones(1, 8)).sum())
+            optimizer.step()
+        assert seen == [2, "once", 4, "late"]
+
+
 def test_outputs_are_converted_to_float32_by_default():
     x = torch.ones(2, 8)
     seen = []

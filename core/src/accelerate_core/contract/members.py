@@ -118,6 +118,8 @@ class GradientStateView(Protocol):
     #: Number of backward passes, and of steps of prepared optimizers.
     backwards: int
     steps: int
+    #: Whether ranks may have taken different numbers of steps, because `join_uneven_inputs` was entered.
+    uneven_inputs: bool
     #: Called with the loader before each batch of a loop, and once before its end. An elastic backend
     #: changes the ranks here.
     before_batch: Callable[[Any], None] | None
@@ -150,6 +152,13 @@ class PreparedOptimizer(Protocol):
     #: Number of steps taken, and the value of `GradientStateView.backwards` at the last one.
     steps_taken: int
     seen_backwards: int
+
+    def call_after_step(self, step: int, function: Callable[[PreparedOptimizer], None]) -> None:
+        """Call a function with this optimizer once, at the end of a step; other steps cost nothing.
+
+        Args:
+            step: the number of the step. If it has passed, the function is called after the next one.
+        """
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

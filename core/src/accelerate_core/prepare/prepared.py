@@ -388,6 +388,7 @@ class Prepared:
         if even_batches is not None:
             stack.enter_context(override_even_batches(self.objects.loaders, even_batches))
         stack.enter_context(self.metrics.uneven_inputs())
+        self.gradient_state.uneven_inputs = True
         stack.enter_context(self.hooks.join_uneven_inputs(joinables))
         return stack
 

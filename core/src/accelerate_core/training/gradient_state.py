@@ -73,6 +73,8 @@ class GradientState(metaclass=_Current):
     before_batch: Callable[[Any], None] | None = field(default=None, init=False)
     #: Called after each iteration of a loop over a loader; None for nothing.
     loop_body_end: Callable[[], None] | None = field(default=None, init=False)
+    #: Whether `join_uneven_inputs` was entered, so ranks may have taken different numbers of steps.
+    uneven_inputs: bool = field(default=False, init=False)
     #: Whether `loop_body_end` is running or has raised. Such an exception doesn't come from the loader.
     in_listener: bool = field(default=False, init=False)
     _open: list[tuple[weakref.ref[Any], BatchInfo]] = field(default_factory=list, init=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -78,6 +79,9 @@ class AcceleratedOptimizer(Optimizer):
         self._cleared_at = 0
         # Whether `zero_grad` was called before the last backward whose micro-batch called `step`.
         self._zeroes_first = False
+        #: What `call_after_step` registered, and the number of the next step that calls something.
+        self._calls: list[tuple[int, Callable[[AcceleratedOptimizer], None]]] = []
+        self._next_call = math.inf
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not set yet: unpickling, copying
@@ -192,7 +196,29 @@ class AcceleratedOptimizer(Optimizer):
         state.steps += 1
         if self._after_step is not None:
             self._after_step(self)
+        if self.steps_taken >= self._next_call:
+            self._run_calls()
         return result[-1] if result else None
+
+    def call_after_step(self, step: int, function: Callable[[AcceleratedOptimizer], None]) -> None:
+        """Call a function with this optimizer once, at the end of a step.
+
+        Other steps make no additional call. Another thread may register a function, too.
+
+        Args:
+            step: the number of the step. If it has passed, the function is called after the next one.
+            function: what to call.
+        """
+        self._calls.append((step, function))
+        self._next_call = min(self._next_call, step)
+
+    def _run_calls(self) -> None:
+        due = [one for one in self._calls if one[0] <= self.steps_taken]
+        for one in due:
+            self._calls.remove(one)
+        self._next_call = min((step for step, _ in self._calls), default=math.inf)
+        for _, function in due:
+            function(self)
 
     @property
     def step_was_skipped(self) -> bool:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate_core.plugin import AcceleratorView, Claim, Request, hookimpl
-from accelerate_watch.settings import WatchConfiguration
+from accelerate_watch.settings import DriftError, WatchConfiguration
 
 if TYPE_CHECKING:
+    from accelerate_watch.drift import Drift
     from accelerate_watch.stragglers import Stragglers
+    from accelerate_watch.watcher import Watcher
 
 #: Seconds that a rank waits before a report, if the process group's timeout is not shorter.
 _HANG_AFTER = 60.0
@@ -36,6 +39,8 @@ class Watch:
         self._settings = settings
         self._state = "not started"
         self._ends: list[Callable[[], object]] = []
+        self._watcher: Watcher | None = None
+        self._drift: Drift | None = None
         if settings.hang_after != 0 or settings.straggler_factor:
             from accelerate_watch import recording
 
@@ -54,7 +59,7 @@ class Watch:
         """Start the thread."""
         import torch.distributed as dist
 
-        from accelerate_watch import flight_recorder, run_folder, terminate
+        from accelerate_watch import drift, flight_recorder, run_folder, terminate
         from accelerate_watch.report import ABORTS
         from accelerate_watch.watcher import Watcher
 
@@ -90,11 +95,16 @@ class Watch:
             steps=_step_counter(accelerator),
             stragglers=self._stragglers(factor, accelerator.num_processes),
         )
+        self._watcher = watcher
+        ranks = drift.compared_ranks(accelerator) if self._settings.drift != "off" else []
+        if len(ranks) > 1:
+            raises = self._settings.drift == "error"
+            self._drift = watcher.drift = drift.Drift(accelerator, raises, ranks, watcher.wake)
         restore = terminate.before_abort(lambda: watcher.report_and_wait(ABORTS))
-        self._ends += [watcher.stop, restore, _leaving(folder, rank)]
-        atexit.register(self._end)
+        self._ends += [restore, _leaving(folder, rank)]
+        atexit.register(self._end_at_exit)
         # If it is deleted without end_training. At exit, the line above ends the reports.
-        weakref.finalize(accelerator, self._end).atexit = False
+        weakref.finalize(accelerator, self._end, finish=False).atexit = False
         watcher.start()
         self._state = f"a report is printed after {hang_after:g} s in a collective"
         if not recording:
@@ -114,20 +124,51 @@ class Watch:
         return _HANG_AFTER if limit is None else min(_HANG_AFTER, limit.total_seconds() / 2)
 
     @hookimpl
-    def on_end(self, accelerator: AcceleratorView) -> None:
-        """End the thread before the process group ends."""
-        self._end()
+    def on_prepared(
+        self, accelerator: AcceleratorView, given: Sequence[object], prepared: Sequence[object]
+    ) -> None:
+        """Compare facts of the ranks after some steps of the optimizers."""
+        if self._drift is not None:
+            self._drift.watch(accelerator.optimizers)
 
-    def _end(self) -> None:
+    @hookimpl
+    def on_end(self, accelerator: AcceleratorView) -> None:
+        """End the thread before the process group ends.
+
+        Raises:
+            DriftError: ranks have drifted apart in the last steps, and `drift="error"` is set.
+        """
+        self._end()
+        drift, self._drift = self._drift, None
+        if drift is not None and drift.verdict and not drift.raised:
+            raise DriftError(drift.verdict)
+
+    def _end(self, finish: bool = True) -> None:
+        # A rank that ends because of an exception does not wait for the others.
+        failed = getattr(sys, "last_value", None) is not None or sys.exc_info()[0] is not None
+        if self._watcher is not None:
+            if self._drift is not None and finish and not failed:
+                self._drift.capture_last()
+            self._watcher.stop(finish and not failed)
+            self._watcher = None
         for end in self._ends:
             end()
         self._ends = []
-        atexit.unregister(self._end)
+        atexit.unregister(self._end_at_exit)
+
+    def _end_at_exit(self) -> None:
+        """End without `end_training`, when it is too late to raise an error."""
+        self._end()
+        if self._drift is not None and self._drift.verdict and not self._drift.raised:
+            sys.stderr.write(f"\naccelerate-watch: {self._drift.verdict}\n")
 
     @hookimpl
     def explain(self) -> str:
         """Return when a report is printed."""
-        return f"hang reports: {self._state}"
+        if self._drift is None:
+            return f"hang reports: {self._state}"
+        compared = f"off: {self._drift.failed}" if self._drift.failed else self._settings.drift
+        return f"hang reports: {self._state}; ranks that drift apart: {compared}"
 
 
 def _leaving(folder: Path, rank: int) -> Callable[[], None]:

@@ -149,7 +149,7 @@ def compose(states: Mapping[int, RankState], ranks: int, timeout: float | None) 
         lines += _describe(one, states)
     if absent:
         lines.append(
-            f"  No answer from {_listed(absent)}, and none about it from its machine: the machine or "
+            f"  No answer from {name_ranks(absent)}, and none about it from its machine: the machine or "
             "its network may be down."
         )
     first = {rank for one in blocked for rank in one.missing}
@@ -185,7 +185,7 @@ def _describe(one: Blocked, states: Mapping[int, RankState]) -> list[str]:
     for rank, entry in sorted(one.arrived.items()):
         calls.setdefault(_spelled(entry) if entry else "it has completed there", []).append(rank)
     for call, ranks in calls.items():
-        lines.append(f"    {call}: {_listed(ranks)}")
+        lines.append(f"    {call}: {name_ranks(ranks)}")
     if one.differing:
         lines.append(
             "    A rank leaves the common order if it takes another branch, or catches an exception in the "
@@ -225,14 +225,14 @@ def _places(states: Mapping[int, RankState], chosen: Collection[int]) -> list[st
         step = f"step {state.step}"
         if state.silent:
             step = f"last seen {state.seen:.0f} s ago at step {state.step} or later"
-        who = f"{_listed(ranks)}, {step}"
+        who = f"{name_ranks(ranks)}, {step}"
         where = f" (process {state.pid} on {state.host})" if len(ranks) == 1 else ""
         ends = ":" if state.stack else "."
         lines += [f"  {who}{where}{ends}{silent}".replace("rank", "Rank", 1), *state.stack]
     return [line if line.startswith("  R") else f"  {line}" for line in lines]
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Return `rank 3`, or `ranks 0-3, 7`."""
     parts: list[list[int]] = []
     for rank in ranks:

@@ -1,8 +1,25 @@
-"""The settings of hang and straggler reports, and how settings activate the other plugins."""
+"""The settings of reports about ranks, and how settings activate the other plugins."""
 
 from __future__ import annotations
 
-from accelerate_core.plugin import Claim, KwargsHandler, Request, option, settings
+from typing import Literal
+
+from accelerate_core.plugin import (
+    AccelerateError,
+    Claim,
+    KwargsHandler,
+    Request,
+    option,
+    settings,
+)
+
+
+class DriftError(AccelerateError, RuntimeError):
+    """Ranks drifted apart, and `drift="error"` is set.
+
+    Cause: a fact that must be equal on all ranks differs; the message names it, the ranks and the values.
+    Fix: the message has the likely cause. `drift="warn"` continues the run.
+    """
 
 
 def claim_if_configured(request: Request, cls: type[KwargsHandler], section: str) -> Claim | None:
@@ -17,7 +34,7 @@ def claim_if_configured(request: Request, cls: type[KwargsHandler], section: str
 
 @settings(env_prefix="ACCELERATE_WATCH_", section="watch_config")
 class WatchConfiguration(KwargsHandler):
-    """When a run reports ranks that are stuck or slow.
+    """When a run reports ranks that are stuck, slow, or drift apart.
 
     Example:
         accelerator = Accelerator(kwargs_handlers=[WatchConfiguration(hang_after=120)])
@@ -37,4 +54,9 @@ class WatchConfiguration(KwargsHandler):
     )
     straggler_interval: float = option(
         default=30.0, help="seconds between two comparisons of the ranks' speeds", gt=0
+    )
+    drift: Literal["warn", "error", "off"] = option(
+        default="warn",
+        help="what to do if learning rates, trained parameters, orders of data or numbers of steps differ on "
+        "ranks that must have the same: warn once, end the run with an error, or don't compare them",
     )

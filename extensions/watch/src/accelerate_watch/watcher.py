@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_watch import flight_recorder, run_folder, stacks
+from accelerate_watch.drift import Drift
 from accelerate_watch.report import RankState, compose
 from accelerate_watch.stragglers import Stragglers
 
@@ -51,6 +53,7 @@ class Watcher(threading.Thread):
         timeout: the process group's timeout in seconds; None for torch's default.
         steps: returns the number of steps so far.
         stragglers: compares the speeds of the ranks; None to compare nothing.
+        drift: compares facts that must be equal on the ranks; None to compare nothing.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Watcher(threading.Thread):
         timeout: float | None,
         steps: Callable[[], int],
         stragglers: Stragglers | None,
+        drift: Drift | None = None,
     ) -> None:
         super().__init__(name="accelerate-watch", daemon=True)
         self.rank = rank
@@ -77,6 +81,7 @@ class Watcher(threading.Thread):
         self.timeout = timeout
         self.steps = steps
         self.stragglers = stragglers
+        self.drift = drift
         self.interval = min(2.0, max(0.1, (hang_after or 60.0) / 20))
         self.interval = max(self.interval, ranks / _RANKS_PER_SECOND)
         self.host = socket.gethostname()
@@ -86,6 +91,8 @@ class Watcher(threading.Thread):
         self._wake = threading.Event()
         self._reported = threading.Event()
         self._over = False
+        #: Whether to compare the last facts before the thread ends.
+        self._finishes = False
         #: Why a report is needed at once; "" if none is.
         self._asked = ""
         #: Number of reports so far, and bytes of the file of requests that were read.
@@ -100,11 +107,19 @@ class Watcher(threading.Thread):
         #: Why the store cannot be used any more; "" while it can.
         self._lost = ""
 
-    def stop(self) -> None:
+    def wake(self) -> None:
+        """Look at once."""
+        self._wake.set()
+
+    def stop(self, finish: bool = True) -> None:
         """End the thread.
 
         Python aborts the process if it exits while the thread is in an operation of the store.
+
+        Args:
+            finish: compare the last facts of the ranks first, which may take seconds.
         """
+        self._finishes = finish and not self._lost
         self._over = True
         self._wake.set()
         if self.is_alive() and threading.current_thread() is not self:
@@ -125,10 +140,11 @@ class Watcher(threading.Thread):
         except Exception:  # the run ended at once
             return
         while not self._over:
-            self._wake.wait(self.interval)
+            pause = self.interval if self.drift is None else self.drift.pause()
+            self._wake.wait(min(self.interval, pause))
             self._wake.clear()
             if self._over:
-                return
+                break
             try:
                 if self._lost:
                     self._report_lost_store()
@@ -138,6 +154,9 @@ class Watcher(threading.Thread):
                 # The process that hosts the store has ended or hangs. Each further attempt would make
                 # torch print a C++ stack.
                 self._lost = str(error).splitlines()[0]
+        if self._finishes and self.drift is not None:
+            with contextlib.suppress(Exception):  # the process that hosts the store has ended
+                self.drift.finish(self._store)
 
     # --- every interval -----------------------------------------------------------------------
 
@@ -150,6 +169,8 @@ class Watcher(threading.Thread):
             self._store.set(f"beat/{self.rank}", run_folder.format_beat(self.steps()))
         if self.stragglers is not None:
             self._compare_speeds(now, waited)
+        if self.drift is not None:
+            self.drift.look(self._store)
         why = self._asked or self._requested()
         if not why and self.hang_after and waited >= self._next_report:
             why = f"a collective has not completed for {waited:.0f} s"
