@@ -13,6 +13,7 @@ import io
 import json
 import pkgutil
 import re
+import runpy
 import sys
 import tempfile
 import tomllib
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import drop_in_clients
 import pictures
 from packaging.requirements import Requirement
 
@@ -617,7 +619,21 @@ def drop_in() -> str:
         ]
     )
     lines += table(["attribute", "effect", "when it applies, or what to do instead"], rows)
+    lines += ["## Replaced by clients", "", *drop_in_clients.INTRODUCTION.splitlines(), ""]
+    lines += table(
+        ["client", "what it does", "here"], [list(row) for row in drop_in_clients.CLIENTS]
+    )
+    lines += ["## Accelerate's own tests", "", *drop_in_clients.TESTS.splitlines(), ""]
+    rows = [[f"`{name}`", why] for name, why in sorted(_original_tests().items())]
+    lines += table(["tests whose names begin with", "why"], rows)
     return "\n".join(lines)
+
+
+def _original_tests() -> dict[str, str]:
+    """Return the tests of Accelerate that are expected to fail, with the reasons."""
+    path = ROOT / "tests" / "drop_in" / "original_tests.py"
+    expected: dict[str, str] = runpy.run_path(str(path))["EXPECTED"]
+    return expected
 
 
 def _exports_by_extra() -> dict[str, str]:

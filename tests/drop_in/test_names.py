@@ -32,3 +32,10 @@ def run():
 @pytest.mark.parametrize("case", case_names(HERE / "names_ranks_worker.py"))
 def test_on_two_ranks(run, case):
     check_case(run, case)
+
+
+def test_replaced_functions_and_imported_names() -> None:
+    environ = clean_environment(OMP_NUM_THREADS="1", PYTHONPATH=SERVED)
+    done = pool.run([HERE / "replaced_worker.py"], environ, 240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "ended test_hyperparameters_of" in done.stdout

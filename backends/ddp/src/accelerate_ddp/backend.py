@@ -102,7 +102,9 @@ class DDPBackend(Backend):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         _refuse_sharded(model)
-        arguments = self.settings.constructor_arguments()
+        # Passed even without a device, because some libraries replace the constructor and require both.
+        arguments: dict[str, Any] = {"device_ids": None, "output_device": None}
+        arguments |= self.settings.constructor_arguments()
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) == 1 and accelerator.device.type != "cpu" and accelerator.device in devices:
             arguments["device_ids"] = [accelerator.device.index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
@@ -10,7 +11,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from accelerate_core import GradientState, accelerator
+from accelerate_core import AcceleratorState, GradientState, accelerator
+from accelerate_core.accelerator.signature import ShowsPluginArguments
 from accelerate_core.data.loader import CoreLoader
 from accelerate_core.data.sources import IndexedSource, IndexIterator
 from accelerate_core.plugin import (
@@ -23,10 +25,12 @@ from accelerate_core.plugin import (
     uncompiled,
     warn,
 )
-from accelerate_drop_in import assignment, listed_models, private  # noqa: F401  (adds what clients assign to)
+from accelerate_core.prepare.prepared import Prepared
+from accelerate_drop_in import assignment, listed_models, private, replaced  # noqa: F401  (adds what clients assign to)
 from accelerate_drop_in.data_loader import shown
 from accelerate_drop_in.fp8 import FP8BackendType
 from accelerate_drop_in.models import without_containers
+from accelerate_drop_in.settings import ParallelismConfig
 
 
 class _DrawnOnDemand(IndexIterator):
@@ -129,7 +133,11 @@ def _without_split_batches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return args
 
 
-class Accelerator(accelerator.Accelerator):
+class _Replaceable(replaced.WatchedClass, ShowsPluginArguments):
+    """The metaclass of the Accelerator, whose methods clients replace."""
+
+
+class Accelerator(accelerator.Accelerator, metaclass=_Replaceable):
     """The Accelerator of accelerate-core, with the behaviour that scripts for Accelerate rely on.
 
     All arguments of Accelerate's constructor may be given by position.
@@ -148,6 +156,12 @@ class Accelerator(accelerator.Accelerator):
 
         super().__init__(*_without_split_batches(args[:_FIRST], kwargs), **kwargs)
         vars(self)["_is_made"] = True
+        replaced.connect(self)
+        vars(self)["state"] = AcceleratorState(weakref.proxy(self))  # clients read it there
+        config = kwargs.get("parallelism_config")
+        if isinstance(config, ParallelismConfig):
+            config.refuse_other_dimensions()
+            config._validate_accelerator(self)
         self.dataloader_config = self.dataloader_config  # apply Accelerate's defaults
         if self.is_main_process:
             self.gradient_state.gradients_kept = _warn_of_kept_gradients
@@ -194,13 +208,58 @@ class Accelerator(accelerator.Accelerator):
         assignment.check_compiler(self)
         for one in args:
             _refuse_offloaded(one)
-        made = super().prepare(*args, device_placement=device_placement)
+        args = self._by_replaced_methods(args)
+        step = replaced.STEPS.get(self.distributed_type)
+        if step is None or device_placement is not None:
+            made = super().prepare(*args, device_placement=device_placement)
+        else:
+            made = getattr(self, step)(*args)
+            made = made[0] if len(args) == 1 else made
         for group in (self.models, self.optimizers, self.schedulers, self.loaders):
             for one in group:
                 shown(one)._is_accelerate_prepared = True
         for loader in self.loaders:
             self._read_ahead(loader)
         return made
+
+    def _prepare_step(self, *args: Any) -> tuple[Any, ...]:
+        """Prepare objects. Clients replace this, by the names of Accelerate's steps."""
+        made = super().prepare(*args)
+        return (made,) if len(args) == 1 else tuple(made)
+
+    _prepare_fsdp2 = _prepare_deepspeed = _prepare_megatron_lm = _prepare_step
+
+    def _unused_step(self, *args: Any, **_: Any) -> tuple[Any, ...]:
+        """Return the objects, because `prepare` does without this step of Accelerate."""
+        return args
+
+    _prepare_cp = _prepare_tp = _prepare_ao = _prepare_te = _prepare_msamp = _unused_step
+
+    def _by_replaced_methods(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Call methods such as `prepare_model` if a client or subclass has replaced them."""
+        own = {name: getattr(type(self), name) for name in _ORIGINAL_METHODS}
+        if own == _ORIGINAL_METHODS or self.__dict__.get("_in_replaced_method"):
+            return args
+        self.__dict__["_in_replaced_method"] = True
+        try:
+            return tuple(self._by_replaced_method(one, own) for one in args)
+        finally:
+            self.__dict__["_in_replaced_method"] = False
+
+    def _by_replaced_method(self, one: Any, own: dict[str, Any]) -> Any:
+        for name, kind in _PREPARED_BY.items():
+            replaced_here = own[name] is not _ORIGINAL_METHODS[name]
+            if replaced_here and isinstance(one, kind) and one not in self._prepared.objects:
+                return getattr(self, name)(one)
+        return one
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Return whether a device map distributes the model over several devices."""
+        return Prepared.verify_device_map(self._prepared, model)
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the full state dict of a prepared model."""
+        return Prepared.get_state_dict(self._prepared, model, unwrap)
 
     def prepare_data_loader(
         self,
@@ -255,6 +314,15 @@ class Accelerator(accelerator.Accelerator):
         """Call `hook(models, input_dir)` in `load_state`, with what Accelerate passes."""
         return super().register_load_state_pre_hook(listed_models.load_hook(self, hook))
 
+
+#: The methods with which Accelerate's `prepare` prepares a single object, by its class.
+_PREPARED_BY = {
+    "prepare_model": torch.nn.Module,
+    "prepare_data_loader": torch.utils.data.DataLoader,
+    "prepare_optimizer": torch.optim.Optimizer,
+    "prepare_scheduler": torch.optim.lr_scheduler.LRScheduler,
+}
+_ORIGINAL_METHODS = {name: getattr(Accelerator, name) for name in _PREPARED_BY}
 
 Accelerator.__init__.__wrapped__ = accelerator.Accelerator.__init__  # type: ignore[attr-defined]
 

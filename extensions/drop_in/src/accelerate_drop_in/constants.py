@@ -93,3 +93,7 @@ class CustomDtype(Enum):
     FP8 = "fp8"
     INT4 = "int4"
     INT2 = "int2"
+
+
+#: Methods that Accelerate replaces on modules whose device map forbids moving them.
+ADDED_ATTRIBUTES = ["to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"]

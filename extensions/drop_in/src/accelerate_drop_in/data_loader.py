@@ -29,6 +29,7 @@ from accelerate_core.plugin import (
     host_group,
     prepare_loader,
 )
+from accelerate_drop_in import replaced
 
 
 def prepare_data_loader(
@@ -84,6 +85,26 @@ def prepare_data_loader(
     Example:
         loader = prepare_data_loader(DataLoader(dataset, 8), num_processes=2, process_index=1)
     """
+    continued = replaced.continuation()
+    if continued is not None:
+        made: CoreLoader = continued(
+            dataloader,
+            device=device,
+            num_processes=num_processes,
+            process_index=process_index,
+            split_batches=split_batches,
+            put_on_device=put_on_device,
+            rng_types=rng_types,
+            dispatch_batches=dispatch_batches,
+            even_batches=even_batches,
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            use_seedable_sampler=use_seedable_sampler,
+            data_seed=data_seed,
+            non_blocking=non_blocking,
+            use_stateful_dataloader=use_stateful_dataloader,
+            torch_device_mesh=torch_device_mesh,
+        )
+        return made
     count = current_runtime().num_processes if num_processes is None else num_processes
     index = current_runtime().process_index if process_index is None else process_index
     alike = [one for one in ("tp", "cp", "sp") if one in _names_of(torch_device_mesh)]

@@ -241,3 +241,11 @@ def get_state_dict_from_offload(
             if f"{holder}.{name}" in state_dict:
                 state_dict[f"{holder}.{name}"] = value
     return state_dict
+
+
+def proper_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Return a dtype for itself or its name, such as `torch.float16` or `float16`."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
+    return found

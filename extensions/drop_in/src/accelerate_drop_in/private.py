@@ -155,6 +155,13 @@ def _is_stateful(self: CoreLoader) -> bool:
     return hasattr(type(self.base), "load_state_dict")
 
 
+def _prepare_backend(
+    self: PartialState, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+) -> tuple[str | None, Any]:
+    """Return the backend of the process group, and the type of the run."""
+    return backend or self.backend, self.distributed_type
+
+
 def _at(path: str) -> Any:
     """Return a property that reads `path` of an object."""
     return property(attrgetter(path))
@@ -176,6 +183,7 @@ def add() -> None:
         },
         PartialState: {
             "_reset_state": classmethod(_reset_all),
+            "_prepare_backend": _prepare_backend,
             "__setattr__": assign_to_state,
             "__getattr__": _kept_on_state,
         },

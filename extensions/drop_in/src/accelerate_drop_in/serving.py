@@ -1,8 +1,8 @@
 """Serve Accelerate's names from the modules of the package `accelerate`.
 
-These modules are files in the folder `served`, which contain no code except scripts for tests. The
-names of each module are in `names.json`, which was read from Accelerate. They are looked up in the
-packages of accelerate-core when they are used.
+These modules are files in the folder `served`, which contain no code except scripts for tests and functions
+whose source libraries look for. The names of each module are in `names.json`, which was read from Accelerate.
+They are looked up in the packages of accelerate-core when they are used.
 """
 
 from __future__ import annotations
@@ -120,7 +120,11 @@ _PRIVATE_NAMES = {
         *("accelerate_fsdp2.sequence", "refuse_recurrent"),
     ),
     "_validate_launch_command": ("accelerate_drop_in.launching", "validate_launch_command"),
+    "_accelerate_added_attributes": ("accelerate_drop_in.constants", "ADDED_ATTRIBUTES"),
+    "_get_proper_dtype": ("accelerate_drop_in.models", "proper_dtype"),
 }
+#: Functions whose source text libraries look for in the served file.
+_IN_FILES = dict.fromkeys(("fsdp2_prepare_model",), ("accelerate.utils.fsdp_utils",))
 
 #: The original value of each name that a script has replaced.
 _originals: dict[str, Any] = {}
@@ -129,9 +133,29 @@ _originals: dict[str, Any] = {}
 @functools.cache
 def names() -> dict[str, list[str]]:
     """Return Accelerate's public names by module; the package itself is ""."""
-    text = resources.files(__package__).joinpath("names.json").read_text(encoding="utf-8")
-    made: dict[str, list[str]] = json.loads(text)
-    return made
+    table: dict[str, list[str]] = _table("names")
+    return table
+
+
+@functools.cache
+def _table(name: str) -> Any:
+    """Read a table of what Accelerate's modules have, by module."""
+    text = resources.files(__package__).joinpath(f"{name}.json").read_text(encoding="utf-8")
+    return json.loads(text)
+
+
+def _imported(module: str, name: str) -> Any:
+    """Return an object that Accelerate's module imports from another library.
+
+    Raises:
+        AttributeError: it imports nothing of this name, or the library is not installed.
+    """
+    where, _, inner = _table("imports").get(module, {}).get(name, "").partition(":")
+    try:
+        home = importlib.import_module(where) if where else None
+        return getattr(home, inner) if inner and home else home
+    except (ImportError, AttributeError):
+        return None
 
 
 class _Absent(type):
@@ -171,6 +195,9 @@ class Served(ModuleType):
                 return getattr(importlib.import_module(home), inner)
             if f"{self.__name__}.{name}".partition(".")[2] in names():
                 return importlib.import_module(f"{self.__name__}.{name}")
+            if (value := _imported(module, name)) is not None:
+                ModuleType.__setattr__(self, name, value)
+                return value
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = self._find(name)
         ModuleType.__setattr__(self, name, value)
@@ -188,11 +215,13 @@ class Served(ModuleType):
             )
         if (missing := absent(module, name)) is not None:
             return _Absent(name, (), {"reason": missing, "__doc__": missing})
-        own = _ONE_HOME.get(name) or _HOMES.get(module, ())
+        own = _ONE_HOME.get(name) or _IN_FILES.get(name) or _HOMES.get(module, ())
         if _PROBE.fullmatch(name):
             own = ("accelerate_drop_in.probes",)
         others = (one for homes in _HOMES.values() for one in homes if not _APART.search(one))
         for home in (*own, "accelerate_core.utils", *others):
+            if home == self.__name__:
+                continue
             try:
                 return getattr(importlib.import_module(home), name)
             except MissingPluginError as error:
@@ -212,15 +241,26 @@ class Served(ModuleType):
             if isinstance(value, ModuleType):
                 return  # importing the submodule `tqdm` must not replace the function `tqdm`
             old = getattr(self, name, None)
-            _originals.setdefault(name, old)
-            _replace(name, old, value)
+            original = _originals.setdefault(name, old)
+            users = _replace(name, old, value)
+            self._note(name, original, value, users)
+        elif name.startswith("_") and hasattr(self, name) and not name.startswith("__"):
+            self._note(name, _originals.setdefault(name, getattr(self, name)), value, [])
         ModuleType.__setattr__(self, name, value)
+
+    def _note(self, name: str, original: Any, value: Any, users: list[ModuleType]) -> None:
+        """Tell `replaced` of an assignment, so that it has an effect or a warning."""
+        from accelerate_drop_in import replaced  # imports torch
+
+        calls = any(name in used for used in _table("calls").values())
+        replaced.note_function(self.__name__, name, original, value, users, calls)
 
     def __delattr__(self, name: str) -> None:
         value = vars(self)[name]
         ModuleType.__delattr__(self, name)
         if name in _originals:
-            _replace(name, value, _originals.pop(name))
+            original = _originals.pop(name)
+            self._note(name, original, original, _replace(name, value, original))
 
     def __dir__(self) -> list[str]:
         module = self.__name__.partition(".")[2]
@@ -243,11 +283,16 @@ def _imports(frame: FrameType) -> bool:
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
 
 
-def _replace(name: str, old: Any, new: Any) -> None:
-    """Replace an object in all modules of accelerate-core that have it under this name."""
-    for key, module in list(sys.modules.items()):
-        if key.startswith("accelerate") and vars(module).get(name) is old is not None:
-            vars(module)[name] = new
+def _replace(name: str, old: Any, new: Any) -> list[ModuleType]:
+    """Replace an object in all modules that have it under this name, and return our own ones."""
+    found = [
+        module
+        for key, module in list(sys.modules.items())
+        if key.startswith("accelerate") and vars(module).get(name) is old is not None
+    ]
+    for module in found:
+        vars(module)[name] = new
+    return [module for module in found if not isinstance(module, Served)]
 
 
 def serve(name: str) -> None:

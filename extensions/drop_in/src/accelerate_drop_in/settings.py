@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accelerate_core.config import handlers, parallelism
 from accelerate_core.config.lookup import look_up
-from accelerate_core.plugin import Sources, settings_fields
+from accelerate_core.plugin import ConfigurationError, Sources, listing, settings_fields
 from accelerate_drop_in import private  # noqa: F401  (adds `get_device_mesh`)
 
 
@@ -41,8 +42,40 @@ class ParallelismConfig(parallelism.ParallelismConfig):
         if self.size("cp") > 1 and self.cp_handler is None:
             from accelerate_core.utils import TorchContextParallelConfig
 
-            cls = TorchContextParallelConfig
+            cls: Any = TorchContextParallelConfig
             self.cp_handler = cls(**_filled(cls, (), {}))
+
+    @functools.cached_property
+    def _sizes(self) -> dict[str, int]:
+        """The sizes by dimension. Clients add dimensions of their own."""
+        return {name: self.size(name) for name in self.DIMENSIONS if name != "pp"}
+
+    def _set_size(self, parallelism: str, size: int) -> None:
+        """Set the size of a dimension."""
+        if parallelism not in self._sizes:
+            raise ConfigurationError(
+                f"{parallelism!r} is not a dimension. The dimensions are {listing(self._sizes)}."
+            )
+        self._sizes[parallelism] = size
+        setattr(self, f"{parallelism}_size", size)
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        """Check that the sizes match the number of processes. Clients replace this."""
+        if self.total_size > 1:
+            self.check(accelerator.num_processes)
+
+    def refuse_other_dimensions(self) -> None:
+        """Refuse dimensions of more than one rank that a client has added.
+
+        Raises:
+            ConfigurationError: there is one.
+        """
+        other = [n for n, size in self._sizes.items() if n not in self.DIMENSIONS and size > 1]
+        if other:
+            raise ConfigurationError(
+                f"ParallelismConfig has {other[0]}_size={self._sizes[other[0]]}, but accelerate-core has no "
+                f"dimension {other[0]!r}."
+            )
 
     def _get_mesh(self) -> tuple[tuple[Any, ...], ...]:
         """Return the names and sizes of dimensions with more than one rank, outermost first."""

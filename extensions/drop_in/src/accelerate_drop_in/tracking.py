@@ -1,10 +1,14 @@
-"""Accelerate's registry of tracker classes, and its ClearML tracker."""
+"""Accelerate's registry of tracker classes, and its trackers for ClearML and TensorBoard."""
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Iterator, MutableMapping
 from typing import Any
+
+import yaml
 
 from accelerate_core.plugin import ConfigurationError, MissingPluginError
 from accelerate_tracking import GeneralTracker, get_available_trackers, normalise_log_with
@@ -134,3 +138,26 @@ else:
             )
 
     _registered.setdefault("clearml", ClearMLTracker)
+
+
+try:
+    _TensorBoard: Any = tracker_class("tensorboard")
+except MissingPluginError:  # importing the name raises an error that says what to install
+    pass
+else:
+
+    class TensorBoardTracker(_TensorBoard):
+        """A TensorBoard run, with the config where Accelerate writes it: in `TIMESTAMP/hparams.yml`."""
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            """Write the hyperparameters to a folder with the current time, as events and as YAML."""
+            # TensorBoard only supports numbers, strings and booleans as hyperparameters.
+            simple = bool, int, float, str
+            flat = {k: v if isinstance(v, simple) else json.dumps(v) for k, v in values.items()}
+            self.writer.add_hparams(flat, metric_dict={})
+            self.writer.flush()
+            folder = self.logging_dir / str(time.time())
+            folder.mkdir()
+            (folder / "hparams.yml").write_text(yaml.dump(values), encoding="utf-8")
+
+    _registered.setdefault("tensorboard", TensorBoardTracker)
