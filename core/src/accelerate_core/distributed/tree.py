@@ -8,7 +8,7 @@ Containers keep their type.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import is_
 from typing import Any, TypeGuard
@@ -139,12 +139,6 @@ def _collect(node: Any, into: list[Any]) -> None:
             _collect(child, into)
 
 
-def unflatten(like: Any, leaves: Iterable[Any]) -> Any:
-    """Return a tree with the structure of `like` and other leaves, in order."""
-    values = iter(leaves)
-    return map_leaves(lambda _: next(values), like)
-
-
 def map_leaves(func: Callable[[Any], Any], data: Any) -> Any:
     """Return the tree with `func` applied to every leaf, in leaf order."""
     inner = None if type(data) is torch.Tensor else children(data)
@@ -154,21 +148,6 @@ def map_leaves(func: Callable[[Any], Any], data: Any) -> Any:
     for child in inner:
         items.append(func(child) if type(child) is torch.Tensor else map_leaves(func, child))
     return rebuild(data, items)
-
-
-def iterate_leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield `(path, leaf)` for every leaf. A path is written as Python code, such as `['x'][0]`."""
-    inner = children(data)
-    if inner is None:
-        yield path, data
-        return
-    keys: Iterable[str] = (f"[{index}]" for index, _ in enumerate(inner))
-    if isinstance(data, Mapping):
-        keys = (f"[{key!r}]" for key in data)
-    elif is_record(data):
-        keys = (f".{name}" for name in record_items(data))
-    for key, child in zip(keys, inner, strict=True):
-        yield from iterate_leaves(child, path + key)
 
 
 def map_tensors(func: Callable[[torch.Tensor], Any], data: Any) -> Any:
