@@ -68,6 +68,10 @@ class TorchFTLauncher:
             inner = choose_launcher(replica).launch_command(replica)
         return [*command, "--", *inner]
 
+    def world_size(self, plan: LaunchPlan) -> int:
+        """Return the number of processes of each replica."""
+        return self._processes_per_replica(plan)
+
     def _processes_per_replica(self, plan: LaunchPlan) -> int:
         replicas = self.settings.replicas
         if plan.num_machines > 1:

@@ -35,6 +35,7 @@ from accelerate_launch.contributed import MESH, check_sections, set_in_environme
 from accelerate_launch.options import LAUNCH_OPTIONS, NAMES_PLUGIN, OWN
 from accelerate_launch.paths import accelerate_config_path, default_config_path
 from accelerate_launch.plan import LaunchPlan, Target, machine_range
+from accelerate_launch.schemas import plugin_schemas
 from accelerate_launch.target import find_target, make_target
 
 logger = logging.getLogger(__name__)
@@ -195,6 +196,8 @@ def decide(
     chosen["backend"] = backend
     for name in NAMES_PLUGIN:
         _check_plugin(chosen, name)
+    if config is not None:
+        _refuse_contradictions(chosen, contributed, config, environ)
     _take_hosts(chosen)
     chosen["num_processes"] = checks.processes(chosen, environ, around)
     checks.check_machines(chosen, around)
@@ -211,6 +214,32 @@ def _check_plugin(chosen: Mapping[str, SourcedValue], name: str, kind: str | Non
     sourced = chosen[name]
     if sourced.value is not None and sourced.origin != "default":
         find(kind or NAMES_PLUGIN[name], str(sourced.value).lower(), source=sourced.origin)
+
+
+def _refuse_contradictions(
+    chosen: Mapping[str, SourcedValue],
+    contributed: Mapping[str, SourcedValue],
+    config: ConfigFile,
+    environ: Mapping[str, str],
+) -> None:
+    """Refuse a file that sets an option twice: at its top, and in the section of the backend in use."""
+    for option in LAUNCH_OPTIONS:
+        ours = chosen[option.name]
+        theirs = next((contributed[env] for env in option.env if env in contributed), ours)
+        same = str(theirs.value) in ("auto", str(ours.value))
+        if same or not all(one.origin.startswith(str(config.path)) for one in (ours, theirs)):
+            continue
+        owners = [
+            schema.name
+            for schema in plugin_schemas(environ)
+            if config.get(schema.section) and any(f.env[:1] == option.env for f in schema.fields)
+        ]
+        if chosen["backend"].value in owners:
+            raise ConfigurationError(
+                f"{option.name}={ours.value} (from {ours.origin}) contradicts {theirs.value} (from "
+                f"{theirs.origin}), in the section of "
+                f"the backend {chosen['backend'].value!r}. Remove one of them."
+            )
 
 
 def find_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
@@ -340,8 +369,14 @@ def _environment(decision: Decision, config: ConfigFile | None) -> dict[str, str
             continue
         if sourced.origin.startswith(ours) or (option.name in OWN and sourced.value):
             made[option.env[0]] = sourced
+    # A plugin's section doesn't set a core option for all plugins. The ranks compare both.
+    core = {name for option in LAUNCH_OPTIONS for name in option.env}
     for name, sourced in decision.contributed.items():
-        if sourced.origin.startswith(ours) and isinstance(sourced.value, (str, int, float)):
+        if (
+            name not in core
+            and sourced.origin.startswith(ours)
+            and isinstance(sourced.value, (str, int, float))
+        ):
             made[name] = sourced
     backend = chosen["backend"]
     if backend.origin.startswith(ours):

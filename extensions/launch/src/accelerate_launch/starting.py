@@ -53,7 +53,8 @@ class Launcher(Protocol):
     `same_network`.
 
     `elsewhere = True` says that the processes run on other machines. The script then need not exist
-    on this one. `preview(plan)` returns what `launch --dry_run` prints instead of the command.
+    on this one. `world_size(plan)` returns the number of ranks that form one world, if that is not
+    the number of processes. `preview(plan)` returns what `launch --dry_run` prints instead of the command.
 
     A launcher that also starts functions, for `notebook_launcher`, is a `FunctionLauncher`.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from accelerate_launch.commands.tables import print_table, shown
 from accelerate_launch.contributed import plugin_variables
 from accelerate_launch.paths import accelerate_config_path, default_config_path
 from accelerate_launch.planning import decide, find_config
+from accelerate_launch.rank_check import check_file, print_findings
 from accelerate_launch.schemas import WITH_SETTINGS
 
 C = TypeVar("C", bound=Callable[..., Any])
@@ -171,11 +173,15 @@ def show_command(config_file: str | None, as_json: bool) -> None:
 @click.argument("file", required=False, shell_complete=complete_file)
 @_file_option
 def validate_command(file: str | None, config_file: str | None) -> None:
-    """Check FILE as a run would. Exits with status 2 if anything is wrong."""
+    """Check FILE as a launch and a run would. Exits with status 2 if either would refuse it.
+
+    What they would ignore is a warning. Arguments in the script may still contradict the file.
+    """
     path = Path(file or _path(config_file))
     config = read_config(path)
     _check(config)
     _check_deeply(config)
+    print_findings(partial(check_file, config, _environ_of_files()))
     names = {record.name for record in installed().plugins}
     for key, extra in catalog.SECTIONS.items():
         if key in config and extra not in names:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import click
@@ -89,6 +90,7 @@ def _print_command(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
     A launcher that submits a job prints the job instead.
     """
+    _check_ranks(plan, environ)
     preview = preview_of(plan)
     if preview is not None:
         click.echo(preview, nl=False)
@@ -107,6 +109,14 @@ def _print_command(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         print_table(("variable", "value", "from"), added, title=title, names_whole=True)
     else:
         click.echo("No environment variables are added.")
+
+
+def _check_ranks(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+    """Refuse what the ranks would refuse, and print a warning about what they would ignore."""
+    from accelerate_launch.rank_check import check_plan, print_findings
+
+    theirs = child_environment(plan, environ)
+    print_findings(partial(check_plan, plan, theirs, choose_launcher(plan)))
 
 
 def print_reasons(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
