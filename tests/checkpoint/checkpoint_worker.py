@@ -116,10 +116,10 @@ def load_that_fails_on_one_rank_raises_on_all() -> None:
     accelerator.register_for_checkpointing(box)
     accelerator.save_state()
     box.fails = RANK == SIZE - 1
-    kind, text = CheckpointError, f"rank {SIZE - 1}: "
+    text = f"rank {SIZE - 1}: "
     if box.fails:
-        kind, text = ValueError, "cannot load"
-    with pytest.raises(kind, match=text):
+        text = "custom_checkpoint_0.pkl cannot be loaded into .*: ValueError: cannot load"
+    with pytest.raises(CheckpointError, match=text):
         accelerator.load_state()
     box.fails = False
     accelerator.load_state()

@@ -31,8 +31,10 @@ from accelerate_checkpoint.draft import (
 )
 from accelerate_checkpoint.export import save_in_parallel
 from accelerate_checkpoint.load import (
+    LoadedState,
     Source,
     check_fits,
+    check_format,
     open_together,
     read_checkpoint,
     run_collectively,
@@ -326,18 +328,28 @@ class DirectoryCheckpointer:
         """
         state = self._state
         with source:
+            check_format(state, source)
             check_fits(state, source)
             read = partial(read_checkpoint, state, source, load_kwargs, options, trust)
+            loaded: LoadedState | None = None
             try:
                 loaded = run_collectively(state, "read", read)
+                run_collectively(state, "loaded", loaded.apply_objects)
+                run_collectively(state, "loaded", loaded.call_hooks)
                 if not state.owns_format:
                     run_collectively(state, "loaded", loaded.apply)
             except Exception as error:  # every rank is here, because the jobs ran collectively
+                if loaded is not None:
+                    loaded.undo()
                 if self._was_replaced(source.place, source.version):
                     raise Replaced from error
                 raise
             if state.owns_format:
-                loaded.apply()  # the backend uses collectives here, so all ranks fail together
+                try:
+                    loaded.apply()  # the backend uses collectives here, so all ranks fail together
+                except Exception:
+                    loaded.undo()
+                    raise
             if source.fetched is not None:
                 state.collectives.barrier()  # other ranks may still read the fetched files
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from accelerate_checkpoint import files
 from accelerate_checkpoint.draft import gather_failures
 from accelerate_checkpoint.manifest import MANIFEST, MARK, Manifest, examine, numpy_globals
-from accelerate_checkpoint.model import load_weights, weights_layout
+from accelerate_checkpoint.model import is_weights, load_weights, weights_layout
 from accelerate_checkpoint.progress import byte_bar
 from accelerate_checkpoint.quantized_weights import (
     as_plain_tensors,
@@ -23,7 +23,9 @@ from accelerate_checkpoint.quantized_weights import (
     restore_quantized,
     undo_packing,
 )
+from accelerate_checkpoint.rollback import Rollback
 from accelerate_checkpoint.save import named_objects
+from accelerate_checkpoint.shards import METADATA
 from accelerate_checkpoint.staged import SharedFolder, fetch_together
 from accelerate_checkpoint.storage import Storage, basename
 from accelerate_core.plugin import CheckpointError
@@ -197,6 +199,53 @@ def _identity(directory: Path) -> tuple[int, ...] | None:
     return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
 
 
+def check_format(state: TrainingState, source: Source) -> None:
+    """Refuse a checkpoint whose weights another backend wrote in its own format.
+
+    Raises:
+        CheckpointError: names the backend, and what reads the checkpoint.
+    """
+    if source.manifest is None:
+        _check_accelerate_format(source)
+        return
+    folders = {name.partition("/")[0] for name in source.manifest.files if "/" in name}
+    backends = sorted(name.removeprefix("backend_") for name in folders if "backend_" in name)
+    # A script's save hook may have taken all models, so look for optimizers as well.
+    whole = any(is_weights(n) or n.startswith(files.OPTIMIZER) for n in source.manifest.files)
+    models = source.facts.get("objects", {}).get("models", 1)
+    if whole or not (backends and models) or (state.backend in backends and state.owns_format):
+        return
+    saved = backends[0]
+    merged = f"backend_{saved}/{METADATA}" in source.manifest.files
+    way = (
+        f", or write its weights to one file with accelerate-core merge-weights {source.place} OUTPUT"
+        if merged
+        else ""
+    )
+    same = " with its present settings" if saved == state.backend else ""
+    raise CheckpointError(
+        f"{source.place} was saved by the backend {saved!r} in its own format, which the backend "
+        f"{state.backend!r} cannot read{same}. Load it with that backend, as with launch --backend "
+        f"{saved} or Accelerator(backend={saved!r}), and the settings that saved it{way}."
+    )
+
+
+def _check_accelerate_format(source: Source) -> None:
+    """Refuse what Hugging Face Accelerate wrote with a backend that shards models."""
+    for folder in sorted(path for path in source.directory.iterdir() if path.is_dir()):
+        merged = (folder / METADATA).is_file()
+        if merged or any(folder.glob("*_model_states.pt")):
+            way = (
+                f" accelerate-core merge-weights {folder} OUTPUT writes its weights to one file."
+                if merged
+                else ""
+            )
+            raise CheckpointError(
+                f"{source.place} was written by Hugging Face Accelerate in shards ({folder.name}). "
+                f"load_state only reads checkpoints of one process or of whole models.{way}"
+            )
+
+
 def check_fits(state: TrainingState, source: Source) -> None:
     """Refuse a checkpoint with other objects than this run has, before anything is changed."""
     saved = source.facts.get("objects", {})
@@ -257,7 +306,10 @@ class OptimizerState:
 
 @dataclass
 class LoadedState:
-    """The parts of a checkpoint that this rank has read. `apply` restores them.
+    """The parts of a checkpoint that this rank has read.
+
+    They are restored by `apply_objects`, `call_hooks` and `apply`, in this order. `undo` takes back what
+    the first has done, if a later one fails on some rank.
 
     Weights and gradients are missing here. They are read when they are restored, so that memory
     holds them only once.
@@ -277,29 +329,71 @@ class LoadedState:
     objects: Mapping[str, Any]
     ranks: Mapping[int, Any]
 
-    def apply(self) -> None:
-        """Restore everything. Generators come last, because the other steps may draw from them."""
+    def __post_init__(self) -> None:
+        state = self.state
+        self._before = Rollback([*state.models, *state.optimizers])
+        #: The models that the script's hooks left to load.
+        self._models: list[torch.nn.Module] = []
+
+    def apply_objects(self) -> None:
+        """Restore what can be taken back: schedulers, scaler, registered objects and positions.
+
+        It comes before the weights, because loading a script's own objects may fail.
+        """
         with self.source.naming_place():
             self.state.update_scale()  # a pending update belongs to the state being replaced
-            self._apply_models()
-            self._apply_optimizers()
+            self._before.keep_generators(self.state.devices)
             self._apply_objects()
+            first = self.ranks[0]
+            if MARK in first:
+                for loader in self.state.resumed_loaders:
+                    self._before.keep_position(loader)
+                with self._naming(f"{files.RNG}_0.pkl", "the positions of the loaders"):
+                    self.state.load_positions(first[MARK]["loaders"])
+
+    def call_hooks(self) -> None:
+        """Call the script's hooks. A hook may load a model itself."""
+        with self.source.naming_place():
+            self._models = self._models_to_load()
+            if self.state.load_hooks() and not self.state.owns_format:
+                check_weights(self.state, self.source, self._models, self.options)
+
+    def apply(self) -> None:
+        """Restore the rest. Generators come last, because the other steps may draw from them."""
+        with self.source.naming_place():
+            self._apply_optimizers()
+            self._apply_models()
             self._apply_plugins()
             self._apply_rank()
 
+    def undo(self) -> None:
+        """Restore the objects as they were before the load."""
+        self._before.restore()
+
+    @contextmanager
+    def _naming(self, name: str, what: str) -> Iterator[None]:
+        """Turn errors of objects into errors that name the file and the object."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.source.directory / name} cannot be loaded into {what}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
     def _apply_models(self) -> None:
-        models = self._models_to_load()
         if self.state.owns_format:
             return
-        if self.state.load_hooks():
-            check_weights(self.state, self.source, models, self.options)
-        for index, model in enumerate(models):
+        for index, model in enumerate(self._models):
             stem = files.numbered(files.MODEL, index, "")
             inner = self.state.inner(model)
-            undo_packing(inner)
-            weights = load_weights(self.source.directory, inner, stem, self.source.listed)
-            weights = restore_quantized(inner, weights)
-            self.state.load_model_state(model, weights, _is_strict(self.options))
+            with self._naming(stem, f"the {type(inner).__name__}"):
+                undo_packing(inner)
+                weights = load_weights(self.source.directory, inner, stem, self.source.listed)
+                weights = restore_quantized(inner, weights)
+                self.state.load_model_state(model, weights, _is_strict(self.options))
 
     def _models_to_load(self) -> list[torch.nn.Module]:
         """Call the script's hooks, and return the prepared models that they left in the list.
@@ -309,18 +403,27 @@ class LoadedState:
         prepared = {id(self.state.inner(model)): model for model in self.state.models}
         models = [self.state.inner(model) for model in self.state.models]
         for hook in self.state.load_hooks():
-            hook(models, str(self.source.directory))  # may load a model and remove it from the list
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            with self._naming("", f"the models by the hook {name!r}"):
+                hook(models, str(self.source.directory))  # may remove models from the list
         return [prepared.get(id(model), model) for model in models]
 
     def _apply_optimizers(self) -> None:
-        for one in self.optimizers:
-            held = _copy_from_map(one.held, one.optimizer) if one.mapped else one.held
-            self.state.load_optimizer_state(one.optimizer, held)
+        for index, one in enumerate(self.optimizers):
+            name = files.numbered(files.OPTIMIZER, index, ".bin")
+            with self._naming(name, f"the {type(one.optimizer).__name__}"):
+                reuses = one.mapped and _loads_like_torch(one.optimizer)
+                self._before.keep_attributes(one.optimizer)
+                held = _copy_from_map(one.held, one.optimizer, reuses) if one.mapped else one.held
+                self.state.load_optimizer_state(one.optimizer, held)
 
     def _apply_objects(self) -> None:
         for name, obj in named_objects(self.state).items():
             if name in self.objects:
-                obj.load_state_dict(self.objects[name])
+                self._before.keep(obj)
+                inner = getattr(obj, "scheduler", obj)
+                with self._naming(name, f"the {type(inner).__name__}"):
+                    obj.load_state_dict(self.objects[name])
             else:
                 self.state.warn_once(
                     f"{self.source.place} was saved without a gradient scaler, so the loss scale "
@@ -347,7 +450,7 @@ class LoadedState:
         ranks = [self.state.process.process_index] if same_layout else range(saved_by)
         names = [f"{files.GRADIENTS}_{rank}.bin" for rank in ranks]
         gradients = (self.source.read(name) for name in names if self.source.has(name))
-        self.state.load_rank_state(self.ranks, saved_by, gradients, mesh)
+        self.state.load_rank_state(self.ranks, saved_by, gradients, mesh, positions=False)
 
 
 def read_checkpoint(
@@ -467,16 +570,26 @@ def _compare_layout(source: Source, stem: str, model: torch.nn.Module, strict: b
         )
 
 
-def _copy_from_map(state: Any, optimizer: Any) -> Any:
-    """Copy a state from its mapped file, into the memory of the optimizer's state if it fits.
+def _loads_like_torch(optimizer: Any) -> bool:
+    """Return whether torch's own code loads a state, which cannot fail once the groups match."""
+    kinds = [kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("torch.")]
+    return not any({"load_state_dict", "__setstate__"} & vars(kind).keys() for kind in kinds)
 
-    Without the copy, the file would stay mapped. Allocating new memory costs more than the copy.
+
+def _copy_from_map(state: Any, optimizer: Any, reuses: bool) -> Any:
+    """Copy a state from its mapped file. Without the copy, the file would stay mapped.
+
+    Args:
+        reuses: copy into the memory of the optimizer's state if it fits, because allocating new memory
+            costs more than the copy. The optimizer's state is lost if loading then fails.
     """
     try:
         present: dict[Any, Any] = optimizer.state_dict().get("state", {})
     except RuntimeError:  # ZeroRedundancyOptimizer has one only where its shards were collected
         present = {}
-    same_groups = isinstance(state, dict) and present.keys() == state.get("state", {}).keys()
+    same_groups = (
+        reuses and isinstance(state, dict) and present.keys() == state.get("state", {}).keys()
+    )
 
     def walk(value: Any, old: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -146,8 +146,6 @@ def weights_layout(
 ) -> dict[str, list[int]] | None:
     """Return names and shapes without reading the weights, or None if that is not possible."""
     paths = _files(directory, stem, listed)
-    if any(path.suffix != ".safetensors" for path in paths):
-        return None
     layout = _fit(read_files(paths, _shapes), into)
     for name, value in into.state_dict(keep_vars=True).items():
         if name not in layout and not isinstance(value, torch.Tensor):
@@ -156,6 +154,9 @@ def weights_layout(
 
 
 def _shapes(path: Path) -> dict[str, list[int]]:
+    if path.suffix != ".safetensors":
+        held = load_state_dict(path)  # mapped, so that the weights are not read
+        return {name: list(t.shape) for name, t in held.items() if isinstance(t, torch.Tensor)}
     with safe_open(path, framework="pt") as file:
         return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 

@@ -216,15 +216,13 @@ class TrainingState:
         The result consists of plain data and tensors. Generators and `step` have the same keys as
         in Accelerate. Everything else is under "accelerate_core".
         """
-        devices = {self.process.device}
-        devices.update(p.device for model in self.models for p in model.parameters())
         loaders = [
             loader.state_dict() if hasattr(loader, "state_dict") else None
             for loader in self._loaders
         ]
         return {
             "step": self._cycle.step,
-            **rng_state.capture_rng_state(sorted(devices, key=str)),
+            **rng_state.capture_rng_state(sorted(self.devices, key=str)),
             OWN: {
                 "cycle": self._cycle_state(),
                 "loaders": loaders,
@@ -250,6 +248,8 @@ class TrainingState:
         saved_by: int,
         gradients: Iterable[Mapping[int, Mapping[str, torch.Tensor]]],
         mesh: Mapping[str, int] | None = None,
+        *,
+        positions: bool = True,
     ) -> None:
         """Restore `rank_state`. Call this last, because it sets the generators.
 
@@ -261,6 +261,7 @@ class TrainingState:
             gradients: `pending_gradients` of this rank, or of all ranks if the layout has
                 changed. They are read one at a time.
             mesh: the mesh of the ranks that saved, as in `facts`. None if it is not known.
+            positions: whether to restore the positions of the loaders as well.
         """
         same_layout = self.has_layout(saved_by, mesh)
         rank, count = self.process.process_index, self.process.num_processes
@@ -274,7 +275,8 @@ class TrainingState:
                     "The position in the data is restored. Ranks that did not exist then keep "
                     "their own random states."
                 )
-            self._load_positions(first[OWN]["loaders"])
+            if positions:
+                self.load_positions(first[OWN]["loaders"])
             cycles = [one[OWN]["cycle"] for _, one in sorted(states.items())]
             mine = first if own is None else own
             self._load_cycle(mine[OWN]["cycle"], None if same_layout else cycles)
@@ -294,7 +296,21 @@ class TrainingState:
                 every_rank=True,
             )
 
-    def _load_positions(self, states: Sequence[Any]) -> None:
+    @property
+    def devices(self) -> set[torch.device]:
+        """This process's device, and those of the models' parameters."""
+        devices = {self.process.device}
+        devices.update(p.device for model in self.models for p in model.parameters())
+        return devices
+
+    @property
+    def resumed_loaders(self) -> list[Any]:
+        """The loaders whose positions are restored."""
+        if not self._restore_positions():
+            return []
+        return [loader for loader in self._loaders if hasattr(loader, "load_state_dict")]
+
+    def load_positions(self, states: Sequence[Any]) -> None:
         """Restore the positions of the loaders. A loader with other data starts from the beginning."""
         if not self._restore_positions():
             return
