@@ -72,7 +72,7 @@ def step_lr(optimizer: Any) -> Any:
 
 
 class Parts:
-    """What is prepared and registered."""
+    """The objects to prepare and to register."""
 
     def __init__(self) -> None:
         self.model: nn.Module = nn.Linear(4, 4)
