@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from accelerate_checkpoint import directories
 from accelerate_core import Accelerator, ProjectConfiguration
 from accelerate_core.plugin import CheckpointError
+from accelerate_core.utils import load_checkpoint_in_model
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 
@@ -306,3 +308,55 @@ def test_failure_of_the_last_background_save_is_shown(tmp_path: Path, end: str) 
     assert shown.count("Earlier checkpoints are unchanged") == 1
     assert "model.safetensors" in shown
     assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize(("before", "after"), [(90, 90), (90, "1GB"), ("1GB", 90), (90, 200)])
+def test_interrupted_save_model_never_leaves_weights_of_two_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe: bool, before: Any, after: Any
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    loaded = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+
+    class Death(BaseException):
+        pass
+
+    allowed = 0
+    died = True
+    while died:
+        folder = tmp_path / str(allowed)
+        fill(model, 1.0)
+        accelerator.save_model(model, folder, before, safe)
+        fill(model, 2.0)
+        calls = 0
+
+        def dying(actual: Any, *arguments: Any) -> Any:
+            nonlocal calls
+            if calls == allowed:  # noqa: B023
+                raise Death
+            calls += 1
+            return actual(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.replace", partial(dying, os.replace))
+            patch.setattr(Path, "unlink", partialmethod(_dying_unlink, dying, Path.unlink))
+            try:
+                accelerator.save_model(model, folder, after, safe)
+                died = False
+            except Death:
+                pass
+        fill(loaded, 0.0)
+        try:
+            load_checkpoint_in_model(loaded, folder)
+            values = torch.cat([value.flatten() for value in loaded.state_dict().values()])
+            assert len(values.unique()) == 1, (allowed, "weights of two models")
+        except CheckpointError:
+            assert died
+        allowed += 1
+    assert allowed > 1
+    assert values.unique().item() == 2.0
+
+
+def _dying_unlink(self: Path, dying: Any, actual: Any, **options: Any) -> None:
+    dying(partial(actual, **options), self)

@@ -41,7 +41,7 @@ from accelerate_checkpoint.load import (
     stored_version,
 )
 from accelerate_checkpoint.local_storage import LocalStorage, refuse_url
-from accelerate_checkpoint.model import is_weights, save_object, save_weights
+from accelerate_checkpoint.model import is_index, is_weights, save_object, save_weights
 from accelerate_checkpoint.numbering import Numbering
 from accelerate_checkpoint.preemption import Preemption, read_signals
 from accelerate_checkpoint.progress import byte_bar
@@ -485,17 +485,19 @@ class DirectoryCheckpointer:
     def _upload(self, place: str, write: Callable[[Path], object]) -> None:
         """Call `write` with a temporary directory, and upload the files that it writes.
 
-        An index is uploaded after the weights that it names. Older weight files at the place are
-        deleted, because readers would mistake them for a part of this model.
+        An older index is deleted before, and the new one is uploaded last, so readers never find
+        shards of two models. Other older weight files at the place are deleted afterwards.
         """
         with tempfile.TemporaryDirectory(prefix="accelerate-save-") as folder:
             directory = Path(folder, basename(place))
             write(directory)
             sources = {path.name: path for path in directory.iterdir()}
             size = sum(path.stat().st_size for path in sources.values())
+            for name in filter(is_index, sources):
+                self.storage.delete(place, name)
             with byte_bar(f"Uploading {basename(place)}", size) as advance:
                 for last in (False, True):
-                    part = {n: p for n, p in sources.items() if n.endswith(".json") == last}
+                    part = {n: p for n, p in sources.items() if is_index(n) == last}
                     upload(self.storage, place, part, advance)
             for name in self.storage.list(place):
                 if is_weights(name) and name not in sources:

@@ -59,14 +59,26 @@ def save_weights(
 
 
 def publish(folder: Path, directory: Path, made: Collection[str]) -> None:
-    """Move complete weight files from `folder` to `directory`, and remove those of an earlier save."""
-    # The index comes last, because readers find the shards through it.
-    for name in sorted(made, key=lambda name: name.endswith(".json")):
+    """Move complete weight files from `folder` to `directory`, and remove those of an earlier save.
+
+    If this is interrupted, readers find a whole model or none.
+    """
+    # Readers find the shards through the index. An older one could name shards of both models.
+    for name in filter(is_index, made):
+        if (directory / name).exists():
+            (directory / name).unlink()
+            files.sync_directory(directory)
+    for name in sorted(made, key=is_index):
         os.replace(folder / name, directory / name)
     files.sync_directory(directory)
     for path in directory.iterdir():  # readers would mistake older shards for current ones
         if is_weights(path.name) and path.name not in made:
             path.unlink()
+
+
+def is_index(name: str) -> bool:
+    """Return whether a weight file is an index of shards."""
+    return name.endswith(".json")
 
 
 def is_weights(name: str) -> bool:
