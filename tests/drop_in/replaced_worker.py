@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import pickle
+import pickletools
 import tempfile
 import warnings
 from contextlib import contextmanager
@@ -156,6 +158,22 @@ def test_imported_and_private_names() -> None:
     assert "def fsdp2_prepare_model" in text
     assert "def _prepare_sd_options" in text
     assert "full_state_dict" in inspect.getsource(fsdp_utils._get_model_state_dict)
+
+
+def test_pickled_states_have_public_names() -> None:
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    state = PartialState(cpu=True)
+    written = pickle.dumps([state, DistributedType.NO])
+    names = {text for _, text, _ in pickletools.genops(written) if isinstance(text, str)}
+    assert {"accelerate.state", "accelerate.utils.dataclasses"} <= names
+    assert not any(name.startswith("accelerate_") for name in names)
+    assert pickle.loads(written)[0].num_processes == 1
+    PartialState._reset_state()
+    stored, kind = pickle.loads(written)
+    assert (stored.num_processes, stored.distributed_type, kind) == (1, "NO", "NO")
+    assert pickle.loads(pickle.dumps(stored)).num_processes == 1
 
 
 def test_hyperparameters_of_tensorboard_are_where_accelerate_writes_them() -> None:

@@ -162,6 +162,46 @@ def _prepare_backend(
     return backend or self.backend, self.distributed_type
 
 
+#: The attributes that Accelerate's state has in a pickle.
+_PICKLED = (
+    *("backend", "device", "debug", "distributed_type", "num_processes", "process_index"),
+    *("local_process_index", "fork_launched"),
+)
+
+
+def _pickled_state(self: PartialState) -> dict[str, Any]:
+    """Return the attributes of Accelerate's state, with `_cpu`."""
+    if type(self) is not PartialState:
+        return vars(self)
+    found = {name: getattr(self, name, None) for name in _PICKLED}
+    return {**found, "_cpu": self.device.type == "cpu", "fork_launched": False}
+
+
+class _StoredState(PartialState):
+    """A state from a pickle, in a process that has no state. Its values are those in the pickle."""
+
+    def __reduce__(self) -> Any:
+        make: Any = object.__new__
+        return make, (PartialState,), vars(self)["_stored"]
+
+
+def _stored(name: str) -> Any:
+    return property(lambda self: vars(self)["_stored"].get(name))
+
+
+for _name in _PICKLED:
+    setattr(_StoredState, _name, _stored(_name))
+
+
+def _restore_state(self: Any, state: dict[str, Any]) -> None:
+    """Restore an unpickled state: the state of this process, or the stored one if there is none."""
+    if type(self) is not PartialState:
+        vars(self).update(state)
+    elif process.running() is None:
+        vars(self)["_stored"] = state
+        object.__setattr__(self, "__class__", _StoredState)
+
+
 def _at(path: str) -> Any:
     """Return a property that reads `path` of an object."""
     return property(attrgetter(path))
@@ -184,6 +224,8 @@ def add() -> None:
         PartialState: {
             "_reset_state": classmethod(_reset_all),
             "_prepare_backend": _prepare_backend,
+            "__getstate__": _pickled_state,
+            "__setstate__": _restore_state,
             "__setattr__": assign_to_state,
             "__getattr__": _kept_on_state,
         },

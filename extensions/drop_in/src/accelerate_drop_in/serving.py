@@ -126,6 +126,15 @@ _PRIVATE_NAMES = {
 #: Functions whose source text libraries look for in the served file.
 _IN_FILES = dict.fromkeys(("fsdp2_prepare_model",), ("accelerate.utils.fsdp_utils",))
 
+#: Classes that libraries pickle, such as Transformers in `training_args.bin`, with the module in which
+#: Accelerate defines them.
+_PICKLED = {
+    "PartialState": "state",
+    **dict.fromkeys(
+        ("DistributedType", "DynamoBackend", "RNGType", "ComputeEnvironment"), "utils.dataclasses"
+    ),
+}
+
 #: The original value of each name that a script has replaced.
 _originals: dict[str, Any] = {}
 
@@ -200,6 +209,9 @@ class Served(ModuleType):
                 return value
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = self._find(name)
+        if name in _PICKLED:
+            # The original then finds the class in pickles.
+            value.__module__ = f"accelerate.{_PICKLED[name]}"
         ModuleType.__setattr__(self, name, value)
         return value
 
