@@ -29,6 +29,7 @@ SHORT = {
         for on in (1, 2)
     },
     **{("flux", on): ("lora",) for on in (1, 2)},
+    ("diffusion_checkpoints", 2): ("unconditional_latest", "text_to_image"),
     ("sd3", 1): ("lora",),
     ("from_pretrained", 1): ("auto",),
     ("quantized", 1): ("by_hand",),

@@ -386,4 +386,5 @@ def text_to_image_lora_bf16(folder: Path) -> Any:
     return {"whole": train_lora(folder, "bf16"), "again": train_lora(folder, "bf16", resume=True)}
 
 
-running.main()
+if __name__ == "__main__":
+    running.main()
