@@ -243,6 +243,33 @@ def layers_that_are_unfrozen_later_train_like_on_one_process() -> None:
 
 
 @case
+def root_parameters_that_are_unfrozen_later_train_like_on_one_process() -> None:
+    """Between forward and backward, the root holds whole parameters, which the user did not add."""
+
+    class Scaled(Tower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.late = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x * self.scale * self.late)
+
+    for options in ({}, {"auto_wrap_policy": "no_wrap"}, {"reshard_after_forward": False}):
+        plain, model = Scaled(), Scaled()
+        sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+        accelerator = fsdp(**options)
+        model.late.requires_grad_(False)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for frozen in (True, False, True, False):
+            for net in (plain, model):
+                net.late.requires_grad_(not frozen)
+            steps(plain, sgd)
+            steps(model, optimizer, accelerator)
+            close(whole(model), plain.state_dict())
+        accelerator.end_training()
+
+
+@case
 def options_for_memory_do_not_change_weights() -> None:
     expected = reference(Tower(), torch.optim.AdamW, lr=0.01)
     options: list[dict[str, Any]] = [
