@@ -149,6 +149,7 @@ def test_diloco_passes_the_suite(site: Path) -> None:
     assert skipped == {
         "gradients_meet",
         "join",
+        "parameters_unfrozen_later",
     }  # all else holds where a step is not one of one process, too
     assert not {"resume", "kill", "no_sync", "learning", "several_models"} & skipped
 

@@ -198,6 +198,24 @@ class ReducesInItsStep(ReducesLaterThanItSays):
         return super().clip_grad(accelerator, parameters, max_norm, norm_type, clip_value)
 
 
+@caught_by("parameters_unfrozen_later")
+class UnfrozenParametersStayApart(Sound):
+    def prepare_model(self, accelerator, model, evaluation_mode):
+        self._averaged = {id(p) for p in model.parameters() if p.requires_grad}
+        return super().prepare_model(accelerator, model, evaluation_mode)
+
+    def follow_trainable(self, accelerator, change, loss):
+        return True
+
+    def _average(self, accelerator, model):
+        late = [p for p in model.parameters() if p.requires_grad and id(p) not in self._averaged]
+        for parameter in late:
+            parameter.requires_grad_(False)
+        super()._average(accelerator, model)
+        for parameter in late:
+            parameter.requires_grad_(True)
+
+
 @caught_by("declarations")
 class DoesNotSayWhenGradientsMeet(Sound):
     reduces_gradients = None

@@ -140,6 +140,28 @@ def gradients_meet(ctx: CheckContext) -> str:
     return when
 
 
+@check("backend", needs="gradients", hooks="backward follow_trainable")
+def parameters_unfrozen_later(ctx: CheckContext) -> str:
+    """Parameters that are unfrozen after `prepare` are trained alike on all ranks, or refused by name."""
+    accelerator = ctx.accelerator()
+    if accelerator.backend.reduces_gradients == "never":
+        ctx.skip("it declares reduces_gradients='never'")
+    net = Net(accelerator.process_index)
+    name, late = next(iter(net.named_parameters()))
+    late.requires_grad_(False)
+    trainer = Trainer.begin(ctx, net=net, accelerator=accelerator)
+    mine, _ = trainer.batches(3)
+    trainer.train(mine[:1])
+    inner = accelerator.unwrap_model(trainer.model)
+    dict(inner.named_parameters())[name].requires_grad_(True)
+    error = raised(ConfigurationError, lambda: trainer.train(mine[1:]))
+    if error is not None:
+        ctx.equal(name in str(error), True, f"the error names {name!r}: {error}")
+        return "refused"
+    trainer.same_everywhere("the model with a parameter that was unfrozen after prepare")
+    return "trained"
+
+
 class _Fails(torch.autograd.Function):
     """Passes a loss on, and cannot be differentiated."""
 
