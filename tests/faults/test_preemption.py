@@ -81,3 +81,59 @@ def test_invalid_preemption_signals_are_refused_immediately(tmp_path: Path) -> N
         assert signal.getsignal(signal.SIGUSR2) is not before
         assert not accelerator.preemption_requested
     assert signal.getsignal(signal.SIGUSR2) is before
+
+
+LONELY = Path(__file__).with_name("lonely_worker.py")
+LAUNCH = ["accelerate_core", "launch", "--cpu", "--num_processes", "2"]
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "fault", "cause"),
+    [
+        (LAUNCH, "kill", "Rank 1 failed (killed by SIGKILL"),
+        (LAUNCH, "long", "Rank 1 failed (killed by SIGKILL"),
+        (LAUNCH, "leave", "Rank 1 (process"),
+        (TORCHRUN, "raise", "Rank 1 (process"),
+        (TORCHRUN, "leave", "Rank 1 (process"),
+    ],
+)
+def test_ranks_that_cannot_save_without_a_failed_one_end_at_once(
+    tmp_path: Path, launcher: list[str], fault: str, cause: str
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", *launcher, str(LONELY), str(tmp_path), fault],
+        env=clean_environment(OMP_NUM_THREADS="1"),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    ranks = [tmp_path / "0.pid", tmp_path / "1.pid"]
+    until = time.monotonic() + 120
+    while not all(file.exists() and file.read_text() for file in ranks):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    first, last = (int(file.read_text()) for file in ranks)
+    if fault == "long":
+        time.sleep(1.0)
+        os.kill(last, signal.SIGKILL)
+    if fault == "leave":  # no launcher stops the others when a rank leaves with status 0
+        while process.poll() is None and not has_left(last):
+            time.sleep(0.02)
+        os.kill(first, signal.SIGTERM)
+    start = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    assert time.monotonic() - start < 25, said[-3000:]
+    assert process.returncode not in (0, 75), said[-3000:]
+    assert said.count("The run ends without one.") == 1, said[-3000:]
+    assert cause in said
+    if launcher is LAUNCH and fault != "leave":
+        assert "\nRank 1 on " in said
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def has_left(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

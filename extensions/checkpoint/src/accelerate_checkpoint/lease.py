@@ -72,7 +72,7 @@ def hold_lease(storage: Store, place: str, save: str) -> Iterator[bool]:
 
 
 def _write(storage: Store, place: str, name: str) -> None:
-    text = json.dumps({**_this_process(), "expires": time.time() + HOLDS})
+    text = json.dumps({**this_process(), "expires": time.time() + HOLDS})
     with tempfile.TemporaryDirectory(prefix="accelerate-lease-") as folder:
         source = Path(folder, "lease")
         source.write_text(text, encoding="utf-8")
@@ -91,13 +91,24 @@ def _is_held(storage: Store, place: str, name: str) -> bool:
 
 
 def _may_live(holder: dict[str, Any]) -> bool:
-    here = _this_process()
-    if here["machine"] and holder["machine"] == here["machine"]:
-        return _started(int(holder["pid"])) == str(holder["started"])
+    if holder["machine"] and holder["machine"] == _machine():
+        return not has_ended(holder)
     return float(holder["expires"]) > time.time()
 
 
-def _this_process() -> dict[str, Any]:
+def has_ended(process: dict[str, Any]) -> bool:
+    """Return whether a process of this machine has ended; False if it is on another machine.
+
+    Args:
+        process: what `this_process` returned there.
+    """
+    if not process["machine"] or process["machine"] != _machine():
+        return False
+    return _started(int(process["pid"])) != str(process["started"])
+
+
+def this_process() -> dict[str, Any]:
+    """Describe this process, so that others can find out whether it has ended."""
     pid = os.getpid()
     return {"machine": _machine(), "pid": pid, "started": _started(pid)}
 

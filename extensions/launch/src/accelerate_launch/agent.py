@@ -28,7 +28,7 @@ from torch.distributed.launcher import api
 from accelerate_core.plugin import ConfigurationError, parse_bool
 from accelerate_launch import late_ranks
 from accelerate_launch.elastic import RESTARTED
-from accelerate_launch.failures import caused_by_setting, describe, held, remember
+from accelerate_launch.failures import caused_by_setting, describe, held, remember, tell_others
 from accelerate_launch.lost_rendezvous import LONG_PATIENCE, LostRendezvous
 from accelerate_launch.machine_0 import (
     MachineZero,
@@ -225,7 +225,19 @@ class _Agent(LocalElasticAgent):
         if type(self).on_sigterm is not None:
             signal.signal(signal.SIGTERM, type(self).on_sigterm)
         started: dict[int, Any] = super()._start_workers(worker_group)
+        self._tell_others_before_stopping(worker_group)
         return started
+
+    def _tell_others_before_stopping(self, worker_group: WorkerGroup) -> None:
+        """Let the ranks know why they are stopped if one has failed; torch only sends SIGTERM."""
+        processes: Any = self._pcontext
+        stop = processes.close
+
+        def close(*arguments: Any, **options: Any) -> None:
+            tell_others(processes, worker_group.workers[0].global_rank)
+            stop(*arguments, **options)
+
+        processes.close = close
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self.watch is not None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ _CALLERS = (
     "accelerate_launch/notebook.py",
 )
 
+#: Suffix of the file in which a rank finds which other rank failed. `accelerate_checkpoint.preemption`
+#: reads it, because otherwise it would take the signal that stops the rank for a preemption.
+_FAILED_SUFFIX = ".failed"
+
 #: The error file of each process. torch drops the name of a file that was not written.
 _files: dict[int, str] = {}
 #: Tracebacks that were shown before their ranks had ended.
@@ -47,6 +52,23 @@ def remember(processes: Any) -> None:
     for local_rank, pid in processes.pids().items():
         if files.get(local_rank):
             _files[pid] = str(files[local_rank])
+
+
+def tell_others(processes: Any, first_rank: int) -> None:
+    """Write to a file next to each error file which rank failed, before the others are stopped.
+
+    Args:
+        processes: torch's processes of this machine.
+        first_rank: the rank of the first of them.
+    """
+    failures = getattr(processes, "_failures", None)
+    if not failures:
+        return
+    failure = next(iter(failures.values()))
+    text = f"Rank {first_rank + failure.local_rank} failed ({_how(failure)})."
+    for file in processes.error_files.values():
+        with suppress(OSError):
+            Path(f"{file}{_FAILED_SUFFIX}").write_text(text, encoding="utf-8")
 
 
 def held(processes: Any) -> str:
