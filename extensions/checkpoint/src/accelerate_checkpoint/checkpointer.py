@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accelerate_checkpoint import interrupted
 from accelerate_checkpoint.background import Background, show_failure
 from accelerate_checkpoint.draft import (
     Draft,
@@ -282,6 +283,7 @@ class DirectoryCheckpointer:
         finally:
             draft.close()
         self._numbering.saved(draft.place, limit)
+        interrupted.remember(draft.place)
 
     # --- loading ------------------------------------------------------------------------------
 
@@ -310,6 +312,7 @@ class DirectoryCheckpointer:
             except Replaced:
                 continue
             self._numbering.loaded(source.place)
+            interrupted.remember(source.place)
             return source.place
         raise _changes_too_often(input_dir or self._numbering.root)
 

@@ -90,6 +90,10 @@ def install() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ours = previous is sys.__excepthook__ and not _is_debugged()
+        if isinstance(error, KeyboardInterrupt) and ours:
+            _print_interrupt(error)
+            return
         shorten(error)
         add_attribute_hint(error)
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -102,6 +106,29 @@ def install() -> None:
         sys.stderr.flush()
 
     sys.excepthook = hook
+
+
+def _is_debugged() -> bool:
+    """Return whether someone may want the traceback of a Ctrl-C: in a debugger or a prompt."""
+    if hasattr(sys, "ps1") or sys.flags.interactive or sys.gettrace() is not None:
+        return True
+    monitoring = getattr(sys, "monitoring", None)  # debuggers use it since Python 3.12
+    if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
+        return True
+    return "pydevd" in sys.modules or bool(parse_bool(os.environ.get("ACCELERATE_DEBUG_MODE", "")))
+
+
+def _print_interrupt(error: KeyboardInterrupt) -> None:
+    """Print where Ctrl-C interrupted the main process, and what plugins have noted on the exception."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    users = [entry for entry in _entries(error) if of_the_user(entry.tb_frame)]
+    where = ""
+    if users:
+        where = f" at {users[-1].tb_frame.f_code.co_filename} line {users[-1].tb_lineno}"
+    lines = [f"Interrupted by Ctrl-C{where}.", *getattr(error, "__notes__", ())]
+    sys.stderr.write("\n" + "\n".join(lines) + "\n")
+    sys.stderr.flush()
 
 
 def _agent_is_parent() -> bool:
