@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import pickle
 import pickletools
@@ -164,6 +165,7 @@ def test_pickled_states_have_public_names() -> None:
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
+    PartialState._reset_state()  # the Accelerators of other tests decide the type of a run
     state = PartialState(cpu=True)
     written = pickle.dumps([state, DistributedType.NO])
     names = {text for _, text, _ in pickletools.genops(written) if isinstance(text, str)}
@@ -174,6 +176,52 @@ def test_pickled_states_have_public_names() -> None:
     stored, kind = pickle.loads(written)
     assert (stored.num_processes, stored.distributed_type, kind) == (1, "NO", "NO")
     assert pickle.loads(pickle.dumps(stored)).num_processes == 1
+
+
+def _text_in(written: bytes) -> set[str]:
+    return {text for _, text, _ in pickletools.genops(written) if isinstance(text, str)}
+
+
+def test_pickled_settings_have_public_names_and_attributes() -> None:
+    from accelerate import utils
+
+    for settings, given, unknown in (
+        (utils.DistributedDataParallelKwargs(static_graph=True), {"static_graph"}, "__given__"),
+        (utils.GradScalerKwargs(growth_interval=7), {"growth_interval"}, "__given__"),
+        (utils.InitProcessGroupKwargs(), set(), "__given__"),
+        (utils.AutocastKwargs(cache_enabled=False), {"cache_enabled"}, "upcast_outputs"),
+        (utils.GradientAccumulationPlugin(num_steps=2), {"num_steps"}, "__given__"),
+        (utils.TorchDynamoPlugin("inductor"), {"backend"}, "__given__"),
+        (utils.DataLoaderConfiguration(even_batches=True), {"even_batches"}, None),
+        (utils.ProjectConfiguration("folder"), {"project_dir"}, None),
+        (utils.FullyShardedDataParallelPlugin(fsdp_version=2), {"fsdp_version"}, None),
+        (utils.DeepSpeedPlugin(zero_stage=2), {"zero_stage"}, None),
+        (utils.ParallelismConfig(tp_size=2), {"tp_size"}, None),
+    ):
+        written = pickle.dumps(settings, 2)
+        name = type(settings).__name__
+        assert not any(text.startswith("accelerate_") for text in _text_in(written)), name
+        # `to_kwargs` of Accelerate's handlers raises an error for attributes that the class doesn't have.
+        assert unknown not in settings.__getstate__(), name
+        for result in (pickle.loads(written), copy.copy(settings), copy.deepcopy(settings)):
+            assert type(result) is type(settings)
+            assert result.to_kwargs() == settings.to_kwargs() if unknown else True, name
+            assert result.__given__ >= given, name
+
+
+def test_settings_pickled_by_accelerate_are_read() -> None:
+    from accelerate import utils
+
+    compiler = object.__new__(utils.TorchDynamoPlugin)
+    compiler.__setstate__({"backend": utils.DynamoBackend("INDUCTOR"), "mode": "default"})
+    assert (compiler.backend, compiler.disable) == ("inductor", False)
+    loaders = object.__new__(utils.DataLoaderConfiguration)
+    loaders.__setstate__({"even_batches": False, "split_batches": False, "later_field": 1})
+    assert (loaders.even_batches, loaders.read_ahead) == (False, True)
+    assert loaders.__given__ == {"even_batches"}
+    config = object.__new__(utils.ParallelismConfig)
+    config.__setstate__({"tp_size": 2, "cp_backend": "torch", "_sizes": {"tp": 2}})
+    assert (config.tp_size, config.cp_backend, config.pp_size) == (2, None, 1)
 
 
 def test_hyperparameters_of_tensorboard_are_where_accelerate_writes_them() -> None:

@@ -131,7 +131,7 @@ def refuse_unclaimed(handlers: Mapping[type, Any], active: Sequence[Any]) -> Non
         *precisions,
     }
     for cls, handler in handlers.items():
-        package = _package(cls.__module__)
+        package = _package(vars(cls).get("__settings_module__", cls.__module__))
         if not isinstance(handler, classes) and package not in known:
             names = [c.__name__ for c in classes]
             asked = f" It is for mixed_precision={precisions.get(package)!r}."

@@ -149,6 +149,8 @@ def settings(
         made.__settings_names__ = (env_prefix, section, _tuple(argument)[0])
         made.__settings_arguments__ = tuple(filter(None, _tuple(argument)))
         made.__yaml_prefix__ = yaml_prefix
+        # `__module__` may be changed later, to pickle a class by another name.
+        made.__settings_module__ = target.__module__
         # Use `__init__`, because the signature of the class could come from a base settings class.
         signature = inspect.signature(types.MethodType(made.__init__, made))
         checked: list[Any] = []  # the class with pydantic's checks, after the first instance

@@ -21,6 +21,7 @@ from typing import Any
 
 from accelerate_core.plugin import MissingPluginError
 from accelerate_drop_in.absent import absent, left_out
+from accelerate_drop_in.pickled import publish
 from accelerate_tracking.rank_logger import get_logger
 
 _CONFIG, _ESTIMATE, _PARSERS = (
@@ -126,15 +127,6 @@ _PRIVATE_NAMES = {
 #: Functions whose source text libraries look for in the served file.
 _IN_FILES = dict.fromkeys(("fsdp2_prepare_model",), ("accelerate.utils.fsdp_utils",))
 
-#: Classes that libraries pickle, such as Transformers in `training_args.bin`, with the module in which
-#: Accelerate defines them.
-_PICKLED = {
-    "PartialState": "state",
-    **dict.fromkeys(
-        ("DistributedType", "DynamoBackend", "RNGType", "ComputeEnvironment"), "utils.dataclasses"
-    ),
-}
-
 #: The original value of each name that a script has replaced.
 _originals: dict[str, Any] = {}
 
@@ -209,9 +201,8 @@ class Served(ModuleType):
                 return value
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = self._find(name)
-        if name in _PICKLED:
-            # The original then finds the class in pickles.
-            value.__module__ = f"accelerate.{_PICKLED[name]}"
+        if isinstance(value, type) and not isinstance(value, _Absent):
+            publish(name, value)
         ModuleType.__setattr__(self, name, value)
         return value
 
