@@ -932,6 +932,7 @@ _GROUPS = (
     ),
     ("Settings", ("accelerate_core.config", "accelerate_core.booleans")),
     ("Errors and warnings", ("accelerate_core.errors", "accelerate_core.failures")),
+    ("Content that others wrote", ("accelerate_core.untrusted",)),
     ("Processes and collectives", ("accelerate_core.distributed",)),
     ("Data and training", ("accelerate_core.data", "accelerate_core.training")),
     ("Installed plugins, and helpers", ("accelerate_core.plugins.", "accelerate_core.builtin")),

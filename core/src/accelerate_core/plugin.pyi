@@ -145,3 +145,6 @@ from accelerate_core.state import PartialState as PartialState
 from accelerate_core.training.forward import wrap_forward as wrap_forward
 from accelerate_core.training.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from accelerate_core.training.scheduler import AcceleratedScheduler as AcceleratedScheduler
+from accelerate_core.untrusted import is_count as is_count
+from accelerate_core.untrusted import parse_json as parse_json
+from accelerate_core.untrusted import read_limited as read_limited

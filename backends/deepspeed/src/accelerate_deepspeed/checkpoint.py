@@ -20,9 +20,12 @@ from accelerate_core.plugin import (
     CheckpointError,
     ConfigurationError,
     did_you_mean,
+    is_count,
     key_matcher,
     listing,
     match_keys,
+    parse_json,
+    read_limited,
 )
 from accelerate_deepspeed.checkpoint_files import beside_the_optimizer, check_file, read_file
 from accelerate_deepspeed.zero import GatheredParameters
@@ -84,8 +87,10 @@ def load(accelerator: AcceleratorView, directory: Path, options: Mapping[str, An
     """Read what `save` wrote, through the universal format if the number of ranks differs."""
     _known("load_state", options, _LOAD_OPTIONS)
     try:
-        entries = json.loads((directory / _NOTE).read_text())["models"]
-    except (OSError, ValueError, KeyError) as error:
+        entries = list(parse_json(read_limited(directory / _NOTE))["models"])
+        if not all(_is_entry(entry) for entry in entries):
+            raise ValueError("'models' must list whether an engine trained each, and its layout")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{directory} was not saved with DeepSpeed: {_NOTE} cannot be read ({error})."
         ) from None
@@ -124,6 +129,13 @@ def load(accelerator: AcceleratorView, directory: Path, options: Mapping[str, An
                 # The universal format only contains parameters that the optimizer has.
                 others = beside_the_optimizer(directory / tag)
                 _load_others(accelerator, model, match_keys(others, module.state_dict().keys()))
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("engine"), bool):
+        return False
+    layout = ("stage", "data_ranks", "model_ranks") if entry["engine"] else ()
+    return all(is_count(entry.get(name)) for name in layout)
 
 
 def _trains(model: Any) -> bool:

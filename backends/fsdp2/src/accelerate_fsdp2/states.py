@@ -38,12 +38,16 @@ from accelerate_core.plugin import (
     CheckpointError,
     ParallelismConfig,
     listing,
+    parse_json,
     plain_keys,
+    read_limited,
 )
 from accelerate_fsdp2.gradients import local
 from accelerate_fsdp2.weights import cut, local_part, whole
 
 _PLAIN = "optimizers.json"
+#: Its most bytes. It has the name of each parameter twice.
+_LARGEST_PLAIN = 64 << 20
 
 
 class Sharded:
@@ -134,10 +138,7 @@ def _read(
     stored = metadata.state_dict_metadata
     _compare(directory, tensors, stored, strict)
     tensors = {name: tensor for name, tensor in tensors.items() if name in stored}
-    try:
-        plain = json.loads((directory / _PLAIN).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory / _PLAIN} cannot be read: {error}") from error
+    plain = _read_plain(directory / _PLAIN, len(states))
     buffers = []
     for state in states:
         state.rename(plain[state.number], match)
@@ -153,6 +154,36 @@ def _read(
             state.put(values, plain[state.number])
 
     return put
+
+
+def _read_plain(path: Path, optimizers: int) -> list[Any]:
+    """Return what `take_apart` returned for each optimizer."""
+    try:
+        plain = parse_json(read_limited(path, _LARGEST_PLAIN))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    is_valid = isinstance(plain, list) and all(map(_is_plain_state, plain))
+    if not is_valid or len(plain) < optimizers:
+        raise CheckpointError(
+            f"{path} is damaged: it must list 'class', 'groups' and 'values' of {optimizers} optimizers."
+        )
+    return plain
+
+
+def _is_plain_state(state: Any) -> bool:
+    return (
+        isinstance(state, dict)
+        and isinstance(state.get("class"), str)
+        and isinstance(state.get("values"), dict)
+        and all(isinstance(values, dict) for values in state["values"].values())
+        and isinstance(state.get("groups"), list)
+        and all(isinstance(group, dict) and _has_names(group) for group in state["groups"])
+    )
+
+
+def _has_names(group: dict[str, Any]) -> bool:
+    names = group.get("params")
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def _like(tensor: torch.Tensor, held: torch.Tensor) -> torch.Tensor:

@@ -27,11 +27,13 @@ from accelerate_checkpoint import (
     read_metadata,
     run_together,
 )
-from accelerate_core.plugin import CheckpointError
+from accelerate_core.plugin import CheckpointError, parse_json, read_limited
 from accelerate_megatron.engine import Engine
 from accelerate_megatron.shards import Part
 
 _PLAIN = "plain.json"
+#: Its most bytes. It has the name of each parameter.
+_LARGEST_PLAIN = 64 << 20
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -218,10 +220,38 @@ def _read_small_files(directory: Path) -> tuple[Metadata, list[Any], list[Any]]:
     """Return the metadata, the size of the vocabulary of each model, and the optimizers' plain values."""
     metadata = read_metadata(directory)
     try:
-        plain = json.loads((directory / _PLAIN).read_text())
-        return metadata, list(plain["vocab_sizes"]), list(plain["optimizers"])
+        plain = parse_json(read_limited(directory / _PLAIN, _LARGEST_PLAIN))
+        optimizers = list(plain["optimizers"])
+        if not all(state is None or _is_plain_state(state) for state in optimizers):
+            raise ValueError("'optimizers' has an entry of another form")
+        return metadata, list(plain["vocab_sizes"]), optimizers
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory / _PLAIN} cannot be read: {error}") from error
+
+
+def _is_plain_state(state: Any) -> bool:
+    """Return whether an entry has the form of what `_plain` returns."""
+    if not isinstance(state, dict) or not state.keys() >= {
+        "class",
+        "groups",
+        "values",
+        "keys",
+        "scaler",
+    }:
+        return False
+    groups, values, scaler = state["groups"], state["values"], state["scaler"]
+    return (
+        isinstance(groups, list)
+        and all(isinstance(group, dict) and _are_names(group.get("params")) for group in groups)
+        and isinstance(values, dict)
+        and all(isinstance(value, int | float) for value in values.values())
+        and _are_names(state["keys"])
+        and (scaler is None or (isinstance(scaler, dict) and "scale" in scaler))
+    )
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _compare(directory: Path, shards: list[_PartShard], stored: Any, strict: bool) -> None:

@@ -23,10 +23,12 @@ from accelerate_checkpoint import (
     shard_name_matcher,
     with_names,
 )
-from accelerate_core.plugin import AcceleratorView, CheckpointError
+from accelerate_core.plugin import AcceleratorView, CheckpointError, parse_json, read_limited
 from accelerate_xla.library import imported
 
 _PLAIN = "plain.json"
+#: Its most bytes. It has a few numbers for each parameter.
+_LARGEST_PLAIN = 64 << 20
 
 
 def on_host(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,7 +166,9 @@ def load(
     metadata = with_names(read_metadata(directory), shard_name_matcher(names))
     stored = metadata.state_dict_metadata
     try:
-        plain = json.loads((directory / _PLAIN).read_text())
+        plain = parse_json(read_limited(directory / _PLAIN, _LARGEST_PLAIN))
+        if not isinstance(plain, list) or not all(map(_is_plain_state, plain)):
+            raise ValueError("it must list 'class', 'param_groups' and 'numbers' of each optimizer")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{directory / _PLAIN} cannot be read: {error}") from error
     _compare(accelerator, directory, stored, plain if optimizers else None, strict)
@@ -191,6 +195,20 @@ def load(
     for number, wrapper in enumerate(accelerator.optimizers if optimizers else ()):
         state = _optimizer_state(number, plain[number], read, wrapper.optimizer)
         accelerator.hooks.load_optimizer_state(wrapper.optimizer, state)
+
+
+def _is_plain_state(state: Any) -> bool:
+    """Return whether an entry has the form of what `_plain` returns."""
+    if not isinstance(state, dict) or not isinstance(state.get("class"), str):
+        return False
+    groups, numbers = state.get("param_groups"), state.get("numbers")
+    return (
+        isinstance(groups, list)
+        and all(isinstance(group, dict) for group in groups)
+        and isinstance(numbers, dict)
+        and all(index.isdecimal() and isinstance(of, dict) for index, of in numbers.items())
+        and all(isinstance(one, int | float) for of in numbers.values() for one in of.values())
+    )
 
 
 def _compare(

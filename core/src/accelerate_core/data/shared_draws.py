@@ -152,10 +152,14 @@ class SharedDraws:
     def load_state(self, text: str) -> None:
         """Set the generators to the states that `state` returned."""
         generators = [*_global_generators()[1:], *_generators_of(self._sampler)]
-        for generator, state in zip(
-            generators, json.loads(text, object_hook=_from_json), strict=False
-        ):
-            _set_state(generator, state)
+        try:
+            states = json.loads(text, object_hook=_from_json)
+            for generator, state in zip(generators, states, strict=False):
+                _set_state(generator, state)
+        except Exception as error:  # generators raise any type for a state that they don't expect
+            raise ConfigurationError(
+                f"The states of the sampler's generators are damaged: {error}"
+            ) from error
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Iterate over the sampler's batches; on several ranks, draw them from rank 0's states."""

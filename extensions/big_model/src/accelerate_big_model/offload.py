@@ -18,9 +18,18 @@ from accelerate_big_model.tensors import (
     torch_dtype,
 )
 from accelerate_checkpoint import as_device
-from accelerate_core.plugin import CheckpointError, ConfigurationError, did_you_mean
+from accelerate_core.plugin import (
+    CheckpointError,
+    ConfigurationError,
+    did_you_mean,
+    is_count,
+    parse_json,
+    read_limited,
+)
 
 INDEX_NAME = "index.json"
+#: Bytes of an index.
+_LARGEST_INDEX = 64 << 20
 #: The class that opens the file, for each key under which an index entry may name one.
 MAPPED: dict[str, Any] = {"safetensors_file": SafetensorsFile, "torch_file": TorchFile}
 Index = dict[str, dict[str, Any]]
@@ -91,18 +100,40 @@ def load_offload_index(offload_folder: str | Path, missing_ok: bool = False) -> 
     """Read the index of a folder. With `missing_ok`, a missing index is empty.
 
     Raises:
-        CheckpointError: the index is missing or not JSON.
+        CheckpointError: the index is missing or damaged.
     """
     path = Path(offload_folder) / INDEX_NAME
     if missing_ok and not path.is_file():
         return {}
     try:
-        index: Index = json.loads(path.read_text(encoding="utf-8"))
+        index: Index = parse_json(read_limited(path, _LARGEST_INDEX))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"Cannot read the index of offloaded weights {path}: {error}"
         ) from error
+    if not isinstance(index, dict):
+        raise CheckpointError(f"The index of offloaded weights {path} is not a JSON object.")
+    for name, entry in index.items():
+        _check_entry(f"The entry {name!r} of {path}", entry)
     return index
+
+
+def _check_entry(subject: str, entry: object) -> None:
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{subject} is not a JSON object.")
+    for key in (*MAPPED, "file", "weight_name", "dtype"):
+        value = entry.get(key)
+        if value is not None and not (isinstance(value, str) and value.isprintable()):
+            raise CheckpointError(f"{subject} has {key}={value!r:.80}, which is not a name.")
+    shape = entry.get("shape")
+    if any(entry.get(key) is not None for key in MAPPED):
+        return
+    if not isinstance(shape, list) or not all(is_count(size, 1 << 48) for size in shape):
+        raise CheckpointError(f"{subject} has shape={shape!r:.80}, which is not a list of sizes.")
+    if not isinstance(getattr(torch, str(entry.get("dtype")), None), torch.dtype):
+        raise CheckpointError(
+            f"{subject} has dtype={entry.get('dtype')!r:.80}, which torch has not."
+        )
 
 
 def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tensor]) -> None:

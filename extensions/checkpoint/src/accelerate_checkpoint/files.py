@@ -11,6 +11,7 @@ import pickle
 import re
 import secrets
 import struct
+import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -331,6 +332,7 @@ def read(
         CheckpointError: the file is missing or damaged, or contains more than plain data.
     """
     try:
+        _refuse_packed(path)
         with allowed or nullcontext():
             return torch.load(path, **{"map_location": "cpu", **options, "weights_only": not trust})
     except FileNotFoundError:
@@ -348,8 +350,20 @@ def read(
         )
         what = f"Python objects ({found[1]})" if found else "Python objects"
         raise CheckpointError(f"{path} is damaged or contains {what}, which {way}.") from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # torch raises almost any type for a damaged file
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def _refuse_packed(path: Path) -> None:
+    """Refuse a zip file that holds more than its size: torch never compresses what it writes."""
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        held = sum(entry.file_size for entry in archive.infolist())
+    if held > path.stat().st_size:
+        raise CheckpointError(f"{path} is damaged: it unpacks to {held} bytes.")
 
 
 def first_line(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_checkpoint.store import Store
-from accelerate_core.plugin import without_credentials
+from accelerate_core.plugin import parse_json, without_credentials
 
 LEASE = ".lease"
 
@@ -82,10 +82,10 @@ def _write(storage: Store, place: str, name: str) -> None:
 def _is_held(storage: Store, place: str, name: str) -> bool:
     for pause in (_AGAIN, 0.0):
         try:
-            return _may_live(json.loads(storage.read(place, name)))
+            return _may_live(parse_json(storage.read(place, name)))
         except FileNotFoundError:
             return False
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             time.sleep(pause)
     return False
 

@@ -13,6 +13,14 @@ import torch
 from torch.optim import Optimizer
 
 from accelerate_checkpoint import files
+from accelerate_checkpoint.contents import (
+    check_gradients,
+    check_optimizer_state,
+    check_rank_state,
+    check_scaler_state,
+    check_scheduler_state,
+    count_parameters,
+)
 from accelerate_checkpoint.draft import gather_failures
 from accelerate_checkpoint.manifest import MANIFEST, MARK, Manifest, examine, numpy_globals
 from accelerate_checkpoint.model import is_weights, load_weights, weights_layout
@@ -449,8 +457,13 @@ class LoadedState:
         same_layout = self.state.has_layout(saved_by, mesh)
         ranks = [self.state.process.process_index] if same_layout else range(saved_by)
         names = [f"{files.GRADIENTS}_{rank}.bin" for rank in ranks]
-        gradients = (self.source.read(name) for name in names if self.source.has(name))
+        gradients = (self._read_gradients(name) for name in names if self.source.has(name))
         self.state.load_rank_state(self.ranks, saved_by, gradients, mesh, positions=False)
+
+    def _read_gradients(self, name: str) -> Any:
+        held = self.source.read(name)
+        check_gradients(self.source.directory / name, held, len(self.state.models))
+        return held
 
 
 def read_checkpoint(
@@ -472,11 +485,14 @@ def read_checkpoint(
         if not state.owns_format:
             optimizers = _read_optimizers(state, source, load_kwargs, trust)
         objects = {}
-        for name in named_objects(state):
+        for name, obj in named_objects(state).items():
+            path = source.directory / name
             if name != files.SCALER:
                 objects[name] = source.read(name, trust=trust)
+                check_scheduler_state(path, objects[name], obj)
             elif source.has(name):
                 objects[name] = source.read(name)
+                check_scaler_state(path, objects[name])
         ranks = _read_ranks(state, source)
     return LoadedState(state, source, options, optimizers, objects, ranks)
 
@@ -490,6 +506,7 @@ def _read_optimizers(
         mapped = not load_kwargs and zipfile.is_zipfile(source.directory / name)
         options = {"mmap": True} if mapped else load_kwargs
         held = source.read(name, trust=trust, **options)
+        check_optimizer_state(source.directory / name, held, optimizer)
         _compare_groups(source, name, index, held, optimizer)
         found.append(OptimizerState(optimizer, held, mapped))
     return found
@@ -504,7 +521,7 @@ def _compare_groups(source: Source, name: str, index: int, held: Any, optimizer:
         )
     if not isinstance(held, dict) or not isinstance(held.get("param_groups"), list):
         return  # an optimizer with its own format
-    there = [len(group.get("params", ())) for group in held["param_groups"]]
+    there = count_parameters(path, held)
     here = [len(group["params"]) for group in optimizer.param_groups]
     if there != here:
         raise CheckpointError(
@@ -518,7 +535,7 @@ def _read_ranks(state: TrainingState, source: Source) -> dict[int, Any]:
 
     If the layout has changed within a cycle that counts items, read those of all ranks, to add up the counts.
     """
-    first = source.read(f"{files.RNG}_0.pkl")
+    first = _read_rank(source, 0)
     counts = first.get(MARK, {}).get("cycle", {}).get("items", {}).get("open", False)
     same = state.has_layout(source.saved_by, source.facts.get("mesh"))
     others = [state.process.process_index] if same or not counts else range(source.saved_by)
@@ -526,8 +543,15 @@ def _read_ranks(state: TrainingState, source: Source) -> dict[int, Any]:
     for rank in others:
         name = f"{files.RNG}_{rank}.pkl"
         if rank and source.has(name):
-            found[rank] = source.read(name)
+            found[rank] = _read_rank(source, rank)
     return found
+
+
+def _read_rank(source: Source, rank: int) -> Any:
+    name = f"{files.RNG}_{rank}.pkl"
+    held = source.read(name)
+    check_rank_state(source.directory / name, held)
+    return held
 
 
 def _is_strict(options: Mapping[str, Any]) -> bool:

@@ -7,7 +7,8 @@ random states.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,12 +21,15 @@ from safetensors import SafetensorError, safe_open
 
 from accelerate_checkpoint import files
 from accelerate_checkpoint.files import FileEntry, Progress, checksum
-from accelerate_core.plugin import CheckpointError
+from accelerate_core.plugin import CheckpointError, is_count, parse_json, read_limited
 
 #: Name of the manifest. A checkpoint exists once this file does.
 MANIFEST = "manifest.json"
 KIND = "accelerate-core checkpoint"
 FORMAT = 1
+
+#: More ranks than any run has. Loops over them stay short.
+MOST_RANKS = 1 << 20
 
 #: Marks our files in formats that other libraries write too.
 MARK = "accelerate_core"
@@ -95,10 +99,10 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        text = path.read_bytes()
+        text = read_limited(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing.") from None
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     return parse_manifest(text, str(path))
 
@@ -118,24 +122,34 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     try:
-        content = dict(json.loads(text)["content"])
+        content = dict(parse_json(text)["content"])
         if content.pop("kind") != KIND:
             raise CheckpointError(f"{path} is not the manifest of a checkpoint.")
-        version = int(content.pop("format"))
+        version = content.pop("format")
         folder = str(content.pop("folder", ""))
         listed = {
-            str(name): FileEntry(int(entry["size"]), str(entry["xxh3_128"]))
+            name: FileEntry(entry["size"], str(entry["xxh3_128"]))
             for name, entry in content.pop("files").items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: it cannot be parsed.") from error
+    if not is_count(version):
+        raise CheckpointError(f"{path} is damaged: its format is not a number.")
     if version > FORMAT:
         raise CheckpointError(
             f"{path} has format {version}, but this version of accelerate-checkpoint only reads "
             f"up to format {FORMAT}. Upgrade it."
         )
+    for name, entry in listed.items():
+        if not is_count(entry.size):
+            raise CheckpointError(f"{path} is damaged: the size of {name!r} is not a number.")
+    _check_facts(path, content)
     manifest = Manifest(listed, content, folder)
-    if manifest.render() != text:
+    try:
+        same = manifest.render() == text
+    except RecursionError:  # writing JSON needs more of the stack than reading it
+        same = False
+    if not same:
         raise CheckpointError(f"{path} is damaged: its checksum does not match its content.")
     for name in (*listed, folder):
         try:
@@ -145,12 +159,62 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     return manifest
 
 
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < 250e9  # dates end in the year 9999
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, dict) and all(is_count(count, MOST_RANKS) for count in value.values())
+
+
+def _are_packages(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    plugins = value.get("plugins", [])
+    names = ("name", "distribution", "version", "kind")
+    return isinstance(plugins, list) and all(
+        isinstance(plugin, dict) and plugin.keys() >= set(names) for plugin in plugins
+    )
+
+
+#: What each fact must be, and the test of it. Other facts are only shown.
+_FACTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "saved_at": ("seconds since 1970", _is_seconds),
+    "step": ("a count", is_count),
+    "epoch": ("a count", is_count),
+    "world_size": (
+        f"a number of ranks from 1 to {MOST_RANKS}",
+        lambda value: is_count(value, MOST_RANKS) and value > 0,
+    ),
+    "mesh": ("null or counts by name", lambda value: value is None or _are_counts(value)),
+    "objects": ("counts by name", _are_counts),
+    "optimizers": (
+        "a list of names",
+        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+    ),
+    "written_by": ("versions by package", _are_packages),
+}
+
+
+def _check_facts(path: str, facts: Mapping[str, Any]) -> None:
+    for key, (meaning, is_valid) in _FACTS.items():
+        if key in facts and not is_valid(facts[key]):
+            shown = repr(facts[key])[:80]
+            raise CheckpointError(f"{path} is damaged: {key!r} must be {meaning}, not {shown}.")
+
+
 def inner_name(name: str) -> str:
     """Return the name of a file in a checkpoint, after checking that it stays inside.
 
     Raises:
-        ValueError: it is absolute, or contains "..".
+        ValueError: it is absolute, contains "..", or cannot be the name of a file.
     """
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        encoded = b"\0"
+    if b"\0" in encoded:
+        raise ValueError(f"{name!r}, which cannot be the name of a file.")
     parts = PurePosixPath(name)
     if parts.is_absolute() or ".." in parts.parts:
         raise ValueError(f"{name!r}, which is outside the checkpoint.")

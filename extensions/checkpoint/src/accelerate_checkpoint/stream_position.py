@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate_core.plugin import ConfigurationError
+from accelerate_core.plugin import ConfigurationError, is_count
+
+#: What a state consists of: the number of batches, and the states of the dataset, of each worker.
+_KEYS = ("counts", "before", "latest")
 
 
 def resume_stream(
@@ -30,9 +33,9 @@ def resume_stream(
         before the state was saved.
 
     Raises:
-        ConfigurationError: the state was saved with another number of workers.
+        ConfigurationError: the state was saved with another number of workers, or is damaged.
     """
-    counts = state["counts"]
+    counts = _checked_counts(state)
     number = max(base.num_workers, 1)
     if len(counts) != number:
         raise ConfigurationError(
@@ -54,6 +57,23 @@ def resume_stream(
         "before": states,
     }
     return _open(base, states), resumed, sum(seen)
+
+
+def _checked_counts(state: Any) -> list[int]:
+    """Return the counts of a state, after checking its form."""
+    lists: list[Any] = [state.get(name) for name in _KEYS] if isinstance(state, dict) else []
+    is_valid = (
+        all(isinstance(values, list) for values in lists)
+        and len({len(values) for values in lists}) == 1
+        and all(is_count(count) for count in lists[0])
+    )
+    if not is_valid:
+        raise ConfigurationError(
+            f"The position of an iterable dataset is damaged: it must have the lists {', '.join(_KEYS)}, "
+            "each with one value per reading process."
+        )
+    counts: list[int] = lists[0]
+    return counts
 
 
 def _open(base: Any, states: list[Any]) -> Iterator[Any]:

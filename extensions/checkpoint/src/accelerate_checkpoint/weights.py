@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,13 @@ from typing import Any
 
 import torch
 
-from accelerate_core.plugin import CheckpointError, ConfigurationError, did_you_mean
+from accelerate_core.plugin import (
+    CheckpointError,
+    ConfigurationError,
+    did_you_mean,
+    parse_json,
+    read_limited,
+)
 
 #: The usual file names of weights, in the order in which they are looked for.
 _USUAL = (
@@ -20,6 +25,9 @@ _USUAL = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+
+#: Bytes of an index. Models with hundreds of experts have more than a hundred thousand weights.
+_LARGEST_INDEX = 64 << 20
 
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(I?)([Bb]?)\s*", re.IGNORECASE)
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -236,9 +244,11 @@ def checkpoint_files(checkpoint: str | Path) -> list[Path]:
 
 def _files_of_index(index: Path) -> list[Path]:
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
+        content = parse_json(read_limited(index, _LARGEST_INDEX))
         names = sorted(set(content.get("weight_map", content).values()))
-    except (ValueError, AttributeError, TypeError) as error:
+        if not all(isinstance(name, str) and name.isprintable() for name in names):
+            raise TypeError("the values of 'weight_map' must be file names")
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} is not an index of shards: {error}") from error
     files = [index.parent / name for name in names]
     for name, file in zip(names, files):
