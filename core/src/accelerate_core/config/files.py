@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_core.errors import ConfigurationError
+from accelerate_core.untrusted import read_limited
 
 #: The variable that names the config file of a script that the launcher did not start.
 CONFIG_VARIABLE = "ACCELERATE_CONFIG_FILE"
@@ -42,6 +43,8 @@ class ConfigFile(Mapping[str, Any]):
 
 #: More keys than any setup needs. Nested aliases could expand without limit.
 _MOST_KEYS = 10_000
+#: Bytes of a file. YAML needs a second for each of them.
+_LARGEST = 1 << 20
 
 
 def read_config(path: str | Path) -> ConfigFile:
@@ -52,8 +55,9 @@ def read_config(path: str | Path) -> ConfigFile:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        # The user named the file, and it may be a pipe, such as <(generate).
+        text = read_limited(path, _LARGEST, regular=False).decode()
+    except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigurationError(f"Cannot read the config file {path}: {why}.") from error
     return parse_config(text, path)
@@ -67,6 +71,8 @@ def parse_config(text: str, path: Path) -> ConfigFile:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         lines: dict[str, int] = {}
+        if node is not None:
+            _expanded_size(node, {}, path)
         _collect(node, "", lines, path)
         values = None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
@@ -116,6 +122,36 @@ def _modern(values: dict[Any, Any], lines: dict[str, int]) -> tuple[dict[str, An
         lines["dynamo_config"] = lines["dynamo_backend"]
         lines["dynamo_config.backend"] = lines["dynamo_backend"]
     return made, lines
+
+
+def _expanded_size(node: Any, sizes: dict[int, int], path: Path) -> int:
+    """Return the number of values in a node if each alias were written out.
+
+    Raises:
+        ConfigurationError: there are too many, or a value has a character that UTF-8 cannot represent.
+    """
+    if id(node) in sizes:
+        return sizes[id(node)]
+    sizes[id(node)] = 1  # for an alias of a node inside itself
+    line = node.start_mark.line + 1
+    if node.id == "scalar":
+        try:
+            node.value.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigurationError(
+                f"{path} line {line} has a character that UTF-8 cannot represent: {error.reason}."
+            ) from None
+        return 1
+    pairs = node.value if node.id == "mapping" else [(child,) for child in node.value]
+    children = [child for pair in pairs for child in pair]
+    size = 1 + sum(_expanded_size(child, sizes, path) for child in children)
+    if size > 10 * _MOST_KEYS:
+        raise ConfigurationError(
+            f"The config file {path} expands to more than {10 * _MOST_KEYS} values at line {line}. "
+            "Nested aliases multiply; remove some of them."
+        )
+    sizes[id(node)] = size
+    return size
 
 
 def _collect(node: Any, prefix: str, lines: dict[str, int], path: Path) -> None:

@@ -12,6 +12,11 @@ from accelerate_launch.torchrun import TorchrunLauncher
 
 _PART = re.compile(r"([^\[,]+)(?:\[([^\]]*)\])?([^,\[\]]*)(?:,|$)")
 
+_NUMBER = re.compile(r"[0-9]{1,18}")
+
+#: More nodes than any cluster has.
+MOST_NODES = 100_000
+
 #: SLURM uses step numbers from here on for the batch script, interactive shells and `extern`.
 _RESERVED_STEP = 4294967280
 
@@ -75,11 +80,20 @@ def expand_counts(text: str) -> list[int]:
     """
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        found = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip(), re.ASCII)
         if found is None:
             raise ConfigurationError(f"{text!r} is not a valid SLURM list of tasks per node.")
-        counts += [int(found[1])] * int(found[2] or 1)
+        repeats = int(found[2] or 1)
+        _refuse_more_nodes(len(counts) + repeats, text)
+        counts += [int(found[1])] * repeats
     return counts
+
+
+def _refuse_more_nodes(count: int, text: str) -> None:
+    if count > MOST_NODES:
+        raise ConfigurationError(
+            f"The SLURM list {text!r:.200} has more than {MOST_NODES} nodes, so it cannot be right."
+        )
 
 
 def expand_nodes(text: str) -> list[str]:
@@ -89,29 +103,34 @@ def expand_nodes(text: str) -> list[str]:
         ConfigurationError: the text is not a valid node list.
     """
     names: list[str] = []
-    rest = text.strip()
-    while rest:
-        found = _PART.match(rest)
+    text = text.strip()
+    position = 0
+    while position < len(text):
+        found = _PART.match(text, position)
         if found is None:
             raise ConfigurationError(f"{text!r} is not a valid SLURM node list.")
         before, ranges, after = found.groups()
         if ranges is None:
             names.append(before + after)
         else:
-            names += [f"{before}{number}{after}" for number in _numbers(ranges, text)]
-        rest = rest[found.end() :]
+            numbers = _numbers(ranges, text, MOST_NODES - len(names))
+            names += [f"{before}{number}{after}" for number in numbers]
+        _refuse_more_nodes(len(names), text)
+        position = found.end()
     return names
 
 
-def _numbers(ranges: str, text: str) -> list[str]:
-    made = []
+def _numbers(ranges: str, text: str, most: int) -> list[str]:
+    made: list[str] = []
     for part in ranges.split(","):
         low, _, high = part.partition("-")
-        if not low.isdigit() or (high and not high.isdigit()):
+        if not _NUMBER.fullmatch(low) or (high and not _NUMBER.fullmatch(high)):
             raise ConfigurationError(
                 f"{text!r} is not a valid SLURM node list: {part!r} is neither a number nor a range "
                 "such as 1-4."
             )
         numbers = range(int(low), int(high or low) + 1)
+        if len(made) + len(numbers) > most:
+            _refuse_more_nodes(MOST_NODES + 1, text)
         made += [str(number).zfill(len(low)) for number in numbers]
     return made
