@@ -88,7 +88,7 @@ def place(saved: Path, tmp_path: Path) -> Path:
 
 
 def sign(place: Path, **facts: Any) -> None:
-    """Write a manifest whose checksums are those of the present files."""
+    """Write a manifest with the checksums of the present files."""
     manifest = read_manifest(place)
     listed = {name: files.checksum(place / name) for name in manifest.files}
     text = Manifest(listed, {**manifest.facts, **facts}).render()

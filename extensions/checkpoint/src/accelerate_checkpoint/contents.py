@@ -1,6 +1,6 @@
 """Check what a checkpoint's files contain before anything is restored.
 
-Files are read without running code, but whoever wrote them chose their content.
+Files are read without running code, but their author chose their content.
 """
 
 from __future__ import annotations
