@@ -31,6 +31,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -427,9 +428,10 @@ class Ours:
     def __call__(self, steps: int) -> None:
         accelerator, options, cycle = self.accelerator, self.options, self.options.cycle
         size = BATCH * (accelerator.num_processes if options.dispatch else 1)
-        data = Samples(steps * cycle * BATCH * accelerator.num_processes)
+        # The same data for any number of steps, because `prepare` looks at some of its entries.
+        data = Samples(2 * STEPS * cycle * BATCH * accelerator.num_processes)
         loader = accelerator.prepare_data_loader(DataLoader(data, size))
-        for x, y in loader:
+        for x, y in islice(loader, steps * cycle):
             if cycle == 1:
                 self.forward_backward(x, y)
                 self.step()
