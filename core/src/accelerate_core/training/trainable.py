@@ -74,9 +74,9 @@ class TrainableRecord:
         self._known = {id(parameter): name for name, parameter in self._names.items()}
 
     def _read(self) -> dict[str, torch.Tensor]:
-        names: dict[str, torch.Tensor] = {
-            canonical_key(name): parameter for name, parameter in self.module.named_parameters()
-        }
+        # With all names of tied parameters: whole parameters in place of sharded ones need not be tied.
+        named = self.module.named_parameters(remove_duplicate=False)
+        names: dict[str, torch.Tensor] = {canonical_key(name): p for name, p in named}
         # Between forward and backward, a module may hold whole parameters in place of sharded ones.
         for name, earlier in self._names.items():
             if hasattr(earlier, "device_mesh") and name in names:
@@ -84,7 +84,8 @@ class TrainableRecord:
         # A subclass such as a quantized weight may answer in Python, which would cost a call for each
         # parameter in every step.
         plain = torch._C._disabled_torch_function_impl
-        self.parameters = [p for p in names.values() if type(p).__torch_function__ is plain]
+        distinct = {id(p): p for p in names.values()}.values()
+        self.parameters = [p for p in distinct if type(p).__torch_function__ is plain]
         self.seen = list(map(requires_grad, self.parameters))
         return names
 
