@@ -150,6 +150,7 @@ def test_plugins_import_only_public_names() -> None:
 INSIDERS = {
     "launch": (
         "accelerator.compatibility",
+        "accelerator.construction",
         "backend",
         "booleans",
         "builtin.no_checkpointer",
@@ -181,6 +182,7 @@ INSIDERS = {
         "plugins.selection",
     ),
     "drop_in": (
+        "accelerator.signature",
         "booleans",
         "builtin.compiled",
         "config",
@@ -199,9 +201,11 @@ INSIDERS = {
         "distributed.tree",
         "errors",
         "plugins",
+        "prepare.prepared",
         "state",
         "training",
         "training.forward",
+        "training.metric",
     ),
 }
 

@@ -244,11 +244,11 @@ def test_launch_imports_nothing_of_this_package_unless_it_is_named(tmp_path: Pat
     code = (
         "import sys; from accelerate_launch.cli import cli\n"
         "cli(['launch', '--dry_run', *sys.argv[1:], 's.py'], standalone_mode=False)\n"
-        "print('accelerate_kubernetes' in sys.modules, 'torch' in sys.modules)"
+        "print('accelerate_kubernetes' in sys.modules)"
     )
     command = [sys.executable, "-c", code]
     options = ["--launcher", "kubernetes", "--kubernetes_image", "i"]
-    for words, loaded in (([], "False False"), (options, "True False")):
+    for words, loaded in (([], "False"), (options, "True")):
         done = subprocess.run(
             [*command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60
         )

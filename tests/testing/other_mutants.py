@@ -820,8 +820,8 @@ class ChangesNothing(Keeps):
     pass
 
 
-def seeds_anew(self, states, saved_by, gradients, mesh=None):
-    TrainingState.load_rank_state(self, states, saved_by, gradients, mesh)
+def seeds_anew(self, *arguments, **options):
+    TrainingState.load_rank_state(self, *arguments, **options)
     torch.manual_seed(0)
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from accelerate_core.config.enums import DistributedType
 from accelerate_core.distributed import process as runtimes
-from accelerate_core.distributed.checked_messages import MessageHistory
 from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.message_history import MessageHistory
 from accelerate_core.distributed.torch_collectives import TorchCollectives, bind_collectives
 from accelerate_core.errors import (
     AssignmentError,

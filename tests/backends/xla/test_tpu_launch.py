@@ -83,7 +83,8 @@ def started(plan: LaunchPlan) -> tuple[str, dict[str, str]]:
 
 
 def test_tpu_option_starts_torch_xlas_processes(script: str) -> None:
-    result = launch("--tpu", "--downcast_bf16", "--dry_run", script, "--lr", "1")
+    words = ("--tpu", "--downcast_bf16", "--mixed_precision", "bf16")
+    result = launch(*words, "--dry_run", script, "--lr", "1")
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[0].endswith(f"{RUN} {script} --lr 1")
     for name, value in {"BACKEND": "xla", "DOWNCAST_BF16": "true", "USE_TPU": "true"}.items():
@@ -104,10 +105,12 @@ def test_one_process_or_a_mesh_runs_the_script_directly(
         assert output.splitlines()[0] == f"{sys.executable} {script}", output
         assert "PJRT_DEVICE " in output
     assert "one process is started for all devices" in caplog.text
-    monkeypatch.setenv("ACCELERATE_XLA_SPMD", "true")
-    assert launch("--tpu", "--dry_run", script).output.startswith(f"{sys.executable} {script}\n")
-    called = launch("--tpu", "--main_training_function", "main", "--dry_run", script).output
+    words = ("--tpu", *sized, "--main_training_function", "main", "--dry_run")
+    called = launch(*words, script).output
     assert f"{RUN} --here --function main {script}" in called.splitlines()[0]
+    monkeypatch.setenv("ACCELERATE_XLA_SPMD", "true")
+    plan = planned(script, tpu=True)
+    assert started(plan)[0] == script
 
 
 @pytest.mark.parametrize(

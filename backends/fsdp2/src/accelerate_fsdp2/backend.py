@@ -400,8 +400,7 @@ class FSDP2Backend(Backend):
         if change.added:
             raise ConfigurationError(
                 f"{shorten(change.added)} of {type(change.model).__name__} were added after prepare(), so "
-                "they are not sharded and their gradients are not averaged. Add them before prepare(), "
-                "with requires_grad_(False) if they should train later."
+                "they are not sharded. Add them before it, frozen if they should train later."
             )
         late: list[Any] = [p for p in change.unfrozen.values() if not isinstance(p, DTensor)]
         sharded.whole = list(dict.fromkeys([*sharded.whole, *late]))

@@ -159,15 +159,15 @@ def _read(
 def _read_plain(path: Path, optimizers: int) -> list[Any]:
     """Return what `take_apart` returned for each optimizer."""
     try:
-        plain = parse_json(read_limited(path, _LARGEST_PLAIN))
+        plain: Any = parse_json(read_limited(path, _LARGEST_PLAIN))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    is_valid = isinstance(plain, list) and all(map(_is_plain_state, plain))
-    if not is_valid or len(plain) < optimizers:
+    states = plain if isinstance(plain, list) else []
+    if len(states) < optimizers or not all(map(_is_plain_state, states)):
         raise CheckpointError(
             f"{path} is damaged: it must list 'class', 'groups' and 'values' of {optimizers} optimizers."
         )
-    return plain
+    return states
 
 
 def _is_plain_state(state: Any) -> bool:

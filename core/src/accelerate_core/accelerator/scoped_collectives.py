@@ -13,8 +13,8 @@ from accelerate_core.contract.hooks import wrong_answer
 from accelerate_core.contract.members import Scope
 from accelerate_core.data.batch import gather_samples
 from accelerate_core.distributed import collectives, tree
-from accelerate_core.distributed.checked_messages import MessageHistory
 from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.message_history import MessageHistory
 from accelerate_core.plugins.manager import BoundHooks
 from accelerate_core.prepare.prepared import PrepareOptions
 from accelerate_core.training.gradient_state import GradientState

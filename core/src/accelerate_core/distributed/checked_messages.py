@@ -5,7 +5,6 @@ The digest travels in the same message as the tensors. See docs/decisions/041-ch
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from accelerate_core.distributed.forecast import FLOOR, PADDED, Forecast
+from accelerate_core.distributed.forecast import FLOOR, PADDED
+from accelerate_core.distributed.message_history import Form
 from accelerate_core.distributed.packing import Layout, aligned, bytes_of, layout_of, pack
 from accelerate_core.distributed.structure import EXACT, Rule, digest_of, row_text, rows
 from accelerate_core.distributed.torch_collectives import ReduceOp, as_bytes
@@ -32,30 +32,7 @@ _COPIED = 2**20
 #: An error that concerns more leaves or ranks shows only those that differ, or one of each kind.
 _SHOWN = 8
 
-#: A dtype and an operation. Tensors of one form can be reduced together.
-Form = tuple[torch.dtype, ReduceOp]
-_FIRST_FORM: Form = (torch.float32, "sum")
 _BROADCAST_FORM: Form = (torch.uint8, "max")
-
-
-@dataclass(eq=False)
-class MessageHistory:
-    """What the collectives on structures have sent so far, which is equal on all ranks."""
-
-    gathers: Forecast = field(default_factory=Forecast)
-    reductions: Forecast = field(default_factory=lambda: Forecast(_FIRST_FORM))
-    #: Digests on their way from an accelerator to the host: an event, the numbers, and the check.
-    arriving: deque[tuple[Any, torch.Tensor, Callable[[torch.Tensor], None]]] = field(
-        default_factory=deque
-    )
-    #: A running digest of all structures.
-    digest: int = 0
-
-    def check_arrived(self) -> None:
-        """Check the digests that have arrived on the host. Doesn't wait for others."""
-        while self.arriving and self.arriving[0][0].query():
-            _, numbers, check = self.arriving.popleft()
-            check(numbers)
 
 
 @dataclass(eq=False)
@@ -111,7 +88,7 @@ class Call:
             return
         module: Any = getattr(torch, numbers.device.type, None)
         if not hasattr(module, "Event"):
-            return  # reading would run all pending work, as with XLA
+            return  # on devices without events, reading would run all pending work
 
         def check_later(values: torch.Tensor) -> None:
             if differ(values.tolist()):

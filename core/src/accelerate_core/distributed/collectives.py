@@ -15,8 +15,9 @@ from typing import Any, cast, get_args
 import torch
 
 from accelerate_core.distributed import checked_messages as messages
-from accelerate_core.distributed.checked_messages import Call, Form
+from accelerate_core.distributed.checked_messages import Call
 from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.message_history import Form
 from accelerate_core.distributed.packing import aligned, layout_of, pack, unpack, unpack_rows
 from accelerate_core.distributed.structure import Rule, read, restore, rows
 from accelerate_core.distributed.torch_collectives import ReduceOp

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate_core.contract.members import ReduceOp, Scope
-from accelerate_core.distributed.checked_messages import MessageHistory
+from accelerate_core.distributed.message_history import MessageHistory
 from accelerate_core.distributed.torch_collectives import TorchCollectives, bind_collectives
 from accelerate_core.errors import PluginError
 

@@ -29,7 +29,7 @@ from accelerate_core.plugin import (
     host_group,
     prepare_loader,
 )
-from accelerate_drop_in import replaced
+from accelerate_drop_in.continuation import continuation
 
 
 def prepare_data_loader(
@@ -85,7 +85,7 @@ def prepare_data_loader(
     Example:
         loader = prepare_data_loader(DataLoader(dataset, 8), num_processes=2, process_index=1)
     """
-    continued = replaced.continuation()
+    continued = continuation()
     if continued is not None:
         made: CoreLoader = continued(
             dataloader,

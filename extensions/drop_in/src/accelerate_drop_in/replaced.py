@@ -7,9 +7,7 @@ code calls, a warning names the function and the line of the client.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -18,8 +16,8 @@ from weakref import proxy
 from torch import nn
 
 from accelerate_core import DistributedType, PartialState
-from accelerate_core.errors import of_the_user
-from accelerate_core.plugin import warn
+from accelerate_core.plugin import of_the_user, warn
+from accelerate_drop_in.continuation import continuing
 
 #: Module functions that the Accelerator calls like Accelerate's does.
 CALLED = {"fsdp2_prepare_model", "prepare_data_loader"}
@@ -47,8 +45,6 @@ WITHOUT_EFFECT = {
 
 #: The client's current replacement of each function in `CALLED`.
 _replacements: dict[str, Callable[..., Any]] = {}
-#: What the original function does while the Accelerator calls its replacement.
-_continuation: ContextVar[Callable[..., Any] | None] = ContextVar("continuation", default=None)
 #: The original methods that clients have replaced, by class and name.
 _class_originals: dict[str, Any] = {}
 _warned: set[str] = set()
@@ -105,23 +101,6 @@ def note_function(
         return
     elif name in NOT_CALLED or not any(is_used(one, name) for one in users):
         _warn_once(f"{module}.{name}", "the Accelerator and our other functions do not call it")
-
-
-def continuation() -> Callable[..., Any] | None:
-    """Return the rest of the Accelerator's work, if it has called the replacement of a function.
-
-    The original function, which the replacement calls, then does this instead of its usual job.
-    """
-    return _continuation.get()
-
-
-@contextmanager
-def _continuing(function: Callable[..., Any] | None) -> Iterator[None]:
-    token = _continuation.set(function)
-    try:
-        yield
-    finally:
-        _continuation.reset(token)
 
 
 # --- the Accelerator ---------------------------------------------------------------------------
@@ -182,11 +161,11 @@ def _loader(accelerator: Any, usual: Callable[..., Any], loader: Any, moves: boo
             return usual(dataloader, moves, cut)
         from accelerate_drop_in.data_loader import prepare_data_loader
 
-        with _continuing(None):
+        with continuing(None):
             state = accelerator.gradient_state
             return prepare_data_loader(dataloader, gradient_state=state, **given)
 
-    with _continuing(original):
+    with continuing(original):
         return replacement(
             loader,
             accelerator.device,
@@ -220,7 +199,7 @@ def _shard(
         sharded.append(usual(model, evaluation_mode))
         return sharded[-1]
 
-    with _continuing(original):
+    with continuing(original):
         made: nn.Module = replacement(accelerator, model)
     if not sharded:  # it called fully_shard itself
         from accelerate_fsdp2 import adopted

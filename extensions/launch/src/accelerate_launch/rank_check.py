@@ -42,7 +42,7 @@ def check_plan(
     Raises:
         AccelerateError: a rank would raise it.
     """
-    from accelerate_core import Accelerator  # imports torch
+    from accelerate_core import Accelerator, ProjectConfiguration  # imports torch
     from accelerate_core.accelerator.construction import check, resolve
 
     processes, per_machine = plan.num_processes, plan.processes_per_machine
@@ -52,6 +52,8 @@ def check_plan(
     origin = plan.provenance["num_processes"].origin
     parameters = inspect.signature(Accelerator.__init__).parameters.values()
     arguments = {one.name: one.default for one in parameters if one.default is not one.empty}
+    # Only scripts can name this directory, so what needs it is not refused here.
+    arguments["project_config"] = ProjectConfiguration(".", automatic_checkpoint_naming=True)
     with _environment(environ):
         setup = resolve(arguments, {}, Topology(0, processes, 0, per_machine, origin))
         check(setup)

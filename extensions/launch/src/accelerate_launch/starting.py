@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from accelerate_core.config.provenance import PROVENANCE_VARIABLE, decode
 from accelerate_core.plugin import (
     Claim,
     ConfigurationError,
@@ -269,7 +271,14 @@ def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str,
     if ask is not None:
         with record.broken_if_raises("launch_environment"):
             its = ask(plan)
-    return {**environ, **plan.environment, **its}
+    environment = {**environ, **plan.environment, **its}
+    settings = [name for name in its if name.startswith("ACCELERATE_")]
+    if settings:
+        # Otherwise, options of the same command that imply another backend would take precedence.
+        origins = dict.fromkeys(settings, f"command line (launcher {record.name})")
+        origins |= decode(plan.environment)
+        environment[PROVENANCE_VARIABLE] = json.dumps(origins, sort_keys=True)
+    return environment
 
 
 def start(plan: LaunchPlan, environ: Mapping[str, str]) -> NoReturn:

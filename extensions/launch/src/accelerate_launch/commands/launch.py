@@ -90,12 +90,13 @@ def _print_command(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
     A launcher that submits a job prints the job instead.
     """
-    _check_ranks(plan, environ)
     preview = preview_of(plan)
+    command_line = "" if preview is not None else shlex.join(command_of(plan))
+    _check_ranks(plan, environ)
     if preview is not None:
         click.echo(preview, nl=False)
         return
-    click.echo(shlex.join(command_of(plan)))
+    click.echo(command_line)
     origins = {name: sourced.origin for name, sourced in plan.provenance.items()}
     origins |= decode(plan.environment)
     made = sorted(child_environment(plan, environ).items())

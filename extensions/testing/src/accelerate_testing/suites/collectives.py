@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from accelerate_core import Accelerator
 from accelerate_core.distributed.collectives import broadcast
-from accelerate_core.errors import DistributedOperationException
+from accelerate_core.plugin import DistributedOperationException
 from accelerate_testing.checks import check
 from accelerate_testing.context import CheckContext, raised
 
@@ -87,6 +87,9 @@ def collectives(ctx: CheckContext) -> str:
     for src in range(size):
         sent = broadcast({"x": torch.tensor([float(rank)], device=device)}, src, comm=comm)
         ctx.equal(sent["x"].item(), float(src), f"broadcast from rank {src}")
+        # A little data is broadcast in a reduction, so the hook itself is called, too.
+        answer = comm.broadcast(torch.tensor([float(rank)], device=device), src)
+        ctx.equal(answer.item(), float(src), f"hook broadcast from rank {src}")
     many = torch.tensor([large + rank], device=device)
     ctx.equal(broadcast(many, 0, comm=comm).item(), large, "broadcast of a large integer")
     ctx.equal(accelerator.gather(torch.tensor([large + index], device=device)).tolist(),

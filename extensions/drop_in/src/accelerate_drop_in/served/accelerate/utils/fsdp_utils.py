@@ -11,7 +11,7 @@ serve(__name__)
 def fsdp2_prepare_model(accelerator, model):
     """Shard one model. Within `prepare`, continue with the step that a client's replacement has begun."""
     from accelerate_core import utils
-    from accelerate_drop_in.replaced import continuation
+    from accelerate_drop_in.continuation import continuation
 
     return (continuation() or utils.fsdp2_prepare_model)(accelerator, model)
 
