@@ -168,8 +168,10 @@ def test_diloco_learns_nearly_like_ddp_with_an_eighth_of_the_communication(
     ours, theirs = found["diloco"], found["ddp"]
     assert ours["steps"] == theirs["steps"] == STEPS
     # The first reduction compares the ranks' shapes, too, which takes some hundred bytes.
-    assert 0 <= ours["bytes"] - STEPS // 8 * ours["model"] < 1000
-    assert ours["bytes"] == pytest.approx(theirs["bytes"] / 8, rel=0.001)
+    syncs = STEPS // 8
+    # Each one sends a digest of the structure, and the first one is preceded by a small message.
+    assert 0 <= ours["bytes"] - syncs * ours["model"] <= (syncs + 1) * 1024
+    assert ours["bytes"] == pytest.approx(theirs["bytes"] / 8, rel=0.003)
     assert ours["loss"] < 1.05 * theirs["loss"]
 
 

@@ -85,7 +85,7 @@ class TrainableRecord:
         # parameter in every step.
         plain = torch._C._disabled_torch_function_impl
         distinct = {id(p): p for p in names.values()}.values()
-        self.parameters = [p for p in distinct if type(p).__torch_function__ is plain]
+        self.parameters = [p for p in distinct if getattr(p, "__torch_function__", None) is plain]
         self.seen = list(map(requires_grad, self.parameters))
         return names
 

@@ -37,9 +37,9 @@ def test_ranks_communicate_in_every_eighth_step_only() -> None:
     ranks = train(24, sync_every=8)
     for rank in ranks:
         assert [step for step, calls in enumerate(rank["calls"], 1) if calls] == [8, 16, 24]
-        # The first reduction also compares the shapes of all ranks, which takes a few hundred bytes.
+        # A reduction also sends a digest of the structure, and the first one is preceded by a small message.
         assert rank["calls"][15] == rank["calls"][23] == 1
-        assert 0 <= rank["bytes"] - 3 * rank["model_bytes"] < 1000
+        assert 0 <= rank["bytes"] - 3 * rank["model_bytes"] <= 4 * 1024
     assert ranks[0]["weights"] == ranks[1]["weights"]
     assert ranks[0]["losses"][-8:] != pytest.approx(ranks[0]["plain"][0][-8:], abs=1e-5)
 
