@@ -46,6 +46,8 @@ NOT_RUN = {
         "how_to/survive_failures.md",
         "tutorials/eight_gpus.md",
     },
+    # tests/watch/test_drift.py does the same.
+    "it needs four ranks": {"how_to/guard_training.md"},
     "it needs an MPI": {"how_to/mpi.md"},
     "it needs a scheduler": {"how_to/resume.md"},
     "it needs a SLURM cluster": {"how_to/slurm.md"},
