@@ -80,7 +80,8 @@ def test_options_of_accelerates_launcher_are_variables_keys_and_options(tmp_path
     options = [
         part for name, (text, _) in TEXTS.items() for part in (f"--megatron_lm_{name}", text)
     ]
-    arguments = ["launch", "--cpu", "--use_megatron_lm", *options, "--dry_run"]
+    started = ["launch", "--cpu", "--num_processes", "4", "--use_megatron_lm"]
+    arguments = [*started, *options, "--dry_run"]
     result = CliRunner().invoke(cli, [*arguments, str(tmp_path / "s.py")])
     assert result.exit_code == 0, result.output
     assert re.search(r"MEGATRON_LM_TP_DEGREE\W+2\b", result.output)
