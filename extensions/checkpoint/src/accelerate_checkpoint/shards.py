@@ -133,6 +133,9 @@ def SafeReader(
     Args:
         plain: names of values that are not tensors. Only these may be stored as bytes, which torch would
             unpickle. They may hold plain data, as with torch's `weights_only`.
+
+    Raises:
+        CheckpointError: while reading, another value is stored as bytes.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.planner import LoadItemType
@@ -189,6 +192,7 @@ def load_shards_into(
     """Read a directory of torch.distributed.checkpoint into a state dict, in place.
 
     Args:
+        metadata: what `read_metadata` returned.
         planner, no_dist: as for `torch.distributed.checkpoint.load`.
         plain: see `SafeReader`.
 

@@ -127,7 +127,11 @@ class Watch:
     def on_prepared(
         self, accelerator: AcceleratorView, given: Sequence[object], prepared: Sequence[object]
     ) -> None:
-        """Compare facts of the ranks after some steps of the optimizers."""
+        """Compare facts of the ranks after some steps of the optimizers.
+
+        Args:
+            given, prepared: see the hook `on_prepared`.
+        """
         if self._drift is not None:
             self._drift.watch(accelerator.optimizers)
 
