@@ -57,8 +57,9 @@ def main() -> None:
         else:
             accelerator.reduce(torch.ones(3))
     if how == "shapes":
-        accelerator.gather(torch.ones(3))  # only the first call compares shapes
-        accelerator.gather(torch.ones(5000 if culprit else 3))
+        # accelerator.gather would compare the shapes.
+        sent = torch.ones(5000 if culprit else 16, dtype=torch.uint8)
+        accelerator.communicator.gather(sent)
     accelerator.wait_for_everyone()
     if how in ("wait", "handler"):
         if accelerator.is_main_process:
