@@ -175,8 +175,9 @@ import torch
 from accelerate_core import Accelerator
 
 accelerator = Accelerator(cpu=True, process_group_timeout=60)
-accelerator.gather(torch.ones(3))  # only the first call compares shapes
-accelerator.gather(torch.ones(5000 if accelerator.process_index else 3))
+# accelerator.gather would compare the shapes.
+sent = torch.ones(5000 if accelerator.process_index else 16, dtype=torch.uint8)
+accelerator.communicator.gather(sent)
 """
 
 
@@ -191,9 +192,6 @@ def test_abort_in_a_collective_recommends_debug_mode(tmp_path: Path) -> None:
     line = len(MISMATCH.splitlines())
     assert f"This happened in gather, called at {tmp_path / 'train.py'} line {line}:" in said
     assert 'File "' in said  # the stack of the rank that failed first
-    done = run_cli(*options, "--debug", "train.py", cwd=tmp_path)
-    assert "process 1: [5000]" in done.stderr
-    assert "run again" not in done.stderr
 
 
 def test_mismatch_raised_by_gloo_recommends_debug_mode(tmp_path: Path) -> None:
