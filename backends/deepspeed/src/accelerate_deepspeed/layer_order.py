@@ -107,25 +107,25 @@ class LayerOrder:
         """Wait until all ranks have left the recorded order, and fail unless they go to the same layer."""
         self._questions += 1
         first, count, answer = (f"{self._questions}/{key}" for key in ("first", "count", "answer"))
-        here = f"rank {dist.get_rank()} uses {layer}"
-        there = self._store.compare_set(first, "", here).decode()
-        if there.partition(" uses ")[2] != layer:
-            self._store.set(answer, f"{there}, {here}")
+        own_layer = f"rank {dist.get_rank()} uses {layer}"
+        first_layer = self._store.compare_set(first, "", own_layer).decode()
+        if first_layer.partition(" uses ")[2] != layer:
+            self._store.set(answer, f"{first_layer}, {own_layer}")
         elif self._store.add(count, 1) == dist.get_world_size():
             self._store.set(answer, "same")
         started, warned = time.monotonic(), False
         while not self._store.check([answer]):
             waited = time.monotonic() - started
-            others = f"{here}, and other ranks still use the layers of earlier steps"
+            layers = f"{own_layer}, and other ranks still use the layers of earlier steps"
             if waited > self._timeout:
-                raise self._error(others)
+                raise self._error(layers)
             if waited > self._patience and not warned:
                 warned = True
-                warn(f"{self._text(others)} It waits for the other ranks.")
+                warn(f"{self._text(layers)} It waits for the other ranks.")
             time.sleep(_POLL)
-        told = self._store.get(answer).decode()
-        if told != "same":
-            raise self._error(told)
+        reply = self._store.get(answer).decode()
+        if reply != "same":
+            raise self._error(reply)
 
     def _error(self, difference: str) -> DistributedOperationException:
         return DistributedOperationException(self._text(difference))
